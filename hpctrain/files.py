@@ -1,0 +1,100 @@
+"""Small file helpers: atomic replacement, append-only JSON lines, a lock that a process holds."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file at `path` by `text`: a reader sees the old content or the new, never a part.
+
+    Raises:
+        OSError: the folder is not writable or the disk is full; the old file is then untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON object as one line, in one write, so that writers on a host do not mix."""
+    line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file; a torn line, such as a crash leaves, is skipped.
+
+    A file that does not exist has no objects.
+    """
+    try:
+        file = open(path, encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def try_lock(path: Path) -> int | None:
+    """Take the lock file at `path`, or return None where another process holds it.
+
+    The lock lives as long as the returned file descriptor is open in this process or in a child
+    that inherited it, so a holder that dies by any cause gives it up.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock file at `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,134 @@
+"""Every path of a run, named once, and the run's record of events."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.files import append_json_line, read_json_lines
+
+EventKind = Literal[
+    "submitted",
+    "started",
+    "resumed",
+    "checkpoint",
+    "signal",
+    "failure",
+    "restart",
+    "shrink",
+    "requeue",
+    "finished",
+]
+
+#: Variables that tell a rank where its run lives and which start this is.
+RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
+ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run. Holds paths only; nothing is created by looking at it."""
+
+    path: Path
+
+    @property
+    def spec(self) -> Path:
+        """What was asked for: the job's specification."""
+        return self.path / "spec.yaml"
+
+    @property
+    def job_script(self) -> Path:
+        """The script as it was handed to the scheduler."""
+        return self.path / "job.sbatch"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor did, and why."""
+        return self.logs / "supervisor.log"
+
+    @property
+    def slurm_log(self) -> Path:
+        """What the batch script and Slurm itself print."""
+        return self.logs / "slurm.log"
+
+    @property
+    def lock(self) -> Path:
+        """Held by submission and, on the local backend, by the run's supervisor as long as it lives."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def cancel_request(self) -> Path:
+        """Exists once the user asked to cancel: a saved stop is then the end, not a requeue."""
+        return self.path / "cancel-requested"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs / f"attempt-{attempt:03d}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
+
+    def failure(self, attempt: int, rank: int) -> Path:
+        return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
+
+    def samples(self, attempt: int, rank: int) -> Path:
+        return self.path / "samples" / f"attempt-{attempt:03d}-rank-{rank:05d}.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / step_name(step)
+
+    def attempts(self) -> list[int]:
+        """Numbers of all starts of the workers so far, ascending."""
+        return _numbered(self.logs, _ATTEMPT_FOLDER)
+
+    def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
+        """Append an event to the run's record, with the time in seconds since the epoch."""
+        record = {"time": time.time(), "attempt": attempt, "kind": kind, **fields}
+        append_json_line(self.events, record)
+
+    def read_events(self) -> Iterator[dict[str, Any]]:
+        return read_json_lines(self.events)
+
+
+def step_name(step: int) -> str:
+    """The name of the folder that holds the state after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps whose folders lie in `folder`, ascending; whether they are whole is not looked at."""
+    return _numbered(folder, _STEP_FOLDER)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
