@@ -1,0 +1,76 @@
+"""Who a process is among its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpctrain.errors import EnvironmentMismatch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of one process in a distributed job, in torch's terms, and where each value came from.
+
+    Raises:
+        EnvironmentMismatch: on construction, when the values contradict each other.
+    """
+
+    rank: int
+    """Index of this process among all processes, from 0."""
+    world_size: int
+    """Number of processes on all nodes together."""
+    local_rank: int
+    """Index of this process among those of its node, from 0."""
+    local_world_size: int
+    """Number of processes on this node."""
+    node_rank: int
+    """Index of this node among the nodes, from 0."""
+    num_nodes: int
+    """Number of nodes."""
+    master_addr: str
+    """Host at which the processes meet."""
+    master_port: int
+    """TCP port at which the processes meet; 0 where there is only one process."""
+    environment: str
+    """Which detector answered: `slurm`, `torchrun` or `local`."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """For each field, the variable (or the reasoning) that gave it."""
+
+    def __post_init__(self) -> None:
+        self._check("rank", "world_size")
+        self._check("local_rank", "local_world_size")
+        self._check("node_rank", "num_nodes")
+        if self.local_world_size > self.world_size:
+            raise EnvironmentMismatch(
+                f"{self._told('local_world_size')} is more than {self._told('world_size')}. "
+                "Unset what an outer job left behind, or start with srun or torchrun."
+            )
+
+    def _check(self, index: str, count: str) -> None:
+        if not 0 <= getattr(self, index) < getattr(self, count):
+            raise EnvironmentMismatch(
+                f"{self._told(index)} does not lie in 0 … {count} - 1, for {self._told(count)}. "
+                "Unset what an outer job left behind, or start with srun or torchrun."
+            )
+
+    def _told(self, name: str) -> str:
+        return f"{name} {getattr(self, name)} ({self.sources.get(name, self.environment)})"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes what is written once."""
+        return self.rank == 0
+
+    def torch_variables(self) -> dict[str, str]:
+        """What `torch.distributed`'s `env://` and scripts written for torchrun expect to find."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "NODE_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
