@@ -1,0 +1,49 @@
+# Everything here works on a fresh machine; what is missing is installed into .venv first.
+#   make PYTHON=python3.12 …   takes another Python than python3 for it
+
+PYTHON ?= python3
+export PYTHON
+
+BIN := .venv/bin
+
+.PHONY: help demo test test-long check format docs clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# A file inside .venv: gone with it, and older than these two files once they change.
+.venv/installed: pyproject.toml constraints.txt
+	@scripts/make_venv.sh
+	@touch $@
+
+# Where a Slurm answers, submit would take it; the demo is the one without.
+demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four ranks, no Slurm
+	$(BIN)/hpctrain submit $(if $(shell sbatch --version 2>/dev/null),--backend local) \
+	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
+
+test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
+	@scripts/install_slurm.sh
+	$(BIN)/pytest -q --durations=15
+
+test-long: .venv/installed  ## the tests that take minutes
+	@scripts/install_slurm.sh
+	$(BIN)/pytest -q -m long --durations=15
+
+check: .venv/installed  ## format, lint, types, layers, documentation
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
+
+format: .venv/installed  ## let ruff put the code into form
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+
+docs: .venv/installed  ## the documentation, into site/
+	$(BIN)/mkdocs build --strict
+	@echo "The documentation lies in site/index.html"
+
+clean:  ## remove what make made (runs/ stays)
+	rm -rf .venv site dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
