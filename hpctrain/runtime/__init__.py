@@ -1,0 +1,1 @@
+"""What runs in a rank below training: the worker, signals, the process group."""

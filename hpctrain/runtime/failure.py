@@ -1,0 +1,60 @@
+"""One file for each rank that fails: what happened, where, and in which order among its peers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from hpctrain.files import write_atomic
+
+#: Key in the attempt's store that counts failures: the order in which ranks failed, by one clock.
+FAILURE_COUNT_KEY = "hpctrain/failures"
+_STORE_TIMEOUT = timedelta(seconds=2)
+
+
+def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
+    """Describe `error` in the file at `path`. Never raises: the error itself must not be lost over it.
+
+    The rank is still connected to its peers here, so one whose error is the cause takes its place in the
+    order before any peer can notice that it is gone.
+    """
+    record = {
+        "time": time.time(),
+        "order": _take_place(environ),
+        "rank": int(environ["RANK"]),
+        "host": socket.gethostname(),
+        "node": environ.get("SLURMD_NODENAME"),
+        "kind": "exception",
+        "error": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "log": str(log),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(record, indent=1) + "\n")
+    except OSError as problem:
+        print(f"hpctrain: {path} cannot be written: {problem}", file=sys.stderr)
+
+
+def _take_place(environ: Mapping[str, str]) -> int | None:
+    """This failure's number among those of the attempt, or None where there is no store to ask.
+
+    A rank that never imported torch has no peers that could fail of it, and needs no place.
+    """
+    if "torch" not in sys.modules:
+        return None
+    try:
+        import torch.distributed as dist
+
+        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        return int(store.add(FAILURE_COUNT_KEY, 1))
+    except Exception:
+        return None

@@ -1,0 +1,68 @@
+"""What a rank does when the job is told to stop.
+
+A handler does nothing but note the signal: saving inside of it would run in the middle of any other code,
+on some ranks and not on others. While nobody listens (start-up, imports, a script that knows only PyTorch)
+there is nothing to save, and the rank leaves at once, asking to be continued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from hpctrain.errors import EXIT_CONTINUE
+
+#: Preemption and the end of the grace are announced by SIGTERM, the time limit by SIGUSR2 (NCCL uses SIGUSR1).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class StopFlag:
+    """Whether this rank was told to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.signal_name is not None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: remember the first signal; a second one changes nothing."""
+        if self.signal_name is None:
+            self.signal_name = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def listen() -> Iterator[StopFlag]:
+    """Note stop signals in the flag that is yielded, until the block ends.
+
+    Python delivers signals to the main thread only; in another thread the flag is never set, which is
+    said on stderr.
+    """
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        print("hpctrain: not in the main thread, so a stop signal cannot be noted here.", file=sys.stderr)
+        yield flag
+        return
+    previous = {number: signal.signal(number, flag.note) for number in STOP_SIGNALS}
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leave_on_stop() -> None:
+    """Until somebody listens, let a stop signal end this process with exit code 75."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    print(f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.", file=sys.stderr)
+    raise SystemExit(EXIT_CONTINUE)

@@ -1,0 +1,92 @@
+"""The process that Slurm starts for each rank: `python -m hpctrain.runtime.worker SCRIPT [ARGS...]`.
+
+It finds out its rank, sends its output to the rank's log, and runs the user's script as `__main__`, with
+the variables that `env://` and torchrun scripts expect. It knows nothing of training, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from hpctrain.cluster import detect
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.failure import write_failure
+from hpctrain.runtime.signals import leave_on_stop
+
+#: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
+LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Run the script `argv[0]` with the arguments after it, as this process's rank."""
+    leave_on_stop()
+    _die_with_supervisor()
+    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    ranks = detect(os.environ)
+    os.environ.update(ranks.torch_variables())
+    log = run.rank_log(attempt, ranks.rank)
+    _redirect_output(log)
+    faulthandler.enable()
+    script, *args = argv
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code == EXIT_CONTINUE:
+            _exit_now(EXIT_CONTINUE)
+        if leaving.code not in (None, 0):
+            error = RuntimeError(f"the script called sys.exit({leaving.code!r})")
+            write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
+        raise
+    except BaseException as error:
+        traceback.print_exception(error)
+        write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
+        _exit_now(1)
+    sys.exit(0)
+
+
+def _redirect_output(log: Path) -> None:
+    """Send stdout and stderr, of native code too, to the end of `log`, line by line."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _die_with_supervisor() -> None:
+    """Where a lifeline was handed down, kill this rank and its children as soon as the other end is gone."""
+    text = os.environ.pop(LIFELINE_VARIABLE, None)
+    if text is None:
+        return
+    fd = int(text)
+    os.set_inheritable(fd, False)
+
+    def watch() -> None:
+        os.read(fd, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="hpctrain-lifeline", daemon=True).start()
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Leave without the interpreter's clean-up, which may wait for peers that will not answer any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
