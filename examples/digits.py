@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
-    parser.add_argument("--record-samples", action="store_true", help="write down which sample was trained when")
+    parser.add_argument(
+        "--record-samples", action="store_true", help="write down which sample was trained when"
+    )
     args = parser.parse_args()
 
     train_dataset, val_dataset = load_data()

@@ -1,6 +1,6 @@
 """A small GPT on bytes, trained on the source files of Python's own standard library.
 
-Real text that every machine has, so nothing is downloaded. At the end rank 0 lets the model write some Python.
+Real text that every machine has, so nothing is downloaded. At the end the model writes some Python.
 
     python examples/gpt.py
     torchrun --standalone --nproc-per-node 2 examples/gpt.py

@@ -1,0 +1,138 @@
+"""Every command and every script that the documentation shows is run.
+
+The ```bash and ```python blocks of a page run from top to bottom in one folder that looks like the repository's
+root. An HTML comment in the line before a block changes that: `<!-- slurm -->` runs it on the real Slurm of the
+tests, `<!-- not run: why -->` leaves it out, `<!-- file: train.py -->` only writes it to that file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
+TIMEOUT_S = 110
+
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>bash|python)[^\n]*\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_MARK = re.compile(r"slurm|not run: .+|file: [\w.-]+")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and the comment before it."""
+
+    mark: str
+    language: str
+    text: str
+    line: int
+
+    def as_shell(self) -> str:
+        """What bash has to run for this block."""
+        if self.mark.startswith("not run:"):
+            return ""
+        if self.mark.startswith("file: "):
+            return f"cat > {self.mark.removeprefix('file: ')} <<'END_OF_FILE'\n{self.text}END_OF_FILE\n"
+        if self.language == "python":
+            return f"python - <<'END_OF_FILE'\n{self.text}END_OF_FILE\n"
+        return self.text
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            match["mark"] or "",
+            match["language"],
+            match["text"],
+            text.count("\n", 0, match.start("text")),
+        )
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def script_of(page: Path) -> str:
+    steps = [
+        f"echo '--- {page.name}, line {block.line}'\n{shell}"
+        for block in blocks_of(page)
+        if (shell := block.as_shell())
+    ]
+    return "\n".join(steps)
+
+
+def pages() -> list[object]:
+    """Pages that have something to run, marked `slurm` where a block of them needs it."""
+    params: list[object] = []
+    for page in PAGES:
+        if script_of(page):
+            needs_slurm = any(block.mark == "slurm" for block in blocks_of(page))
+            marks = [pytest.mark.slurm] if needs_slurm else []
+            params.append(pytest.param(page, id=str(page.relative_to(REPO)), marks=marks))
+    return params
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder that looks like the repository's root, where runs may be left behind."""
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    for name in ("examples", "slurm_templates"):
+        (folder / name).symlink_to(REPO / name)
+    return folder
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A folder for PATH with the `hpctrain` and `python` that the tests themselves run with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, arguments in {"hpctrain": "-m hpctrain ", "python": ""}.items():
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
+        script.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("page", pages())
+def test_blocks_run(page: Path, workplace: Path, commands: Path, request: pytest.FixtureRequest) -> None:
+    environ = {
+        **os.environ,
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+        "OMP_NUM_THREADS": "1",
+    }
+    if request.node.get_closest_marker("slurm"):
+        environ |= request.getfixturevalue("slurm").env
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script_of(page)],
+        cwd=workplace,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"a block of {page.name} exits {done.returncode}:\n{done.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_marks_are_known(page: Path) -> None:
+    unknown = [block.mark for block in blocks_of(page) if block.mark and not _MARK.fullmatch(block.mark)]
+    assert not unknown, f"{page.name}: {unknown} are no marks that this test knows"
+
+
+def test_local_links_lead_somewhere() -> None:
+    """The README's and CONTRIBUTING's; mkdocs checks those of its own pages."""
+    for page in PAGES[:2]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"

@@ -1,0 +1,51 @@
+"""What a wheel carries, and what an installation offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of all files in a wheel that is built from this tree, offline."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+def test_wheel_carries_every_template(wheel: list[str]) -> None:
+    templates = {path.name for path in (REPO / "slurm_templates").iterdir() if path.is_file()}
+    assert templates
+    assert {f"hpctrain/slurm_templates/{name}" for name in templates} <= set(wheel)
+
+
+def test_wheel_carries_type_marker_and_licence(wheel: list[str]) -> None:
+    assert "hpctrain/py.typed" in wheel
+    assert any(name.endswith("licenses/LICENSE") for name in wheel)
+
+
+def test_wheel_carries_nothing_else(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert tops == {"hpctrain", "hpctrain-0.1.0.dist-info"}
+
+
+def test_console_script_starts() -> None:
+    (script,) = (entry for entry in entry_points(group="console_scripts") if entry.name == "hpctrain")
+    assert script.value == "hpctrain.cli.main:main"
+    assert callable(script.load())
