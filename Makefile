@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 export PYTHON
+# mkdocs-material announces a successor at every build.
+export NO_MKDOCS_2_WARNING := 1
 
 BIN := .venv/bin
 

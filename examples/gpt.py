@@ -135,7 +135,6 @@ def main() -> None:
 
     text = standard_library(args.max_bytes)
     held_out = len(text) // 50
-    model = GPT(args.context, args.width, args.depth, args.heads, args.max_steps, args.lr)
     trainer = hpctrain.Trainer(
         max_steps=args.max_steps,
         global_batch_size=args.batch_size,
@@ -144,6 +143,8 @@ def main() -> None:
         checkpoint_every=args.checkpoint_every,
         seed=args.seed,
     )
+    # After the trainer, which seeds the generators that the weights are drawn from.
+    model = GPT(args.context, args.width, args.depth, args.heads, args.max_steps, args.lr)
     trainer.fit(model, Windows(text[held_out:], args.context), Windows(text[:held_out], args.context))
     if trainer.is_main:
         print(f"validation loss: {trainer.metrics['val_loss']:.3f} nats a byte; the model writes:\n")

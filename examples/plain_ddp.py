@@ -26,11 +26,12 @@ EXIT_CONTINUE = 75
 
 def join() -> torch.device:
     """Join the other ranks where there are any, and take this rank's device."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        # Slurm may show a rank its own GPU only, or all of the node.
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(device)
-    backend = "nccl" if cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

@@ -1,8 +1,8 @@
 """Every command and every script that the documentation shows is run.
 
-The ```bash and ```python blocks of a page run from top to bottom in one folder that looks like the repository's
-root. An HTML comment in the line before a block changes that: `<!-- slurm -->` runs it on the real Slurm of the
-tests, `<!-- not run: why -->` leaves it out, `<!-- file: train.py -->` only writes it to that file.
+The ```bash and ```python blocks of a page run from top to bottom in one folder that looks like the
+repository's root. An HTML comment in the line before a block changes that: `<!-- slurm -->` runs it on the
+real Slurm of the tests, `<!-- not run: why -->` leaves it out, `<!-- file: train.py -->` only writes it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""The examples run as they stand: alone, under torchrun, and as a run of hpctrain."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+EXAMPLES = REPO / "examples"
+TIMEOUT_S = 100
+
+PYTHON = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+HPCTRAIN = [sys.executable, "-m", "hpctrain"]
+
+TINY_GPT = [
+    "--max-steps",
+    "12",
+    "--width",
+    "32",
+    "--depth",
+    "1",
+    "--max-bytes",
+    "60000",
+    "--checkpoint-every",
+    "50",
+]
+
+
+def run(*command: str | Path, cwd: Path, expect: int = 0) -> str:
+    """Output of `command`, stdout and stderr together, once it has left with the exit code `expect`."""
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == expect, done.stdout
+    return done.stdout
+
+
+def accuracy(output: str) -> float:
+    match = re.search(r"validation accuracy after \d+ steps: ([\d.]+)%", output)
+    assert match, output
+    return float(match[1])
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Loss of each step; of a step that was trained twice, the later one."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def test_digits_alone_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    output = run(*PYTHON, EXAMPLES / "digits.py", cwd=tmp_path)
+    assert accuracy(output) >= 97
+    assert not list(tmp_path.iterdir())
+
+
+def test_digits_under_torchrun(tmp_path: Path) -> None:
+    output = run(*TORCHRUN, EXAMPLES / "digits.py", "--max-steps", "60", cwd=tmp_path)
+    assert accuracy(output) > 50
+
+
+def test_the_demo_reaches_97_percent(tmp_path: Path) -> None:
+    """The command of `make demo`: two pretend nodes, four ranks."""
+    run_dir = tmp_path / "run"
+    options = ["--backend", "local", "--run-dir", run_dir, "--nodes", "2", "--gpus-per-node", "2", "--follow"]
+    output = run(*HPCTRAIN, "submit", *options, EXAMPLES / "digits.py", cwd=tmp_path)
+    assert accuracy(output) >= 97
+    assert set(losses(run_dir)) == set(range(1, 301))
+    assert len(list((run_dir / "logs" / "attempt-000").glob("rank-*.log"))) == 4
+    for what in ("metrics.jsonl", "logs", "checkpoints"):
+        assert str(run_dir / what) in output
+
+
+def test_gpt_alone_writes_something(tmp_path: Path) -> None:
+    output = run(*PYTHON, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
+    assert "nats a byte; the model writes:\n\ndef main(" in output
+
+
+def test_gpt_loss_falls(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = [
+        "--backend",
+        "local",
+        "--run-dir",
+        run_dir,
+        "--nodes",
+        "1",
+        "--tasks-per-node",
+        "2",
+        "--follow",
+    ]
+    output = run(*HPCTRAIN, "submit", *options, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
+    assert "def main(" in output
+    loss = losses(run_dir)
+    assert loss[12] < loss[1] - 0.5
+
+
+@pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
+def test_plain_ddp_continues_from_its_file(launcher: list[str], tmp_path: Path) -> None:
+    first = run(*launcher, EXAMPLES / "plain_ddp.py", "--max-steps", "100", cwd=tmp_path)
+    second = run(*launcher, EXAMPLES / "plain_ddp.py", "--max-steps", "200", cwd=tmp_path)
+    assert "step 100: loss" in first
+    assert "continued after step 100" in second
+    assert "step 200: loss" in second
+
+
+def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
+    """Stopped in the middle it saves and leaves with 75; the next start ends as an undisturbed run does."""
+    run_dir = tmp_path / "run"
+    script = [EXAMPLES / "plain_ddp.py", "--max-steps", "1500", "--save-every", "100"]
+    shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+    run(*HPCTRAIN, "submit", *shape, "--run-dir", run_dir, *script, cwd=tmp_path)
+    run(
+        "bash",
+        "-c",
+        f"for i in $(seq 300); do [ -e {run_dir}/plain_ddp.pt ] && exit; sleep 0.1; done; exit 1",
+        cwd=tmp_path,
+    )
+    run(*HPCTRAIN, "requeue", run_dir, cwd=tmp_path)
+    run(*HPCTRAIN, "wait", run_dir, cwd=tmp_path)
+    undisturbed = run(*TORCHRUN, *script, "--checkpoint", tmp_path / "other.pt", cwd=tmp_path)
+    resumed = (run_dir / "logs" / "attempt-001" / "rank-00000.log").read_text()
+    assert "continued after step" in resumed
+    assert undisturbed.splitlines()[-1] == resumed.splitlines()[-1]
