@@ -37,7 +37,7 @@ check: .venv/installed  ## format, lint, types, layers, documentation
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict # not --quiet: that drops the warnings before --strict counts them
 
 format: .venv/installed  ## let ruff put the code into form
 	$(BIN)/ruff check --fix-only --quiet
