@@ -107,6 +107,22 @@ class RunDir:
         """Numbers of all starts of the workers so far, ascending."""
         return _numbered(self.logs, _ATTEMPT_FOLDER)
 
+    def new_attempt(self) -> int:
+        """Claim the number of a new start of the workers, by making the folder of its logs.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        attempt = max(self.attempts(), default=-1) + 1
+        while True:
+            try:
+                self.attempt_logs(attempt).mkdir()
+            except FileExistsError:
+                attempt += 1
+            else:
+                return attempt
+
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
         """Append an event to the run's record, with the time in seconds since the epoch."""
         record = {"time": time.time(), "attempt": attempt, "kind": kind, **fields}

@@ -6,6 +6,7 @@ Floats survive exactly, since JSON writes the shortest text that reads back to t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from hpctrain.errors import CheckpointError
 
-_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"
+_TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
 
 
 def split_tree(tree: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -32,6 +33,8 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {_TENSOR: path}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Counter):  # the milestones of MultiStepLR, which relies on the type
+        return {_COUNTER: _split(dict(value), path, tensors)}
     if isinstance(value, Mapping):
         items = [(key, _split(item, f"{path}/{key}", tensors)) for key, item in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
@@ -54,12 +57,11 @@ def join_tree(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return plain
     if _TENSOR in plain:
         return tensors[plain[_TENSOR]]
+    if _COUNTER in plain:
+        return Counter(join_tree(plain[_COUNTER], tensors))
     if _TUPLE in plain:
         return tuple(join_tree(item, tensors) for item in plain[_TUPLE])
     if _ITEMS in plain:
-        return {_hashable(join_tree(key, tensors)): join_tree(item, tensors) for key, item in plain[_ITEMS]}
+        return {join_tree(key, tensors): join_tree(item, tensors) for key, item in plain[_ITEMS]}
     return {key: join_tree(item, tensors) for key, item in plain.items()}
 
-
-def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hpctrain.training.order import SampleOrder
+from hpctrain.training.rng import derived_seed
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,18 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         return -(-self.order.num_samples // self.global_batch_size)
 
+    def epoch(self, step: int) -> int:
+        """The epoch that `step` (counted from 1) lies in, from 0."""
+        return (step - 1) // self.steps_per_epoch
+
+    def identity(self) -> dict[str, int]:
+        """Everything that the order of samples depends on."""
+        return {
+            "seed": self.order.seed,
+            "num_samples": self.order.num_samples,
+            "global_batch_size": self.global_batch_size,
+        }
+
     def share(self, step: int, rank: int, world_size: int) -> Share:
         """What `rank` trains in `step` (counted from 1). Shares of a batch differ by one sample at the most."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
@@ -60,8 +73,11 @@ class BatchPlan:
 
 
 def split(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The half-open range of `count` things that is `rank`'s; all ranks together cover each thing once."""
-    return count * rank // world_size, count * (rank + 1) // world_size
+    """The half-open range of `count` things that is `rank`'s; all ranks together cover each thing once.
+
+    Sizes differ by one at the most, and rank 0 is never empty.
+    """
+    return -(-count * rank // world_size), -(-count * (rank + 1) // world_size)
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,11 @@ class Loading:
     collate_fn: Callable[[list[Any]], Any] | None = None
     pin_memory: bool = False
 
-    def loader(self, dataset: Any, fetches: Iterable[list[int]]) -> DataLoader[Any]:
+    def loader(self, dataset: Any, fetches: Iterable[list[int]], seed: int) -> DataLoader[Any]:
         """A DataLoader over the index lists in `fetches`, which it may run ahead of."""
+        # A generator of its own: an iterator otherwise draws the seed of its workers from the rank's random
+        # state, and a resumed run makes one iterator more than an undisturbed one.
+        generator = torch.Generator().manual_seed(seed)
         return DataLoader(
             dataset,
             batch_sampler=fetches,
@@ -81,9 +100,7 @@ class Loading:
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,
             worker_init_fn=_shield_from_job_signals if self.num_workers else None,
-            # A generator of its own: an iterator otherwise draws its seed from the rank's random state,
-            # and a resumed run starts one more iterator than an undisturbed one.
-            generator=torch.Generator(),
+            generator=generator,
         )
 
 
@@ -99,7 +116,8 @@ def training_batches(
             in_flight.append(share)
             yield list(share.fetch)
 
-    for batch in loading.loader(dataset, _Once(fetches())):
+    seed = derived_seed(plan.order.seed, "data workers", steps.start, rank)
+    for batch in loading.loader(dataset, _Once(fetches()), seed):
         yield in_flight.popleft(), batch
 
 
@@ -109,7 +127,7 @@ def validation_batches(
     """Yield (number of samples, batch) over `rank`'s part of a data set; all ranks see each sample once."""
     low, high = split(len(dataset), rank, world_size)
     fetches = [list(range(i, min(i + batch_size, high))) for i in range(low, high, batch_size)]
-    for fetch, batch in zip(fetches, loading.loader(dataset, fetches), strict=True):
+    for fetch, batch in zip(fetches, loading.loader(dataset, fetches, 0), strict=True):
         yield len(fetch), batch
 
 

@@ -1,0 +1,36 @@
+"""What a run writes down while it trains: metrics, and which samples were trained."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.files import append_json_line
+from hpctrain.rundir import RunDir
+from hpctrain.training.batches import Share
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object a logged step, written by rank 0."""
+
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._path, self._attempt = run.metrics, attempt
+
+    def write(self, step: int, epoch: int, scalars: dict[str, Any]) -> None:
+        record = {"step": step, "epoch": epoch, **scalars, "time": time.time(), "attempt": self._attempt}
+        append_json_line(self._path, record)
+
+
+class SamplesFile:
+    """`samples/attempt-000-rank-00000.jsonl`: the indices that a rank trained in each step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, share: Share) -> None:
+        if share.indices:
+            append_json_line(
+                self._path, {"step": share.step, "epoch": share.epoch, "indices": list(share.indices)}
+            )

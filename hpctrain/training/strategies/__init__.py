@@ -1,0 +1,31 @@
+"""How the ranks share the work. Siblings never import each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.process_group import Team
+from hpctrain.training.module import Module
+from hpctrain.training.strategies.ddp import DDP
+
+
+class Strategy(Protocol):
+    """Wraps a module so that a backward pass leaves the mean gradient of the global batch on every rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+
+_STRATEGIES: dict[str, Callable[[Module, Team], Strategy]] = {"ddp": DDP}
+
+
+def find_strategy(name: str) -> Callable[[Module, Team], Strategy]:
+    """The strategy of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in _STRATEGIES:
+        raise UserError(f"strategy is {name!r}; known are {', '.join(map(repr, _STRATEGIES))}.")
+    return _STRATEGIES[name]

@@ -1,0 +1,89 @@
+"""Trains a module, so that stopping and resuming it anywhere changes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster import Ranks, detect
+from hpctrain.errors import UserError
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.process_group import join
+from hpctrain.runtime.signals import listen
+from hpctrain.training.batches import BatchPlan
+from hpctrain.training.fit import Fit
+from hpctrain.training.module import Module
+from hpctrain.training.order import SampleOrder
+from hpctrain.training.rng import seed_all
+from hpctrain.training.settings import Settings
+
+
+class Trainer(Settings):
+    """Trains a `Module` on any number of ranks with the result of one.
+
+    Make the trainer before the module: it seeds the random generators that initialise the weights.
+
+    Attributes:
+        ranks: who this process is.
+        step: completed optimizer steps.
+        metrics: latest results of validation.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ranks: Ranks = detect(os.environ)
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        seed_all(self.seed)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.is_main
+
+    def fit(self, module: Module, train_dataset: Any, val_dataset: Any = None) -> None:
+        """Train `module`, from the newest checkpoint of the run where there is one. All ranks must call this.
+
+        Args:
+            module: the model; it has the trained weights afterwards, on every rank.
+            train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`.
+            val_dataset: likewise, or None to validate nothing.
+
+        Raises:
+            SystemExit: with code 75, when the job was told to stop and the state is saved.
+            UserError: a data set is empty or has no length.
+        """
+        plan = BatchPlan(SampleOrder(_size(train_dataset, "train_dataset"), self.seed), self.global_batch_size)
+        if val_dataset is not None:
+            _size(val_dataset, "val_dataset")
+        with listen() as stop:
+            team = join(self.ranks, os.environ)
+            fit = Fit(
+                settings=self,
+                module=module,
+                team=team,
+                plan=plan,
+                last_step=self.max_steps or plan.steps_per_epoch * (self.max_epochs or 0),
+                run=self._find_run(),
+                environ=os.environ,
+                stop=stop,
+            )
+            try:
+                fit.run(train_dataset, val_dataset)
+            finally:
+                self.step, self.metrics = fit.step, fit.validation
+
+    def _find_run(self) -> RunDir | None:
+        path = self.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+        return RunDir(Path(path).absolute()) if path else None
+
+
+def _size(dataset: Any, name: str) -> int:
+    try:
+        size = len(dataset)
+    except TypeError:
+        raise UserError(f"{name} is a {type(dataset).__name__} without a length; give a map-style data set.") from None
+    if size < 1:
+        raise UserError(f"{name} is empty.")
+    return size
