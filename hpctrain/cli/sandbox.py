@@ -1,0 +1,153 @@
+"""`hpctrain sandbox`: a real Slurm cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from typing import Any
+
+import click
+
+from hpctrain import sandbox
+from hpctrain.errors import SchedulerError, UserError
+
+_name_option = click.option("--name", default="default", show_default=True, help="Which sandbox.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@click.group(name="sandbox")
+def command() -> None:
+    """Run a real Slurm cluster on this machine, to learn Slurm and to test with.
+
+    Needs Linux, root and the packages slurm-wlm and munge. Its nodes are daemons of this machine, its
+    GPUs are device files that stand for some; scheduler, queue, preemption and job steps are Slurm's own.
+    """
+
+
+@command.command()
+@click.option("--nodes", default=4, show_default=True, help="Number of nodes.")
+@click.option("--gpus-per-node", default=2, show_default=True, help="Pretend GPUs of each node.")
+@click.option("--cpus-per-node", default=8, show_default=True, help="CPUs that each node claims to have.")
+@click.option("--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL.")
+@_name_option
+@_json_option
+def up(
+    nodes: int, gpus_per_node: int, cpus_per_node: int, preempt_grace: int, name: str, as_json: bool
+) -> None:
+    """Start a sandbox and wait until its nodes take jobs."""
+    start = time.monotonic()
+    was_there = sandbox.find(name) is not None
+    box = sandbox.up(
+        name,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_node=cpus_per_node,
+        preempt_grace_s=preempt_grace,
+    )
+    if as_json:
+        _print_json({**_facts(box), "was_up": was_there})
+        return
+    how = "was up already" if was_there else f"is up after {time.monotonic() - start:.1f} s"
+    click.echo(f"Sandbox {name} {how}: {box.shape}.")
+    click.echo(f"  nodes        {', '.join(box.nodes)}")
+    click.echo("  partitions   preemptible (default); urgent, whose jobs take nodes from preemptible ones")
+    click.echo(f"  files, logs  {box.plan.folder}")
+    selection = "" if name == "default" else f" --name {name}"
+    click.echo(f'\nUse it in this shell, or with `eval "$(hpctrain sandbox env{selection})"`:')
+    click.echo(_exports(box))
+    click.echo("\nTry this:")
+    click.echo("  sinfo")
+    gpus = f" --gpus-per-node={box.shape.gpus_per_node}" if box.shape.gpus_per_node else ""
+    click.echo(f"  srun --nodes={nodes}{gpus} sh -c 'echo $SLURMD_NODENAME has GPUs $CUDA_VISIBLE_DEVICES'")
+    click.echo(f"  hpctrain sandbox down{selection}")
+
+
+@command.command()
+@_name_option
+@_json_option
+def status(name: str, as_json: bool) -> None:
+    """Show the daemons, nodes and partitions of a sandbox."""
+    box = sandbox.find(name)
+    if box is None:
+        if as_json:
+            _print_json({"name": name, "up": False, "sandboxes": sandbox.names()})
+        else:
+            click.echo(_not_there(name))
+        return
+    daemons = box.daemons()
+    try:
+        nodes = box.node_states() if daemons["munged"] and daemons["slurmctld"] else {}
+    except SchedulerError as error:
+        nodes = {}
+        click.echo(f"Warning: {error}", err=True)
+    nodes = {node: nodes.get(node, "unknown") for node in box.nodes}
+    if as_json:
+        up = all(pid is not None for pid in daemons.values())
+        _print_json(
+            {**_facts(box), "up": up, "daemons": daemons, "nodes": nodes, "sandboxes": sandbox.names()}
+        )
+        return
+    click.echo(f"Sandbox {name}: {box.shape}; files and logs in {box.plan.folder}")
+    click.echo("\nDaemons")
+    for label, pid in daemons.items():
+        click.echo(f"  {label:24} {'not running' if pid is None else f'pid {pid}'}")
+    click.echo("\nNodes")
+    for node, state in nodes.items():
+        click.echo(f"  {node:24} {state}")
+    click.echo("\nPartitions\n  preemptible (default)\n  urgent")
+    others = [other for other in sandbox.names() if other != name]
+    if others:
+        click.echo(f"\nOther sandboxes here: {', '.join(others)}")
+
+
+@command.command()
+@_name_option
+def env(name: str) -> None:
+    """Print what a shell has to export to use a sandbox.
+
+    To be used as: eval "$(hpctrain sandbox env)"
+    """
+    box = sandbox.find(name)
+    if box is None:
+        raise UserError(_not_there(name))
+    click.echo(_exports(box))
+
+
+@command.command()
+@_name_option
+@_json_option
+def down(name: str, as_json: bool) -> None:
+    """Cancel the jobs of a sandbox, stop its daemons, and remove all of it."""
+    was_there = sandbox.down(name)
+    if as_json:
+        _print_json({"name": name, "was_there": was_there})
+    else:
+        click.echo(f"Sandbox {name} is down; nothing of it is left." if was_there else _not_there(name))
+
+
+def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
+    return {
+        "name": box.name,
+        "nodes": box.nodes,
+        "gpus_per_node": box.shape.gpus_per_node,
+        "cpus_per_node": box.shape.cpus_per_node,
+        "preempt_grace_s": box.shape.preempt_grace_s,
+        "partitions": ["preemptible", "urgent"],
+        "folder": str(box.plan.folder),
+        "env": box.env,
+    }
+
+
+def _exports(box: sandbox.Sandbox) -> str:
+    return "\n".join(f"export {key}={shlex.quote(value)}" for key, value in box.env.items())
+
+
+def _not_there(name: str) -> str:
+    others = sandbox.names()
+    here = f"; there is {', '.join(others)}" if others else ""
+    return f"There is no sandbox {name}{here}. `hpctrain sandbox up` starts one."
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    click.echo(json.dumps(document, indent=2))

@@ -1,0 +1,146 @@
+"""A sandbox that is there: look at it, lose a node, get it back, take it down."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.sandbox import commands, teardown
+from hpctrain.sandbox.daemons import Daemon, belongs, daemons
+from hpctrain.sandbox.plan import Plan, Shape, folder_of
+from hpctrain.sandbox.processes import end_all, processes
+
+#: States in which a node takes jobs or runs them. One that ends in `*` says that its slurmd is silent.
+_READY = {"idle", "mixed", "allocated", "completing", "planned"}
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """One Slurm cluster on this machine."""
+
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def nodes(self) -> list[str]:
+        return self.plan.nodes
+
+    @property
+    def conf(self) -> Path:
+        return self.plan.conf
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What to add to an environment so that Slurm's commands talk to this sandbox."""
+        return {"SLURM_CONF": str(self.conf)}
+
+    def daemons(self) -> dict[str, int | None]:
+        """The pid of each daemon, None for one that does not run."""
+        running = processes()
+        return {
+            daemon.label: next((process.pid for process in running if daemon.is_process(process)), None)
+            for daemon in daemons(self.plan)
+        }
+
+    def node_states(self) -> dict[str, str]:
+        """The state of each node in Slurm's words, such as `idle`, `allocated` or `down*`.
+
+        Raises:
+            SchedulerError: the controller does not answer.
+        """
+        return commands.node_states(self.plan)
+
+    def start(self, limit_s: float = 60.0) -> None:
+        """Start the daemons that do not run, and wait until all nodes take jobs.
+
+        Raises:
+            SchedulerError: a daemon ended, or `limit_s` seconds went by; the message has the end of its log.
+        """
+        deadline = time.monotonic() + limit_s
+        pids = self.daemons()
+        for daemon in daemons(self.plan):
+            if pids[daemon.label] is None:
+                daemon.start()
+        while trouble := self._trouble():
+            if time.monotonic() > deadline:
+                raise SchedulerError(f"sandbox {self.name} is not ready after {limit_s:.0f} s: {trouble}")
+            time.sleep(0.1)
+
+    def down(self) -> None:
+        """Take the sandbox down; nothing of it is left."""
+        teardown.down(self.name)
+
+    def kill_node(self, node: str) -> None:
+        """Kill a node's slurmd and everything that runs on the node, as a power cut would.
+
+        Slurm notices by itself after some seconds; until then it believes the node to be well.
+        """
+        self._slurmd(node)
+        end_all(lambda process: belongs(self.plan.folder, process, node), f"node {node}")
+
+    def start_node(self, node: str, limit_s: float = 30.0) -> None:
+        """Start the slurmd of a node that was killed, and wait until Slurm takes the node back.
+
+        Raises:
+            SchedulerError: it did not within `limit_s` seconds.
+        """
+        slurmd = self._slurmd(node)
+        if self.daemons()[slurmd.label] is not None:
+            return
+        before = self._start_of(node)
+        slurmd.start()
+        deadline = time.monotonic() + limit_s
+        while (state := self.node_states()[node]) not in _READY or self._start_of(node) == before:
+            if time.monotonic() > deadline:
+                raise SchedulerError(
+                    f"sandbox {self.name}: node {node} is {state} {limit_s:.0f} s after its slurmd started"
+                    f"{slurmd.last_words()}"
+                )
+            time.sleep(0.1)
+
+    def _trouble(self) -> str | None:
+        """Why the sandbox does not take jobs on all nodes, or None.
+
+        Raises:
+            SchedulerError: a daemon has ended, so that waiting is of no use.
+        """
+        pids = self.daemons()
+        all_daemons = daemons(self.plan)
+        for daemon in all_daemons:
+            if pids[daemon.label] is None:
+                raise SchedulerError(f"sandbox {self.name}: {daemon.label} ended{daemon.last_words()}")
+        try:
+            states = self.node_states()
+        except SchedulerError as error:
+            return f"{error}{all_daemons[1].last_words()}"
+        for daemon in all_daemons:
+            state = states.get(daemon.node or "", "unknown")
+            if daemon.node and state not in _READY:
+                return f"node {daemon.node} is {state}{daemon.last_words()}"
+        return None
+
+    def _slurmd(self, node: str) -> Daemon:
+        for daemon in daemons(self.plan):
+            if daemon.node == node:
+                return daemon
+        raise SpecError(f"sandbox {self.name} has no node {node!r}; it has {', '.join(self.nodes)}")
+
+    def _start_of(self, node: str) -> str:
+        """When Slurm believes the node's slurmd to have been started, in Slurm's words."""
+        words = commands.run(self.plan, "scontrol", "--oneliner", "show", "node", node).split()
+        return next(word for word in words if word.startswith("SlurmdStartTime="))
+
+
+def find(name: str = "default") -> Sandbox | None:
+    """The sandbox of that name, if there is one; whether it is well is not looked at."""
+    plan = Plan.load(folder_of(name))
+    return None if plan is None else Sandbox(plan)

@@ -1,0 +1,107 @@
+"""The text of a sandbox's `slurm.conf` and `gres.conf`."""
+
+from __future__ import annotations
+
+from hpctrain.sandbox.plan import Plan
+
+#: Seconds between SIGTERM and SIGKILL when a job is cancelled or its time is up.
+KILL_WAIT_S = 5
+
+_SLURM_CONF = """\
+# Written by `hpctrain sandbox up`; `man slurm.conf` explains each line.
+ClusterName={name}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+StateSaveLocation={state}
+SlurmdSpoolDir={spool}/%n
+SlurmctldLogFile={logs}/slurmctld.log
+SlurmdLogFile={logs}/slurmd-%n.log
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmdPidFile={state}/slurmd-%n.pid
+
+# All nodes are this machine: they may claim more CPUs than it has, and need no cgroups of it.
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+
+# Whole CPUs and GPUs are handed out; several jobs share a node. Jobs start within a second.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_min_interval=0
+
+# A job of `urgent` takes the nodes of a `preemptible` one, which goes back to the queue.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+JobFileAppend=1
+
+# Short limits, so that a lost node and a killed job are seen in seconds; a slurmd that is back is taken back.
+SlurmdTimeout=5
+KillWait={kill_wait}
+MessageTimeout=10
+InactiveLimit=0
+MinJobAge=300
+ReturnToService=2
+
+{gpus}\
+NodeName={name}-[{k}] NodeHostname={host} NodeAddr=127.26.{block}.[{k}] Port=[{ports}] \
+CPUs={cpus} RealMemory={memory_mib}{gres} State=UNKNOWN
+PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} \
+MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+
+_GRES_CONF = """\
+AutoDetect=off
+NodeName={name}-[{k}] Name=gpu File={devices}
+"""
+
+
+def slurm_conf(plan: Plan, host: str, memory_mib: int) -> str:
+    """The `slurm.conf` of a sandbox.
+
+    Args:
+        plan: what to describe.
+        host: this machine's host name, short.
+        memory_mib: memory that each node claims to have.
+    """
+    gpus = plan.shape.gpus_per_node
+    return _SLURM_CONF.format(
+        name=plan.name,
+        host=host,
+        port=plan.port,
+        munge_socket=plan.munge_socket,
+        state=plan.state,
+        spool=plan.spool,
+        logs=plan.logs,
+        kill_wait=KILL_WAIT_S,
+        gpus="GresTypes=gpu\n" if gpus else "",
+        k=_span(1, plan.shape.nodes),
+        block=plan.block,
+        ports=_span(plan.ports[1], plan.ports[-1]),
+        cpus=plan.shape.cpus_per_node,
+        memory_mib=memory_mib,
+        gres=f" Gres=gpu:{gpus}" if gpus else "",
+        grace=plan.shape.preempt_grace_s,
+    )
+
+
+def gres_conf(plan: Plan) -> str:
+    """The `gres.conf` of a sandbox: which device files are GPUs. Without GPUs it is empty."""
+    if not plan.devices:
+        return ""
+    files = plan.devices[0].with_name(f"nvidia[{_span(0, len(plan.devices) - 1)}]")
+    return _GRES_CONF.format(name=plan.name, k=_span(1, plan.shape.nodes), devices=files)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,52 @@
+"""The lock under which sandboxes of this machine are laid out, started and taken away."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError
+
+
+@contextmanager
+def locked(root: Path, limit_s: float = 180.0) -> Iterator[None]:
+    """Hold the lock of all sandboxes: the folder `root` itself, which exists only as long as it is needed.
+
+    Raises:
+        SchedulerError: another command held it for `limit_s` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    while (fd := _take(root)) is None:
+        if time.monotonic() > deadline:
+            raise SchedulerError(
+                f"another sandbox command has held the lock on {root} for {limit_s:.0f} s:"
+                " let it end, then try again"
+            )
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty: there are sandboxes
+            root.rmdir()
+        os.close(fd)
+
+
+def _take(root: Path) -> int | None:
+    try:
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # its last holder removed it in between
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A folder that was removed after it was opened is nobody's lock any more.
+        if os.path.samestat(os.fstat(fd), os.stat(root)):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(fd)
+    return None

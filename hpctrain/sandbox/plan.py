@@ -1,0 +1,170 @@
+"""What a sandbox looks like: its shape, its names, ports and addresses, and every path of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.files import write_atomic
+
+#: Holds one folder a sandbox. Root's and short, for a Unix socket's path has at most 107 bytes; it outlives
+#: a reboot because the lines in the hosts file do too, and `down` has to find both.
+ROOT = Path("/var/lib/hpctrain-sandbox")
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,14}[a-z0-9])?")
+#: What each number of a shape counts, the least and the most of it.
+_LIMITS = {
+    "nodes": ("nodes", 1, 64),
+    "gpus_per_node": ("GPUs a node", 0, 16),
+    "cpus_per_node": ("CPUs a node", 1, 256),
+    "preempt_grace_s": ("seconds of grace before a preemption kills", 0, 3600),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How big a sandbox is.
+
+    Raises:
+        SpecError: a number is outside of what a sandbox can have.
+    """
+
+    nodes: int = 4
+    gpus_per_node: int = 2
+    cpus_per_node: int = 8
+    #: Seconds between the SIGTERM of a preemption and the SIGKILL.
+    preempt_grace_s: int = 30
+
+    def __post_init__(self) -> None:
+        for field, (unit, low, high) in _LIMITS.items():
+            value = getattr(self, field)
+            if not low <= value <= high:
+                raise SpecError(
+                    f"a sandbox has {low} to {high} {unit}, but {value} was asked for: choose another number"
+                )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.nodes} node{'s' if self.nodes > 1 else ''} × ({self.cpus_per_node} CPUs,"
+            f" {self.gpus_per_node} GPUs), {self.preempt_grace_s} s grace"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sandbox as it was laid out: nothing here starts, reads or writes but `save` and `load`.
+
+    The controller listens on `port`. Node k, counted from 1, is called `NAME-k` and has the address
+    `127.26.<block>.k`; its slurmd listens on `port` + k.
+    """
+
+    folder: Path
+    shape: Shape
+    port: int
+    block: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"{self.name}-{k}" for k in range(1, self.shape.nodes + 1)]
+
+    @property
+    def ports(self) -> range:
+        """All ports of this sandbox, the controller's first."""
+        return range(self.port, self.port + self.shape.nodes + 1)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The address of each node."""
+        return {node: f"127.26.{self.block}.{k}" for k, node in enumerate(self.nodes, start=1)}
+
+    @property
+    def conf(self) -> Path:
+        return conf_of(self.folder)
+
+    @property
+    def gres_conf(self) -> Path:
+        return self.folder / "gres.conf"
+
+    @property
+    def devices(self) -> list[Path]:
+        """The files that stand for GPUs; nodes share them, for they are called alike on real nodes too."""
+        return [self.folder / "dev" / f"nvidia{i}" for i in range(self.shape.gpus_per_node)]
+
+    @property
+    def munge(self) -> Path:
+        """Belongs to munged: key, socket, log."""
+        return self.folder / "munge"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.munge / "socket"
+
+    @property
+    def state(self) -> Path:
+        """Where the controller keeps its jobs."""
+        return self.folder / "state"
+
+    @property
+    def spool(self) -> Path:
+        """Holds a folder a node, with the scripts and sockets of its jobs."""
+        return self.folder / "spool"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "log"
+
+    def save(self) -> None:
+        record = {"shape": asdict(self.shape), "port": self.port, "block": self.block}
+        write_atomic(_file(self.folder), json.dumps(record))
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan | None:
+        """The plan of the sandbox in `folder`; None where there is none, or only a part of one."""
+        try:
+            record = json.loads(_file(folder).read_text(encoding="utf-8"))
+            return cls(folder, Shape(**record["shape"]), record["port"], record["block"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def folder_of(name: str, root: Path = ROOT) -> Path:
+    """The folder of the sandbox `name`.
+
+    Raises:
+        SpecError: node names and socket paths cannot be made of this name.
+    """
+    if not _NAME.fullmatch(name):
+        raise SpecError(
+            f"{name!r} cannot be a sandbox's name, since its nodes are called after it: take 1 to 16"
+            " lower-case letters, digits and inner hyphens, a letter first"
+        )
+    return root / name
+
+
+def conf_of(folder: Path) -> Path:
+    """The configuration by whose path Slurm's commands and the jobs of a sandbox know it."""
+    return folder / "slurm.conf"
+
+
+def names(root: Path = ROOT) -> list[str]:
+    """The names of all sandboxes of this machine, whole or not."""
+    return [folder.name for folder in existing(root)]
+
+
+def existing(root: Path = ROOT) -> list[Path]:
+    """The folders of all sandboxes of this machine, whole or not."""
+    try:
+        return sorted(entry for entry in root.iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def _file(folder: Path) -> Path:
+    return folder / "sandbox.json"

@@ -1,0 +1,39 @@
+"""What a machine must have before it can host a sandbox."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+
+from hpctrain.errors import UserError
+
+#: Where the daemons and commands of the packages lie; root's own PATH may lack the sbin folders.
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
+
+
+def require(system: str = platform.system(), uid: int | None = None, search_path: str = SEARCH_PATH) -> None:
+    """Check that a sandbox can be started here.
+
+    Raises:
+        UserError: not Linux, not root, or a program is missing; the message says what to do.
+    """
+    if system != "Linux":
+        raise UserError(
+            f"a sandbox needs Linux and this is {system}: run it in a Linux container or virtual machine;"
+            " `hpctrain submit --backend local` works here without one"
+        )
+    missing = [program for program in _PROGRAMS if not shutil.which(program, path=search_path)]
+    if missing:
+        raise UserError(
+            f"a sandbox needs Slurm and {', '.join(missing)} is not installed: on Debian and Ubuntu,"
+            " `apt-get install slurm-wlm munge`"
+        )
+    uid = os.geteuid() if uid is None else uid
+    if uid != 0:
+        raise UserError(
+            f"a sandbox needs root (this is user {uid}), for it makes device files and adds its nodes to"
+            " /etc/hosts: try again with sudo"
+        )
