@@ -9,6 +9,7 @@
     │   └── RunNotFound           no run of that id or folder
     ├── SchedulerError            exit 3: the scheduler refused, or cannot be reached
     ├── RunFailed                 exit 4: the run ended without success
+    ├── WaitTimeout               exit 1: what was waited for has not come yet
     └── CheckpointError           exit 1: a checkpoint could not be written or read
 
 A message says what is wrong with both values, where each came from, and what to do next.
@@ -57,6 +58,10 @@ class RunFailed(HpctrainError):
     """The run ended, and not with success."""
 
     exit_code = 4
+
+
+class WaitTimeout(HpctrainError, TimeoutError):
+    """What was waited for has not come within the time that was given."""
 
 
 class CheckpointError(HpctrainError):

@@ -9,7 +9,7 @@ from hpctrain.errors import SpecError
 _FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 _DURATION = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<clock>\d{1,9}(?::\d{1,2}){0,2})", re.ASCII)
 
-#: Weight in seconds of each field of the clock, by whether days stand before it and how many fields there are.
+#: Seconds that each field of the clock counts, by whether days stand before it and by its number of fields.
 _WEIGHTS = {
     (False, 1): (60,),
     (False, 2): (60, 1),

@@ -88,7 +88,8 @@ class JobSpec:
     def _check_shape(self) -> None:
         if self.backend not in get_args(BackendName):
             raise SpecError(
-                f"There is no backend {self.backend!r} (--backend). Take one of {', '.join(get_args(BackendName))}."
+                f"There is no backend {self.backend!r} (--backend). "
+                f"Take one of {', '.join(get_args(BackendName))}."
             )
         if self.nodes < 1:
             raise SpecError(f"A run needs at least 1 node, but nodes is {self.nodes} (--nodes).")
@@ -99,7 +100,8 @@ class JobSpec:
             )
         if self.tasks_per_node < 1:
             raise SpecError(
-                f"A node needs at least 1 rank, but tasks_per_node is {self.tasks_per_node} (--tasks-per-node)."
+                f"A node needs at least 1 rank, but tasks_per_node is {self.tasks_per_node} "
+                "(--tasks-per-node)."
             )
         if self.gpus_per_node and self.tasks_per_node != self.gpus_per_node:
             raise SpecError(
@@ -125,7 +127,8 @@ class JobSpec:
             )
         if self.time_limit_s is not None and self.time_limit_s <= self.signal_lead_s:
             raise SpecError(
-                f"The time limit of {self.time_limit_s:g} s (--time) is not longer than the {self.signal_lead_s} s "
+                f"The time limit of {self.time_limit_s:g} s (--time) is not longer than the "
+                f"{self.signal_lead_s} s "
                 "before its end at which the ranks are told to save (--signal-lead), so nothing would be "
                 "trained. Give a longer --time or a shorter --signal-lead."
             )
@@ -151,7 +154,7 @@ class JobSpec:
             if match := _CONTROL.search(word):
                 raise SpecError(
                     f"The {what} {word!r} has the control character {match[0]!r}, which cannot stand in a "
-                    "batch script's options. Leave it out."
+                    "line of a batch script. Leave it out."
                 )
         for what, word in self._plain_words():
             if "\x00" in word:
@@ -165,7 +168,7 @@ class JobSpec:
                 )
 
     def _directive_words(self) -> list[tuple[str, str]]:
-        """Words that stand in a line of the batch script, with what they are."""
+        """Words that stand in one line of the batch script, with what they are."""
         return [
             ("job name", self.name),
             ("run id", self.run_id),
@@ -173,6 +176,7 @@ class JobSpec:
             ("path of the interpreter", self.python),
             *((f"value of --{key}", value) for key, value in self.directives.items()),
             *(("option", key) for key in self.directives),
+            *([("template", self.template)] if self.template is not None else []),
         ]
 
     def _plain_words(self) -> list[tuple[str, str]]:
@@ -182,7 +186,6 @@ class JobSpec:
             ("working folder", self.workdir),
             *(("argument", arg) for arg in self.args),
             *((f"value of the variable {name}", value) for name, value in self.env.items()),
-            *([("template", self.template)] if self.template is not None else []),
         ]
 
     def save(self, path: Path) -> None:

@@ -1,0 +1,103 @@
+"""Where jobs run: what a backend is, and which one a submission takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.spec import BackendName, JobSpec
+from hpctrain.jobs.states import JobView
+from hpctrain.rundir import RunDir
+
+
+class Backend(Protocol):
+    """One way to run jobs. Job ids are the backend's own words."""
+
+    name: ClassVar[BackendName]
+
+    def check(self, spec: JobSpec) -> list[str]:
+        """Hold what is asked against what exists, and return what the user should know.
+
+        Raises:
+            SpecError: more is asked than exists.
+        """
+
+    def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:
+        """Hand the run's job script over and return the job's id.
+
+        Args:
+            spec: what was asked for.
+            run: the run's folder, written already.
+            lock: file descriptor of the run's lock, held by the caller.
+
+        Raises:
+            SchedulerError: the scheduler refused, or cannot be reached.
+        """
+
+    def look(self, jobs: Sequence[tuple[str, RunDir]]) -> list[JobView]:
+        """What the scheduler says about each job; never raises because it cannot be reached."""
+
+    def cancel(self, job_id: str, run: RunDir) -> None:
+        """Ask the job to end for good.
+
+        Raises:
+            SchedulerError: the scheduler refused, or cannot be reached.
+        """
+
+    def requeue(self, job_id: str, run: RunDir) -> None:
+        """Ask the ranks of the running job to save and to continue in a new attempt.
+
+        Raises:
+            SchedulerError: the scheduler refused, or cannot be reached.
+        """
+
+    def lift_hold(self, job_id: str) -> bool:
+        """Let a requeued job start without its delay, and return whether the scheduler agreed."""
+
+
+def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
+    """The backend of that name, with the variables that its commands run under."""
+    # Each is imported only when it is needed: a dry run has to be quick.
+    if name == "slurm":
+        from hpctrain.jobs.backends.slurm import SlurmBackend
+
+        return SlurmBackend(environ)
+    from hpctrain.jobs.backends.local import LocalBackend
+
+    return LocalBackend(environ)
+
+
+def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, list[str]]:
+    """The backend for a submission, and what the user should know about the choice.
+
+    Args:
+        asked: `slurm`, `local`, or `auto`, which takes Slurm where it answers.
+        environ: variables that Slurm's commands run under.
+
+    Raises:
+        SpecError: there is no backend of that name.
+        SchedulerError: Slurm was asked for by name and does not answer.
+    """
+    if asked == "local":
+        return open_backend("local", environ), []
+    if asked not in ("auto", "slurm"):
+        from difflib import get_close_matches
+
+        close = get_close_matches(asked, ("auto", "slurm", "local"), 1)
+        hint = f"Did you mean {close[0]!r}?" if close else "Take auto, slurm or local."
+        raise SpecError(f"There is no backend {asked!r} (--backend). {hint}")
+    from hpctrain.jobs.backends.slurm import SlurmBackend
+
+    slurm = SlurmBackend(environ)
+    trouble = slurm.trouble()
+    if trouble is None:
+        return slurm, []
+    if asked == "slurm":
+        raise SchedulerError(
+            f"Slurm does not answer here: {trouble}. Submit from a login node of the cluster, "
+            "or take --backend local to run on this machine."
+        )
+    return open_backend("local", environ), [
+        f"No Slurm here ({trouble}): the run goes to this machine itself."
+    ]

@@ -1,0 +1,60 @@
+"""Checks of a job against this machine's files, before anything is written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+
+
+def check_files(spec: JobSpec) -> None:
+    """See to it that the script can be read and the run folder can be written.
+
+    Raises:
+        SpecError: one of them cannot.
+    """
+    _check_script(Path(spec.script))
+    _check_run_folder(RunDir(Path(spec.run_dir)))
+
+
+def _check_script(script: Path) -> None:
+    try:
+        mode = script.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise SpecError(f"There is no script {str(script)!r}. Check its path.") from None
+    except OSError as error:
+        raise SpecError(f"The script {str(script)!r} cannot be looked at: {error.strerror}.") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise SpecError(f"The script {str(script)!r} is {kind}. Give the path of a Python file.")
+    if not os.access(script, os.R_OK):
+        raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
+
+
+def _check_run_folder(run: RunDir) -> None:
+    path = run.path
+    if path.is_dir():
+        names = set(os.listdir(path)) - {run.lock.name}
+        if names and run.spec.name not in names:
+            raise SpecError(
+                f"The folder {str(path)!r} (--run-dir) is neither empty nor a run: it holds "
+                f"{min(names)!r} and no {run.spec.name}. Choose another."
+            )
+    elif path.exists():
+        raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose another.")
+    nearest = path
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise SpecError(
+            f"{str(nearest)!r}, on the way to the run folder {str(path)!r}, is no folder. Choose another."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SpecError(
+            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is not yours to "
+            "write in. Choose another."
+        )
