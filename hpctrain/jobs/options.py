@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,7 +124,7 @@ def _run_dir(options: SubmitOptions, name: str, cwd: Path) -> Path:
         return Path(os.path.normpath(cwd / asked))
     stem = _NOT_IN_ID.sub("-", name)[:_LONGEST_NAME_IN_ID].strip("-.") or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return cwd / RUNS_FOLDER / f"{stem}-{stamp}-{secrets.token_hex(2)}"
+    return cwd / RUNS_FOLDER / f"{stem}-{stamp}-{os.urandom(2).hex()}"
 
 
 def _parse_nodes(value: int | str) -> int:

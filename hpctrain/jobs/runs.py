@@ -72,6 +72,17 @@ class Run:
             RunFailed: it ended otherwise.
             WaitTimeout: it has not ended yet.
         """
+        return ended_well(self.wait_for_end(timeout))
+
+    def wait_for_end(self, timeout: float | None = None) -> RunStatus:
+        """Wait until the run has ended, however that is.
+
+        Args:
+            timeout: seconds to wait at most; None waits as long as it takes.
+
+        Raises:
+            WaitTimeout: it has not ended yet.
+        """
         start = time.monotonic()
         for status in self.watch():
             if not status.state.ended and timeout is not None and time.monotonic() - start >= timeout:
@@ -79,7 +90,7 @@ class Run:
                     f"Run {self.run_id} has not ended within {timeout:g} s: it is {status.state}. "
                     "It goes on; wait again, or cancel it."
                 )
-        return ended_well(status)
+        return status
 
     def cancel(self) -> RunStatus:
         """Ask the run to save its state and end for good; return where it stood. An ended run stays as it is.
@@ -100,8 +111,8 @@ class Run:
                 raise
         return status
 
-    def requeue(self) -> None:
-        """Ask the run to save its state and go on in a new attempt.
+    def requeue(self) -> RunStatus:
+        """Ask the run to save its state and go on in a new attempt; return where it stood.
 
         Raises:
             SpecError: the run is not running.
@@ -112,6 +123,7 @@ class Run:
             raise SpecError(f"Run {self.run_id} is {status.state}; only a running one can be requeued.")
         backend, job_id = self._job()
         backend.requeue(job_id, self.dir)
+        return status
 
     def lift_hold(self) -> bool:
         """Let the requeued job start without its delay, and return whether the scheduler agreed."""

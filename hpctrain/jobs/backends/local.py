@@ -44,9 +44,10 @@ class LocalBackend:
             return [f"No GPU here: the {spec.world_size} ranks run on this machine's CPU, with gloo."]
         if asked > here:
             raise SpecError(
-                f"{spec.nodes} × {spec.gpus_per_node} = {asked} GPUs are asked for (--nodes, --gpus-per-node), "
-                f"but this machine has {here}, which its pretend nodes share. Ask for fewer, or for "
-                f"ranks on CPUs with --tasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
+                f"{spec.nodes} × {spec.gpus_per_node} = {asked} GPUs are asked for "
+                f"(--nodes, --gpus-per-node), but this machine has {here}, which its pretend "
+                f"nodes share. Ask for fewer, or "
+                f"for ranks on CPUs with --tasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )
         return []
 

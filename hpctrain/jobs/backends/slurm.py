@@ -23,6 +23,7 @@ _TIMEOUT_S = 60
 _COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60}
 
 _GPUS = re.compile(r"\bgpu(?::[^,:()]+)?:(\d+)")
+_LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 _JOB_STATE = re.compile(r"^\s+JobState=(\S+) Reason=(\S+)", re.MULTILINE)
 
 
@@ -66,7 +67,8 @@ class SlurmBackend:
         if gpus_of and spec.nodes > fitting:
             raise SpecError(
                 f"{spec.nodes} nodes with {spec.gpus_per_node} GPUs each are asked for "
-                f"(--nodes, --gpus-per-node), but {where} has {fitting} (sinfo). Ask for fewer, or for another --partition."
+                f"(--nodes, --gpus-per-node), but {where} has {fitting} (sinfo). "
+                "Ask for fewer, or for another --partition."
             )
         return []
 
@@ -181,6 +183,14 @@ class SlurmBackend:
         except subprocess.TimeoutExpired as error:
             raise SchedulerError(f"{command[0]} gave no answer within {timeout_s:g} s") from error
         if done.returncode:
-            said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-            raise SchedulerError(f"{command[0]} says: {said}")
+            raise SchedulerError(
+                f"{command[0]} says: {_words(done.stderr) or f'exit code {done.returncode}'}"
+            )
         return done.stdout
+
+
+def _words(stderr: str) -> str:
+    """What a command of Slurm's complains about; where it gave up, only why."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    reasons = [line for line in lines if ": fatal: " in line] or lines
+    return "; ".join(_LEVEL.sub("", line) for line in reasons)

@@ -1,0 +1,56 @@
+"""How long `hpctrain submit --dry-run` takes, as a multiple of importing what it is made of.
+
+    python benchmarks/cli_startup.py [--rounds N] [--limit RATIO]
+
+Both are run in turn, so that a busy machine slows both; the ratio is that of the fastest runs, which
+noise can only raise. Exits with 1 where the ratio is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BASELINE = [sys.executable, "-c", "import click, yaml, jinja2"]
+
+
+def seconds(command: list[str], cwd: str) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--limit", type=float, default=1.5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text("print('hello')\n")
+        dry_run = [
+            sys.executable,
+            "-m",
+            "hpctrain",
+            "submit",
+            "--dry-run",
+            "--nodes",
+            "2",
+            "train.py",
+            "--lr",
+            "1",
+        ]
+        pairs = [(seconds(BASELINE, folder), seconds(dry_run, folder)) for _ in range(options.rounds)]
+    baseline, ours = (min(times) for times in zip(*pairs, strict=True))
+    ratio = ours / baseline
+    print(f"import click, yaml, jinja2   {baseline * 1000:6.1f} ms")
+    print(f"hpctrain submit --dry-run    {ours * 1000:6.1f} ms")
+    print(f"ratio                        {ratio:6.2f}    (limit {options.limit})")
+    sys.exit(ratio > options.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""`python -m hpctrain` is the command `hpctrain`."""
+
+from __future__ import annotations
+
+from hpctrain.cli.main import main
+
+if __name__ == "__main__":
+    main()

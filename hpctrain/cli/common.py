@@ -1,0 +1,88 @@
+"""What several commands share: the argument RUN, `--json`, and how a run is spoken of."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from hpctrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs import Run
+    from hpctrain.jobs.status import RunStatus
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+runs_dir_option = click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Folder in which run ids are looked up.",
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
+)
+
+
+def run_argument(function: _Function) -> _Function:
+    """Give a command the argument RUN and the option `--runs-dir`."""
+    return click.argument("run", metavar="RUN")(runs_dir_option(function))
+
+
+def open_run(run: str, runs_dir: Path) -> Run:
+    """The run that the user names.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    from hpctrain.jobs.runs import find_run
+
+    return find_run(run, runs_dir, os.environ)
+
+
+def echo_json(document: Any) -> None:
+    """Print a JSON document."""
+    click.echo(json.dumps(document, indent=2))
+
+
+def handle_of(run_dir: str) -> str:
+    """What to type for a run: its id where that is enough, else its folder."""
+    path = Path(run_dir)
+    known = path.parent == Path.cwd() / "runs"
+    return shlex.quote(path.name if known else short_path(path))
+
+
+def short_path(path: Path | str) -> str:
+    """The path as seen from here, where that is shorter."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def describe_end(status: RunStatus) -> str:
+    """What became of an ended run, where its files lie and what to type next."""
+    run = RunDir(Path(status.run_dir))
+    handle = handle_of(status.run_dir)
+    lines = []
+    if status.cause:
+        lines += [f"cause        {status.cause}", f"log          {short_path(status.log or run.logs)}"]
+    progress = f"after step {status.step}" if status.step is not None else "before the first step"
+    if status.loss is not None:
+        progress += f", loss {status.loss:.6g}"
+    lines += [
+        f"run          {status.run_id}: {status.state} {progress}",
+        f"results      {short_path(run.metrics)}",
+        f"logs         {short_path(run.logs)}",
+        f"checkpoints  {short_path(run.checkpoints)}",
+        f"next         hpctrain status {handle}  |  hpctrain logs {handle}",
+        f"go on        hpctrain submit --run-dir {shlex.quote(short_path(run.path))} …",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""`hpctrain status`: where one run stands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, short_path
+
+
+@click.command("status")
+@run_argument
+@json_option
+def command(run: str, runs_dir: Path, as_json: bool) -> None:
+    """Show where RUN stands: state, job, progress, newest checkpoint, cause of failure.
+
+    A job that only waits for the delay which Slurm puts on a requeue is let go at once.
+    """
+    found = open_run(run, runs_dir)
+    status = found.status()
+    lifted = status.held and found.lift_hold()
+    if as_json:
+        echo_json({**asdict(status), "hold_lifted": lifted})
+        return
+    facts = {
+        "run": status.run_id,
+        "folder": short_path(status.run_dir),
+        "state": str(status.state) + (f" ({status.words})" if status.words else ""),
+        "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
+        "attempt": status.attempt,
+        "step": status.step,
+        "loss": status.loss,
+        "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
+        "cause": status.cause,
+        "log": short_path(status.log) if status.log else None,
+    }
+    for name, value in facts.items():
+        if value is not None:
+            click.echo(f"{name:<11} {value}")
+    if lifted:
+        click.echo("Slurm held the requeued job back for two minutes; the delay is lifted.")

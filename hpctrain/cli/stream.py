@@ -1,0 +1,42 @@
+"""A run on the terminal as it happens, until it has ended or the user looks away."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from hpctrain.cli.common import describe_end, handle_of
+from hpctrain.jobs.follow import Notice, Text, follow
+from hpctrain.jobs.runs import Run, ended_well
+
+_INTERRUPTED = 130
+
+
+def stream(run: Run, rank: int = 0, *, whole: bool, text_to_stderr: bool = False) -> None:
+    """Print the log as it comes and the run's turns on stderr, then what became of the run.
+
+    Raises:
+        RunFailed: the run ended without success.
+    """
+    status = None
+    try:
+        for item in follow(run, rank, whole=whole):
+            match item:
+                case Text(text):
+                    click.echo(text, nl=False, err=text_to_stderr)
+                case Notice(line):
+                    click.echo(f"== {line}", err=True)
+                case _:
+                    status = item
+    except KeyboardInterrupt:
+        handle = handle_of(str(run.dir.path))
+        click.echo(
+            f"\nNot looking any more; the run goes on. Look again: hpctrain logs -f {handle}  |  "
+            f"end it: hpctrain cancel {handle}",
+            err=True,
+        )
+        sys.exit(_INTERRUPTED)
+    assert status is not None, "follow() ends with a status"
+    click.echo(describe_end(status), err=True)
+    ended_well(status)
