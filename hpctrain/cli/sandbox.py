@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hpctrain import sandbox
-from hpctrain.errors import SchedulerError, UserError
+from hpctrain.errors import UserError
 
 _name_option = click.option("--name", default="default", show_default=True, help="Which sandbox.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -69,35 +69,22 @@ def up(
 def status(name: str, as_json: bool) -> None:
     """Show the daemons, nodes and partitions of a sandbox."""
     box = sandbox.find(name)
-    if box is None:
-        if as_json:
-            _print_json({"name": name, "up": False, "sandboxes": sandbox.names()})
-        else:
-            click.echo(_not_there(name))
-        return
-    daemons = box.daemons()
-    try:
-        nodes = box.node_states() if daemons["munged"] and daemons["slurmctld"] else {}
-    except SchedulerError as error:
-        nodes = {}
-        click.echo(f"Warning: {error}", err=True)
-    nodes = {node: nodes.get(node, "unknown") for node in box.nodes}
     if as_json:
-        up = all(pid is not None for pid in daemons.values())
-        _print_json(
-            {**_facts(box), "up": up, "daemons": daemons, "nodes": nodes, "sandboxes": sandbox.names()}
-        )
+        _print_json(_facts(box) if box else {"name": name, "up": False, "sandboxes": sandbox.names()})
         return
-    click.echo(f"Sandbox {name}: {box.shape}; files and logs in {box.plan.folder}")
+    if box is None:
+        click.echo(_not_there(name))
+        return
+    facts = _facts(box)
+    click.echo(f"Sandbox {name}: {box.shape}; files and logs in {facts['folder']}")
     click.echo("\nDaemons")
-    for label, pid in daemons.items():
-        click.echo(f"  {label:24} {'not running' if pid is None else f'pid {pid}'}")
+    for daemon, pid in facts["daemons"].items():
+        click.echo(f"  {daemon:24} {'not running' if pid is None else f'pid {pid}'}")
     click.echo("\nNodes")
-    for node, state in nodes.items():
+    for node, state in facts["nodes"].items():
         click.echo(f"  {node:24} {state}")
     click.echo("\nPartitions\n  preemptible (default)\n  urgent")
-    others = [other for other in sandbox.names() if other != name]
-    if others:
+    if others := [other for other in facts["sandboxes"] if other != name]:
         click.echo(f"\nOther sandboxes here: {', '.join(others)}")
 
 
@@ -127,15 +114,21 @@ def down(name: str, as_json: bool) -> None:
 
 
 def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
+    daemons = box.daemons()
+    # Without its controller or munged, Slurm's commands would only find that out after seconds.
+    states = box.node_states() if daemons["munged"] and daemons["slurmctld"] else {}
     return {
         "name": box.name,
-        "nodes": box.nodes,
+        "up": None not in daemons.values(),
+        "daemons": daemons,
+        "nodes": {node: states.get(node, "unknown") for node in box.nodes},
         "gpus_per_node": box.shape.gpus_per_node,
         "cpus_per_node": box.shape.cpus_per_node,
         "preempt_grace_s": box.shape.preempt_grace_s,
         "partitions": ["preemptible", "urgent"],
         "folder": str(box.plan.folder),
         "env": box.env,
+        "sandboxes": sandbox.names(),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from hpctrain.cli.common import echo_json, handle_of, json_option, short_path
-from hpctrain.jobs.submit import prepare
+from hpctrain.jobs.prepare import prepare
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
@@ -114,7 +114,9 @@ def command(
     if dry_run:
         click.echo(submission.script, nl=False)
         return
-    run = submission.submit()
+    from hpctrain.jobs.submit import hand_over
+
+    run = hand_over(submission)
     run_dir = submission.spec.run_dir
     if as_json:
         echo_json(

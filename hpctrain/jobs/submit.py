@@ -1,24 +1,20 @@
-"""A submission: decided and checked first, then written and handed to the scheduler."""
+"""The second half of a submission: what was decided is written and handed to the scheduler."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import try_lock, write_atomic
-from hpctrain.jobs.backends import Backend, choose_backend
-from hpctrain.jobs.lint import check_files
-from hpctrain.jobs.options import SubmitOptions, build_spec, check_names
-from hpctrain.jobs.render import render
+from hpctrain.jobs.options import SubmitOptions
+from hpctrain.jobs.prepare import Submission, prepare
 from hpctrain.jobs.runs import Run
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState
 from hpctrain.rundir import RunDir
 
@@ -26,59 +22,25 @@ from hpctrain.rundir import RunDir
 _LOCK_PATIENCE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Submission:
-    """A job that has passed every check. Nothing has been written yet."""
-
-    spec: JobSpec
-    #: The batch script, exactly as it will be submitted.
-    script: str
-    #: What the user should know, a line each.
-    notes: tuple[str, ...]
-    backend: Backend
-    environ: Mapping[str, str]
-
-    def submit(self) -> Run:
-        """Write the run folder and hand the job over.
-
-        Raises:
-            SpecError: the folder cannot be written, or its run is still going.
-            SchedulerError: the scheduler refused, or cannot be reached.
-        """
-        run = Run(RunDir(Path(self.spec.run_dir)), self.environ)
-        with _claimed(run) as lock:
-            folder = run.dir
-            folder.logs.mkdir(exist_ok=True)
-            folder.cancel_request.unlink(missing_ok=True)
-            self.spec.save(folder.spec)
-            write_atomic(folder.job_script, self.script)
-            attempt = max(folder.attempts(), default=-1) + 1
-            job_id = self.backend.submit(self.spec, folder, lock)
-            folder.log_event("submitted", attempt, job_id=job_id, backend=self.spec.backend)
-        return run
-
-
-def prepare(
-    script: str | os.PathLike[str],
-    args: Sequence[str],
-    options: SubmitOptions,
-    *,
-    environ: Mapping[str, str],
-    cwd: Path,
-    python: str,
-) -> Submission:
-    """Decide and check everything about a job; nothing is written and nothing submitted.
+def hand_over(submission: Submission) -> Run:
+    """Write the run folder and submit the job.
 
     Raises:
-        SpecError: the job cannot be done as asked.
-        SchedulerError: Slurm was asked for by name and does not answer.
+        SpecError: the folder cannot be written, or its run is still going.
+        SchedulerError: the scheduler refused, or cannot be reached.
     """
-    check_names(options)
-    backend, notes = choose_backend(options.get("backend", "auto"), environ)
-    spec = build_spec(script, args, options, backend=backend.name, cwd=cwd, python=python)
-    check_files(spec)
-    notes += backend.check(spec)
-    return Submission(spec, render(spec), tuple(notes), backend, environ)
+    spec = submission.spec
+    folder = RunDir(Path(spec.run_dir))
+    run = Run(folder, submission.environ)
+    with _claimed(run) as lock:
+        folder.logs.mkdir(exist_ok=True)
+        folder.cancel_request.unlink(missing_ok=True)
+        spec.save(folder.spec)
+        write_atomic(folder.job_script, submission.script)
+        attempt = max(folder.attempts(), default=-1) + 1
+        job_id = submission.backend.submit(spec, folder, lock)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend)
+    return run
 
 
 def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Unpack[SubmitOptions]) -> Run:
@@ -100,7 +62,7 @@ def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: 
     )
     for note in submission.notes:
         logging.getLogger("hpctrain").warning(note)
-    return submission.submit()
+    return hand_over(submission)
 
 
 @contextmanager
