@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
+from helpers import REPOSITORY as REPO
+from helpers import run_command, run_processes
 
-REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 TIMEOUT_S = 110
 
@@ -81,13 +85,17 @@ def pages() -> list[object]:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    """A folder that looks like the repository's root, where runs may be left behind."""
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    """A folder that looks like the repository's root; what a failed page leaves going there is ended."""
     folder = tmp_path / "repo"
     folder.mkdir()
     for name in ("examples", "slurm_templates"):
         (folder / name).symlink_to(REPO / name)
-    return folder
+    yield folder
+    for run_dir in folder.glob("runs/*"):
+        for process in run_processes(run_dir):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -104,25 +112,15 @@ def commands(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("page", pages())
 def test_blocks_run(page: Path, workplace: Path, commands: Path, request: pytest.FixtureRequest) -> None:
-    environ = {
-        **os.environ,
+    variables = {
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
         "OMP_NUM_THREADS": "1",
     }
     if request.node.get_closest_marker("slurm"):
-        environ |= request.getfixturevalue("slurm").env
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script_of(page)],
-        cwd=workplace,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
+        variables |= request.getfixturevalue("slurm").env
+    run_command(
+        ["bash", "-euo", "pipefail", "-c", script_of(page)], variables, cwd=workplace, timeout=TIMEOUT_S
     )
-    assert done.returncode == 0, f"a block of {page.name} exits {done.returncode}:\n{done.stdout}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
@@ -136,3 +134,15 @@ def test_local_links_lead_somewhere() -> None:
     for page in PAGES[:2]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_every_command_and_option_of_submit_is_documented() -> None:
+    from hpctrain.cli.main import cli
+    from hpctrain.cli.submit import command
+
+    text = (REPO / "docs" / "commands.md").read_text(encoding="utf-8")
+    for name in cli.list_commands(click.Context(cli)):
+        assert f"`hpctrain {name}" in text
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert any(f"`{option}" in text for option in parameter.opts), parameter.opts
