@@ -1,0 +1,129 @@
+"""One start of the workers, watched to its end."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import time
+from dataclasses import dataclass, field
+
+from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.scheduler import Scheduler
+from hpctrain.supervisor.step import Ending, Event, Signalled, Step, StepEnded, TaskExit
+
+log = logging.getLogger(__name__)
+
+#: After the first failure the other ranks have this long to say what they saw; then they are ended.
+_LAST_WORDS_S = 3.0
+#: After the first rank left to be continued, the others have this long to follow: their state is saved.
+_FOLLOW_S = 60.0
+#: Ranks that are told to stop have this long to save, where no scheduler sets a limit.
+_GRACE_S = 300.0
+#: A step that was ended by force must be gone by then.
+_KILL_LIMIT_S = 60.0
+
+
+@dataclass
+class Watch:
+    """Waits for the end of a step, and brings it about where it does not come."""
+
+    events: queue.SimpleQueue[Event]
+    scheduler: Scheduler
+    ends_at: float | None
+    """When the job's time is over, on the monotonic clock; None where the scheduler sees to that."""
+    signal_lead_s: float
+    """Seconds before `ends_at` at which the ranks are told."""
+    exits: list[TaskExit] = field(default_factory=list)
+    """Ranks that ended by themselves, in the order in which it was noticed."""
+    signals: list[signal.Signals] = field(default_factory=list)
+    """Signals that the supervisor got."""
+    end: StepEnded | None = None
+    out_of_time: bool = False
+    _deadline: float | None = None
+    _awaited: str = ""
+    _killed: bool = False
+    _warned: bool = False
+
+    def until_end(self, step: Step) -> Outcome:
+        """Wait until `step` is over, and tell how it ended.
+
+        Raises:
+            TimeoutError: the step was killed and did not end.
+        """
+        while self.end is None:
+            try:
+                event = self.events.get(timeout=self._time_left())
+            except queue.Empty:
+                self._time_is_up(step)
+            else:
+                self._handle(event, step)
+        return self._outcome()
+
+    def _handle(self, event: Event, step: Step) -> None:
+        match event:
+            case StepEnded():
+                self.end = event
+            case TaskExit():
+                self._task_ended(event)
+            case Signalled(number):
+                self.signals.append(number)
+                forward = self.scheduler.on_signal.get(number)
+                log.info("got %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else "")
+                if forward is not None and not self._killed:
+                    step.signal(forward)
+                    self._limit(_GRACE_S, f"the ranks to stop after {number.name}")
+
+    def _task_ended(self, task: TaskExit) -> None:
+        self.exits.append(task)
+        log.info("rank %d %s", task.rank, task)
+        if task.ending is Ending.FAILED:
+            self._limit(_LAST_WORDS_S, f"the other ranks' last words after rank {task.rank} failed")
+        elif task.ending is Ending.CONTINUE:
+            self._limit(_FOLLOW_S, f"the other ranks to leave as rank {task.rank} did")
+
+    def _limit(self, seconds: float, awaited: str) -> None:
+        """Wait `seconds` at the most from now on. An earlier limit stands."""
+        deadline = time.monotonic() + seconds
+        if self._deadline is None or deadline < self._deadline:
+            self._deadline, self._awaited = deadline, awaited
+
+    def _time_left(self) -> float | None:
+        moments = [self._deadline]
+        if self.ends_at is not None and not self._killed:
+            moments.append(self.ends_at if self._warned else self.ends_at - self.signal_lead_s)
+        known = [moment for moment in moments if moment is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _time_is_up(self, step: Step) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            if self._killed:
+                raise TimeoutError(f"the step was killed, but is still there after {_KILL_LIMIT_S:.0f} s.")
+            log.info("done waiting for %s: ending the step", self._awaited)
+            self._kill(step)
+        elif self.ends_at is not None and now >= self.ends_at - self.signal_lead_s:
+            if not self._warned:
+                self._warned = True
+                log.info("%.0f s are left of the time limit: sending SIGUSR2 to the ranks", self.signal_lead_s)
+                step.signal(signal.SIGUSR2)
+            elif now >= self.ends_at:
+                log.info("the time limit is reached: ending the step")
+                self.out_of_time = True
+                self._kill(step)
+
+    def _kill(self, step: Step) -> None:
+        self._killed = True
+        self._deadline = time.monotonic() + _KILL_LIMIT_S
+        step.kill()
+
+    def _outcome(self) -> Outcome:
+        assert self.end is not None
+        if self.out_of_time:
+            return Outcome.OUT_OF_TIME
+        endings = {task.ending for task in self.exits}
+        if Ending.FAILED in endings:
+            return Outcome.FAILED
+        if Ending.CONTINUE in endings or (self._killed and self.signals):
+            return Outcome.STOPPED
+        return Outcome.DONE if self.end.returncode == 0 else Outcome.FAILED

@@ -1,0 +1,99 @@
+"""What to do after an attempt: pure functions of what happened so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+#: Stops in a row, with no new checkpoint between them, after which a run is taken for one that gets nowhere.
+MAX_STOPS = 10
+
+
+@dataclass(frozen=True)
+class History:
+    """What matters of a run's past, counted since it was submitted."""
+
+    failures: int = 0
+    """Crashes in a row, with no new checkpoint between them."""
+    stops: int = 0
+    """Agreed stops in a row, with no new checkpoint between them."""
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
+        """Count over the run's events, oldest first. A step saved a second time is no new checkpoint."""
+        failures = stops = newest = 0
+        for event in events:
+            match event.get("kind"):
+                case "submitted":
+                    failures = stops = 0
+                case "checkpoint" if event["step"] > newest:
+                    newest = event["step"]
+                    failures = stops = 0
+                case "failure" if event.get("rank") is not None:
+                    failures += 1
+                case "requeue":
+                    stops += 1
+        return cls(failures, stops)
+
+
+class Outcome(Enum):
+    """How an attempt ended."""
+
+    DONE = "done"
+    """Every rank finished."""
+    STOPPED = "stopped"
+    """The ranks were told to stop and left, to be continued."""
+    FAILED = "failed"
+    """A rank crashed, or the step could not be started."""
+    OUT_OF_TIME = "out of time"
+    """The ranks did not leave before the time limit."""
+
+
+class Will(Enum):
+    """What the user and the scheduler want with the job."""
+
+    GO_ON = "go on"
+    CANCEL = "cancel"
+    """The user asked to end it."""
+    LEAVE = "leave"
+    """The scheduler is ending it, and decides itself what follows."""
+
+
+class Action(Enum):
+    """What to do now."""
+
+    RESTART = "restart"
+    """Start the workers again inside the allocation."""
+    REQUEUE = "requeue"
+    """Give the allocation back and ask for another."""
+    LEAVE = "leave"
+    """End without a verdict: the scheduler has taken over."""
+    COMPLETE = "complete"
+    CANCEL = "cancel"
+    FAIL = "fail"
+
+
+def decide(history: History, outcome: Outcome, will: Will, max_failures: int) -> Action:
+    """The action that follows from how an attempt ended.
+
+    Args:
+        history: counts that include this attempt's own failure.
+        outcome: how the attempt ended.
+        will: what the user and the scheduler want.
+        max_failures: crashes in a row without a new checkpoint that end the run.
+    """
+    if outcome is Outcome.DONE:
+        return Action.COMPLETE
+    if will is Will.CANCEL:
+        return Action.CANCEL
+    if will is Will.LEAVE:
+        return Action.LEAVE
+    match outcome:
+        case Outcome.STOPPED:
+            return Action.REQUEUE if history.stops < MAX_STOPS else Action.FAIL
+        case Outcome.FAILED:
+            return Action.RESTART if history.failures < max_failures else Action.FAIL
+        case Outcome.OUT_OF_TIME:
+            return Action.FAIL

@@ -1,0 +1,113 @@
+"""Why an attempt failed: the files that ranks left, those that had no time to, and which came first."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.files import write_atomic
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.step import Ending, TaskExit
+
+#: What torch says on a rank whose peer went away: the consequence of a failure, not one.
+_PEER_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|communicator was aborted"
+    r"|did not meet its|recvbytes|socket timeout|wait timeout",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure."""
+
+    rank: int
+    host: str
+    kind: str
+    """`exception`, `signal` or `exit`."""
+    error: str
+    """Class of the exception, name of the signal, or the exit code."""
+    message: str
+    log: str
+    order: int | None
+    """Place among the attempt's failures, by the store's count."""
+    time: float
+
+    @property
+    def is_peer_lost(self) -> bool:
+        """Whether this rank only noticed that another one was gone."""
+        return self.kind == "exception" and bool(_PEER_LOST.search(self.message))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.error}: {self.message}".rstrip(": ")
+
+
+def collect(run: RunDir, attempt: int, exits: Iterable[TaskExit], hosts: list[str], per_node: int) -> list[Failure]:
+    """Failures of `attempt`: one file a failed rank; what a rank could not write itself is written here."""
+    failures = {failure.rank: failure for failure in _read(run, attempt)}
+    for task in exits:
+        if task.ending is Ending.FAILED and task.rank not in failures:
+            failures[task.rank] = _write(run, attempt, task, hosts[task.rank // per_node])
+    return list(failures.values())
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that the others follow from.
+
+    A signal from outside comes first: no peer's error brings it about. An abort may be a library's answer
+    to a lost peer, and so counts after exceptions; a lost connection never is the cause while there is
+    another. Among equals the store's count decides, and then the time.
+    """
+
+    def precedence(failure: Failure) -> tuple[int, float, float]:
+        if failure.is_peer_lost:
+            tier = 3
+        elif failure.kind == "signal":
+            tier = 2 if failure.error == signal.SIGABRT.name else 0
+        else:
+            tier = 1
+        order = float("inf") if failure.order is None else failure.order
+        return tier, order, failure.time
+
+    return min(failures, key=precedence)
+
+
+def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
+    for path in sorted(run.failures.glob(f"attempt-{attempt:03d}-rank-*.json")):
+        try:
+            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            yield Failure(
+                rank=record["rank"],
+                host=record.get("node") or record["host"],
+                kind=record["kind"],
+                error=record["error"],
+                message=record["message"],
+                log=record["log"],
+                order=record["order"],
+                time=record["time"],
+            )
+        except (OSError, ValueError, KeyError) as error:
+            print(f"hpctrain: {path} cannot be read: {error}", flush=True)
+
+
+def _write(run: RunDir, attempt: int, task: TaskExit, host: str) -> Failure:
+    """Describe a rank that ended without a word."""
+    failure = Failure(
+        rank=task.rank,
+        host=host,
+        kind="signal" if task.signal else "exit",
+        error=task.signal.name if task.signal else f"exit code {task.code}",
+        message="the kernel ends processes so when memory runs out" if task.signal == signal.SIGKILL else "",
+        log=str(run.rank_log(attempt, task.rank)),
+        order=None,
+        time=time.time(),
+    )
+    record = {**failure.__dict__, "node": host, "traceback": ""}
+    run.failures.mkdir(exist_ok=True)
+    write_atomic(run.failure(attempt, task.rank), json.dumps(record, indent=1) + "\n")
+    return failure

@@ -1,0 +1,155 @@
+"""Pretend nodes: the tasks of a step as processes of this machine, with the variables that srun would set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+
+from hpctrain.cluster import compress_hostlist
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
+from hpctrain.telemetry.gpus import count_gpus
+
+#: Seconds that killed processes have to disappear: they are gone at once unless the kernel holds them.
+_REAP_LIMIT_S = 30.0
+
+
+class LocalLauncher:
+    """Starts the ranks of pretend nodes on this machine."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        self.hosts = [f"local-{i}" for i in range(spec.nodes)]
+        self._spec = spec
+        self._environ = environ
+        self._gpus = _visible_gpus(environ)
+        self._num_steps = 0
+
+    def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> LocalStep:
+        """Start one process a rank. See `Launcher.start`."""
+        spec = self._spec
+        job = {
+            **self._environ,
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // spec.world_size)),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            **self._chosen_by_user(),
+            **variables,
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": str(self._num_steps),
+            "SLURM_STEP_NODELIST": compress_hostlist(self.hosts),
+            "SLURM_STEP_NUM_NODES": str(spec.nodes),
+            "SLURM_STEP_NUM_TASKS": str(spec.world_size),
+            "SLURM_STEP_TASKS_PER_NODE": f"{spec.tasks_per_node}(x{spec.nodes})",
+        }
+        self._num_steps += 1
+        return LocalStep(command, spec.workdir, [self._task(job, rank) for rank in range(spec.world_size)], emit)
+
+    def _chosen_by_user(self) -> dict[str, str]:
+        names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        return {name: self._environ[name] for name in names if name in self._environ}
+
+    def _task(self, job: Mapping[str, str], rank: int) -> dict[str, str]:
+        node, local_rank = divmod(rank, self._spec.tasks_per_node)
+        task = {
+            **job,
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(local_rank),
+            "SLURM_NODEID": str(node),
+            "SLURMD_NODENAME": self.hosts[node],
+        }
+        first = node * self._spec.gpus_per_node
+        if gpus := self._gpus[first : first + self._spec.gpus_per_node]:
+            task["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return task
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    count = count_gpus(environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible is not None else [str(i) for i in range(count)])[:count]
+
+
+class LocalStep:
+    """Processes of one step, each the leader of a session of its own."""
+
+    def __init__(self, command: list[str], workdir: str, tasks: list[dict[str, str]], emit: Emit) -> None:
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._killed = False
+        # Tasks watch the reading end: it closes when this process dies, however it dies.
+        reading, self._lifeline = os.pipe()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for task in tasks:
+                environ = {**task, "HPCTRAIN_LIFELINE_FD": str(reading)}
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environ,
+                        cwd=workdir,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                        pass_fds=(reading,),
+                    )
+                )
+        except BaseException:
+            self.kill()
+            for process in self._processes:
+                process.wait()
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(reading)
+        self._waiters = [
+            threading.Thread(target=self._wait_for, args=(rank,), daemon=True)
+            for rank in range(len(self._processes))
+        ]
+        self._ender = threading.Thread(target=self._end, daemon=True)
+        for thread in (*self._waiters, self._ender):
+            thread.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number` to every process of every task, as Slurm does."""
+        with self._lock:
+            for process in self._processes:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+
+    def kill(self) -> None:
+        """End every task at once."""
+        self._killed = True
+        self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left, and wait until it is gone."""
+        self.kill()
+        self._ender.join(_REAP_LIMIT_S)
+        os.close(self._lifeline)
+
+    def _wait_for(self, rank: int) -> None:
+        process = self._processes[rank]
+        if hasattr(os, "waitid"):
+            # The leader stays unreaped here, so its number cannot belong to another group yet.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            if hasattr(os, "waitid"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            killed = self._killed
+            returncode = process.wait()
+        if not killed:
+            self._emit(TaskExit.from_returncode(rank, returncode))
+
+    def _end(self) -> None:
+        for waiter in self._waiters:
+            waiter.join()
+        worst = max((abs(process.returncode) for process in self._processes), default=0)
+        self._emit(StepEnded(worst))

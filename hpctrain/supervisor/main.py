@@ -1,0 +1,186 @@
+"""The supervisor: starts the workers, learns how they ended, decides what follows, until the run is over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.supervisor.attempt import Watch
+from hpctrain.supervisor.decide import Action, History, Outcome, Will, decide
+from hpctrain.supervisor.failures import Failure, collect, root_cause
+from hpctrain.supervisor.local import LocalLauncher
+from hpctrain.supervisor.rendezvous import Rendezvous
+from hpctrain.supervisor.scheduler import LocalJob, Scheduler, SlurmJob
+from hpctrain.supervisor.srun import SrunLauncher
+from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
+
+log = logging.getLogger(__name__)
+
+#: After a requeue Slurm ends this process; it waits for that, so that the batch script does not end by itself.
+_REQUEUE_LIMIT_S = 60.0
+
+
+class Supervisor:
+    """Sees one job of a run through."""
+
+    def __init__(self, run: RunDir, spec: JobSpec, launcher: Launcher, scheduler: Scheduler) -> None:
+        self._run, self._spec = run, spec
+        self._launcher, self._scheduler = launcher, scheduler
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._begun = time.monotonic()
+
+    def run(self) -> int:
+        """Start the workers as often as it takes. Returns the exit code of the job."""
+        for number in self._scheduler.on_signal:
+            signal.signal(number, self._note_signal)
+        while True:
+            attempt = self._run.new_attempt()
+            outcome, will, cause = self._attempt(attempt)
+            history = History.of(self._run.read_events())
+            action = decide(history, outcome, will, self._spec.max_failures)
+            log.info("attempt %d: %s, %s: %s", attempt, outcome.value, will.value, action.value)
+            match action:
+                case Action.RESTART:
+                    self._run.log_event("restart", attempt, cause=cause)
+                case Action.REQUEUE:
+                    self._run.log_event("requeue", attempt)
+                    try:
+                        if self._scheduler.requeue():
+                            return self._wait_for_the_end()
+                    except SchedulerError as error:
+                        return self._finish(attempt, "FAILED", f"the state is saved, but the requeue failed: {error}")
+                    self._begun = time.monotonic()
+                case Action.LEAVE:
+                    return EXIT_CONTINUE
+                case Action.COMPLETE:
+                    return self._finish(attempt, "COMPLETED")
+                case Action.CANCEL:
+                    return self._finish(attempt, "CANCELLED")
+                case Action.FAIL:
+                    return self._finish(attempt, "FAILED", cause or _why(outcome, history))
+
+    def _attempt(self, attempt: int) -> tuple[Outcome, Will, str | None]:
+        """Start the workers and watch them to their end. Returns outcome, will, and the cause of a failure."""
+        spec = self._spec
+        limit = self._scheduler.time_limit_s
+        watch = Watch(
+            events=self._events,
+            scheduler=self._scheduler,
+            ends_at=None if limit is None else self._begun + limit,
+            signal_lead_s=spec.signal_lead_s,
+        )
+        command = [spec.python, "-m", "hpctrain.runtime.worker", spec.script, *spec.args]
+        with Rendezvous(self._launcher.address) as rendezvous:
+            variables = {
+                **spec.env,
+                **rendezvous.variables,
+                RUN_DIR_VARIABLE: str(self._run.path),
+                ATTEMPT_VARIABLE: str(attempt),
+            }
+            self._run.log_event(
+                "started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=self._launcher.hosts
+            )
+            log.info("attempt %d: starting %d ranks on %s", attempt, spec.world_size, self._launcher.hosts)
+            step = self._launcher.start(command, variables, self._events.put)
+            try:
+                rendezvous.serve()
+                outcome = watch.until_end(step)
+            finally:
+                step.close()
+        cause = self._note_failure(attempt, watch) if outcome is Outcome.FAILED else None
+        if cause is None and outcome is Outcome.FAILED:
+            outcome = Outcome.STOPPED
+        return outcome, self._will(watch), cause
+
+    def _note_failure(self, attempt: int, watch: Watch) -> str | None:
+        """Record what went wrong; None where every failed rank only lost peers that had been told to leave."""
+        failures = collect(self._run, attempt, watch.exits, self._launcher.hosts, self._spec.tasks_per_node)
+        told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
+        if failures:
+            first = root_cause(failures)
+            if told_to_leave and first.is_peer_lost:
+                return None
+            return self._record(attempt, first, len(failures))
+        assert watch.end is not None
+        cause = f"the step did not start: srun exited with {watch.end.returncode}: {watch.end.words}"
+        self._run.log_event("failure", attempt, rank=-1, host=None, cause=cause, log=str(self._run.slurm_log))
+        return cause
+
+    def _record(self, attempt: int, first: Failure, count: int) -> str:
+        cause = str(first)
+        self._run.log_event(
+            "failure", attempt, rank=first.rank, host=first.host, cause=cause, log=first.log, failed_ranks=count
+        )
+        log.error("attempt %d failed: %s (log: %s)", attempt, cause, first.log)
+        return cause
+
+    def _will(self, watch: Watch) -> Will:
+        if self._run.cancel_request.exists() or self._scheduler.cancels.intersection(watch.signals):
+            return Will.CANCEL
+        try:
+            return Will.LEAVE if self._scheduler.is_ending_job() else Will.GO_ON
+        except SchedulerError as error:
+            log.warning("%s Taking the job for one that goes on.", error)
+            return Will.GO_ON
+
+    def _finish(self, attempt: int, state: str, cause: str | None = None) -> int:
+        exit_code = {"COMPLETED": 0, "CANCELLED": 0}.get(state, RunFailed.exit_code)
+        self._run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause)
+        log.info("run %s%s", state, f": {cause}" if cause else "")
+        return exit_code
+
+    def _wait_for_the_end(self) -> int:
+        """Wait for Slurm to end this process, which it does to requeue the job."""
+        log.info("requeued; waiting for Slurm to end this job")
+        try:
+            self._events.get(timeout=_REQUEUE_LIMIT_S)
+        except queue.Empty:
+            log.warning("Slurm has not ended this job within %.0f s of its requeue", _REQUEUE_LIMIT_S)
+        return EXIT_CONTINUE
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        # SimpleQueue.put may be interrupted by itself, which is what a signal handler needs.
+        self._events.put(Signalled(signal.Signals(number)))
+
+
+def _why(outcome: Outcome, history: History) -> str:
+    if outcome is Outcome.STOPPED:
+        return f"{history.stops} stops in a row without a new checkpoint: the time between them is too short"
+    return "the ranks did not save and leave before the time limit; submit with a longer --signal-lead"
+
+
+def main(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Supervise the run in the folder `argv[0]`."""
+    run = RunDir(Path(argv[0]))
+    run.logs.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        handlers=[logging.FileHandler(run.supervisor_log), logging.StreamHandler(sys.stdout)],
+    )
+    try:
+        spec = JobSpec.load(run.spec)
+        if spec.backend == "slurm":
+            return Supervisor(run, spec, SrunLauncher(spec, environ), SlurmJob(environ)).run()
+        return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec)).run()
+    except HpctrainError as error:
+        log.error("%s", error)
+        run.log_event("finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=str(error))
+        return RunFailed.exit_code
+    except Exception as error:
+        log.exception("the supervisor itself failed")
+        cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
+        run.log_event("finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=cause)
+        return RunFailed.exit_code
+
+

@@ -1,0 +1,61 @@
+"""The store at which the ranks of one attempt meet, on a port that is bound before any rank starts."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+from typing import Any, Self
+
+
+class Rendezvous:
+    """A bound port, and from `serve` on the store behind it. A fresh one for every attempt.
+
+    Ranks may connect as soon as this exists: the kernel queues them until the store answers. So torch,
+    which the store is a part of, is imported while the ranks import it too.
+    """
+
+    def __init__(self, address: str) -> None:
+        """
+        Args:
+            address: where the ranks reach this host.
+
+        Raises:
+            OSError: no port can be bound.
+        """
+        self._address = address
+        self._socket: socket.socket | None = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        self._port: int = self._socket.getsockname()[1]
+        self._store: Any = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What tells torch's `env://` to meet here, and that the store is hosted already."""
+        return {
+            "MASTER_ADDR": self._address,
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def serve(self) -> None:
+        """Answer the ranks, until the block ends."""
+        from torch.distributed import TCPStore
+
+        assert self._socket is not None
+        self._store = TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+        self._socket = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store = None
+        if self._socket is not None:
+            self._socket.close()

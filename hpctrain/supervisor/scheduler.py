@@ -1,0 +1,98 @@
+"""Whoever gave the job its place, as the supervisor needs it: Slurm, or a stand-in on a laptop."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Mapping
+from typing import Protocol
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.spec import JobSpec
+
+#: Limit for one call of a Slurm command: longer than slurmctld's own MessageTimeout.
+COMMAND_LIMIT_S = 30.0
+_JOB_STATE = re.compile(r"\bJobState=(\S+)")
+
+
+class Scheduler(Protocol):
+    """What the supervisor asks of the scheduler."""
+
+    #: Seconds until the job is ended, from the start of the supervisor; None where the scheduler sees to it.
+    time_limit_s: float | None
+    #: What a signal to the supervisor means, and which signal the ranks then need; None: they have it already.
+    on_signal: Mapping[signal.Signals, signal.Signals | None]
+    #: Signals by which the user, and not the scheduler, ends the job.
+    cancels: frozenset[signal.Signals]
+
+    def is_ending_job(self) -> bool:
+        """Whether the scheduler is ending the job, and so decides what follows."""
+
+    def requeue(self) -> bool:
+        """Put the job back into the queue. True: this process is about to be ended. False: go on here.
+
+        Raises:
+            SchedulerError: the scheduler refused.
+        """
+
+
+class SlurmJob:
+    """The job that this batch script belongs to."""
+
+    time_limit_s = None
+    # Slurm signals the steps itself; SIGTERM to the batch script says that it is ending the job.
+    on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
+    cancels: frozenset[signal.Signals] = frozenset()
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._job_id = environ["SLURM_JOB_ID"]
+
+    def is_ending_job(self) -> bool:
+        """Whether the job is in any state but running. See `Scheduler.is_ending_job`."""
+        match = _JOB_STATE.search(call_slurm(["scontrol", "--oneliner", "show", "job", self._job_id]))
+        return match is not None and match[1] != "RUNNING"
+
+    def requeue(self) -> bool:
+        """`scontrol requeue`. See `Scheduler.requeue`."""
+        call_slurm(["scontrol", "requeue", self._job_id])
+        return True
+
+
+class LocalJob:
+    """A laptop's stand-in for the scheduler: the time limit, preemption by SIGUSR2, the user's SIGTERM."""
+
+    on_signal: Mapping[signal.Signals, signal.Signals | None] = {
+        signal.SIGUSR2: signal.SIGTERM,
+        signal.SIGTERM: signal.SIGTERM,
+        signal.SIGINT: signal.SIGTERM,
+    }
+    cancels = frozenset({signal.SIGTERM, signal.SIGINT})
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.time_limit_s = spec.time_limit_s
+
+    def is_ending_job(self) -> bool:
+        """Never: nobody but the user ends a job here."""
+        return False
+
+    def requeue(self) -> bool:
+        """The queue is empty, so the job starts again at once, in this process."""
+        return False
+
+
+def call_slurm(command: list[str]) -> str:
+    """Run a Slurm command and return its output.
+
+    Raises:
+        SchedulerError: it failed, or did not answer in time.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"{command[0]} did not answer within {COMMAND_LIMIT_S:.0f} s.") from None
+    except OSError as error:
+        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}.") from error
+    if done.returncode != 0:
+        raise SchedulerError(f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

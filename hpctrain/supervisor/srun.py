@@ -1,0 +1,161 @@
+"""Real nodes: the tasks of a step under srun."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from hpctrain.cluster import expand_hostlist
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.scheduler import COMMAND_LIMIT_S, call_slurm
+from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
+
+#: Variables of the batch script that srun would take for options of the step.
+_JOB_SHAPE = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+)
+
+# srun's report of tasks that did not exit with 0, as in
+#   srun: error: n3: task 5: Killed
+#   srun: error: n1: tasks 0-1,3: Exited with exit code 75
+_TASKS_ENDED = re.compile(r"srun: error: [^:\s]+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signals}
+
+
+class SrunLauncher:
+    """Starts the ranks of a job step in the allocation of this batch script."""
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        self.hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+        self.address = _address_of_this_host(self.hosts)
+        self._spec = spec
+        self._job_id = environ["SLURM_JOB_ID"]
+        self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}
+
+    def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> SrunStep:
+        """Start one task a rank. See `Launcher.start`."""
+        spec = self._spec
+        threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
+        options = [
+            f"--nodes={spec.nodes}",
+            f"--ntasks={spec.world_size}",
+            f"--ntasks-per-node={spec.tasks_per_node}",
+            "--distribution=block",
+            # The supervisor decides what one task's end means for the others, whatever the site's default.
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--export=ALL",
+            "--input=none",
+            "--mpi=none",
+            f"--chdir={spec.workdir}",
+        ]
+        if spec.cpus_per_task is not None:
+            # Since 22.05 srun does not take this over from sbatch.
+            options.append(f"--cpus-per-task={spec.cpus_per_task}")
+        return SrunStep(["srun", *options, *command], {**threads, **self._environ, **variables}, self._job_id, emit)
+
+
+class SrunStep:
+    """A step under srun."""
+
+    def __init__(self, command: list[str], environ: Mapping[str, str], job_id: str, emit: Emit) -> None:
+        self._emit = emit
+        self._job_id = job_id
+        self._killed = False
+        self._last_words: deque[str] = deque(maxlen=5)
+        self._srun = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # A signal for the supervisor is not one for srun, which would end the step at once.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number` to every task of the job's steps."""
+        for step in self._steps():
+            call_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
+
+    def kill(self) -> None:
+        """End every task at once, by way of Slurm and, if that cannot be reached, by way of srun."""
+        self._killed = True
+        try:
+            self.signal(signal.SIGKILL)
+        except SchedulerError as error:
+            print(f"hpctrain: {error} Ending srun itself.", flush=True)
+            self._srun.terminate()
+
+    def close(self) -> None:
+        """Make sure that srun and the step are gone."""
+        if self._srun.poll() is None:
+            self.kill()
+            try:
+                self._srun.wait(COMMAND_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._srun.kill()
+                self._srun.wait()
+        self._reader.join()
+
+    def _steps(self) -> list[str]:
+        listed = call_slurm(["squeue", "--noheader", "--steps", f"--jobs={self._job_id}", "--format=%i"])
+        return [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
+
+    def _read(self) -> None:
+        """Pass on what srun says, and make events of what it says about tasks."""
+        assert self._srun.stderr is not None
+        for line in self._srun.stderr:
+            print(line, end="", flush=True)
+            self._last_words.append(line.strip())
+            if not self._killed:
+                for task in parse_task_report(line):
+                    self._emit(task)
+        returncode = self._srun.wait()
+        self._emit(StepEnded(returncode, " ".join(self._last_words)))
+
+
+def parse_task_report(line: str) -> list[TaskExit]:
+    """The tasks whose end a line of srun's stderr reports; empty for any other line."""
+    match = _TASKS_ENDED.match(line.strip())
+    if match is None:
+        return []
+    ranks = [int(name) for name in expand_hostlist(f"[{match[1]}]")]
+    if code := _EXIT_CODE.match(match[2]):
+        return [TaskExit(rank, int(code[1])) for rank in ranks]
+    number = _SIGNALS_BY_NAME.get(match[2])
+    return [TaskExit(rank, None, number) if number else TaskExit(rank, 1) for rank in ranks]
+
+
+def _address_of_this_host(hosts: list[str]) -> str:
+    """The address at which the other nodes reach this one.
+
+    A host's own name often resolves to a loopback address on itself, so the name is not asked: the kernel
+    tells which address it would use towards another node. Nothing is sent.
+    """
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for host in hosts[1:]:
+            try:
+                probe.connect((host, 9))
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return hosts[0] if len(hosts) > 1 else "127.0.0.1"

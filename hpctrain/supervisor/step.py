@@ -1,0 +1,96 @@
+"""A job step seen from the supervisor: tasks that were started together, and how each of them ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from hpctrain.errors import EXIT_CONTINUE
+
+#: Signals that tell a task to stop. One that dies of them, before it could do better, did as it was told.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class Ending(Enum):
+    """How a task ended."""
+
+    DONE = "done"
+    CONTINUE = "continue"
+    """Its state is saved, or there was none yet: continue it later."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class TaskExit:
+    """One task ended by itself: not by the supervisor's hand."""
+
+    rank: int
+    code: int | None
+    """Exit code, or None where a signal ended it."""
+    signal: signal.Signals | None = None
+
+    @property
+    def ending(self) -> Ending:
+        if self.code == 0:
+            return Ending.DONE
+        if self.code == EXIT_CONTINUE or self.signal in _STOP_SIGNALS:
+            return Ending.CONTINUE
+        return Ending.FAILED
+
+    @classmethod
+    def from_returncode(cls, rank: int, returncode: int) -> TaskExit:
+        """From the convention of `subprocess`: a negative code is a signal."""
+        if returncode < 0:
+            return cls(rank, None, signal.Signals(-returncode))
+        return cls(rank, returncode)
+
+    def __str__(self) -> str:
+        return f"was ended by {self.signal.name}" if self.signal else f"exited with code {self.code}"
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """The whole step is over: no task of it is left."""
+
+    returncode: int
+    words: str = ""
+    """What the launcher said last, where it failed itself."""
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The supervisor itself got a signal."""
+
+    signal: signal.Signals
+
+
+Event = TaskExit | StepEnded | Signalled
+Emit = Callable[[Event], None]
+
+
+class Step(Protocol):
+    """A running step. Events come through the `emit` that the launcher was given."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every task."""
+
+    def kill(self) -> None:
+        """End every task at once; `StepEnded` follows."""
+
+    def close(self) -> None:
+        """Make sure that nothing is left. Waits, for a bounded time."""
+
+
+class Launcher(Protocol):
+    """Starts the tasks of an attempt, one a rank."""
+
+    hosts: list[str]
+    """The nodes, in order of their rank."""
+    address: str
+    """Where the tasks reach the supervisor's host."""
+
+    def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> Step:
+        """Start one task a rank, each running `command` with `variables` on top of the environment."""
