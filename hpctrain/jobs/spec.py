@@ -197,7 +197,8 @@ class JobSpec:
         import yaml
 
         values = {**asdict(self), "args": list(self.args)}
-        write_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        # In ASCII: PyYAML does not read back every other character that it writes, such as U+0085.
+        write_atomic(path, yaml.safe_dump(values, sort_keys=False))
 
     @classmethod
     def load(cls, path: Path) -> JobSpec:

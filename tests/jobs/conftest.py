@@ -1,0 +1,108 @@
+"""A supervisor that only pretends, so that submission and its ends can be tested by themselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.jobs.prepare import Submission, prepare
+from hpctrain.jobs.spec import JobSpec
+from helpers import environment
+
+_SUPERVISOR = """#!{python}
+import json, os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from hpctrain.rundir import RunDir
+from hpctrain.jobs.spec import JobSpec
+
+assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
+run = RunDir(Path(sys.argv[3]))
+spec = JobSpec.load(run.spec)
+(run.path / "seen.json").write_text(json.dumps({{"argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ)}}))
+attempt = len(run.attempts())
+run.attempt_logs(attempt).mkdir(parents=True)
+log = run.rank_log(attempt, 0)
+
+def end(state, **more):
+    run.log_event("finished", attempt, state=state, **more)
+    sys.exit(0 if state == "COMPLETED" else 1)
+
+signal.signal(signal.SIGTERM, lambda *_: end("CANCELLED", exit_code=143))
+run.log_event("started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=[])
+log.write_text(f"hello from attempt {{attempt}}\\n")
+match spec.args:
+    case ("sleep",):
+        time.sleep(60)
+    case ("vanish",):
+        sys.exit(9)
+    case ("fail",):
+        run.log_event("failure", attempt, rank=3, host="n1", cause="RuntimeError: boom", log=str(log))
+        end("FAILED", exit_code=1, cause="rank 3 crashed: RuntimeError: boom")
+    case ("twice",):
+        run.log_event("restart", attempt)
+        attempt += 1
+        run.attempt_logs(attempt).mkdir()
+        run.log_event("started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=[])
+        run.rank_log(attempt, 0).write_text(f"hello from attempt {{attempt}}\\n")
+with open(run.metrics, "a") as metrics:
+    metrics.write(json.dumps({{"step": 7, "epoch": 0, "loss": 0.5}}) + "\\n")
+end("COMPLETED", exit_code=0)
+"""
+
+
+@pytest.fixture(scope="session")
+def fake_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter whose supervisor does what the script's only argument says."""
+    path = tmp_path_factory.mktemp("python") / "fake-python"
+    path.write_text(_SUPERVISOR.format(python=sys.executable, path=sys.path))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return path
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., Submission]:
+    """`prepare` with defaults for what a test does not care for; on the local backend."""
+
+    def call(*args: str, environ: Mapping[str, str] | None = None, **options: Any) -> Submission:
+        options.setdefault("backend", "local")
+        return prepare(
+            options.pop("script", script),
+            args,
+            options,
+            environ=environment() if environ is None else environ,
+            cwd=tmp_path,
+            python=fake_python,
+        )
+
+    return call
+
+
+@pytest.fixture
+def make_spec() -> Callable[..., JobSpec]:
+    """A `JobSpec` with defaults for what a test does not care for."""
+
+    def call(**fields: Any) -> JobSpec:
+        defaults: dict[str, Any] = {
+            "script": "/home/me/train.py",
+            "name": "train",
+            "run_id": "train-1",
+            "run_dir": "/home/me/runs/train-1",
+            "backend": "slurm",
+            "python": "/usr/bin/python3",
+            "workdir": "/home/me",
+        }
+        return JobSpec(**(defaults | fields))
+
+    return call

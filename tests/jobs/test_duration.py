@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.duration import format_duration, parse_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("01:02:03", 3723),
+        ("1-0", 86400),
+        ("1-2", 93600),
+        ("1-2:3", 93780),
+        ("1-02:03:04", 93784),
+        ("unlimited", None),
+        ("INFINITE", None),
+    ],
+)
+def test_forms_of_sbatch(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00", "1h", "-5", "1:2:3:4", "1-", "1.5", " 5", "5\n", "٣"])
+def test_anything_else_is_refused_in_words(text):
+    with pytest.raises(SpecError, match="duration"):
+        parse_duration(text)
+
+
+@given(st.integers(1, 10**8))
+def test_what_is_written_is_read_back(seconds):
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+def test_part_of_a_second_counts_as_a_whole_one():
+    assert format_duration(59.2) == "00:01:00"

@@ -1,0 +1,193 @@
+"""Submission to the local backend and what becomes of it, with a supervisor that only pretends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import threading
+
+import pytest
+
+from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.jobs import submit as submit_module
+from hpctrain.jobs.follow import Notice, Text, follow
+from hpctrain.jobs.runs import find_run, list_runs
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.status import RunStatus
+from hpctrain.jobs.submit import hand_over
+from helpers import wait_for
+
+HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x", "a\\", "%j", "é 😀", "\nx"]
+
+
+def test_a_run_completes_and_tells(prepared):
+    run = hand_over(prepared())
+    status = run.wait(timeout=20)
+    assert (status.state, status.step, status.loss, status.attempt) == (RunState.COMPLETED, 7, 0.5, 0)
+    assert (status.backend, status.job_id) == ("local", run.job_id)
+    seen = json.loads((run.dir.path / "seen.json").read_text())
+    assert seen["cwd"] == str(run.dir.path)
+    assert run.dir.job_script.read_text() == prepared(run_dir=run.dir.path).script
+
+
+def test_words_arrive_untouched(prepared, tmp_path):
+    from hpctrain.jobs.spec import JobSpec
+
+    folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
+    script = tmp_path / "my $(touch pwned)\n.py"
+    script.write_text("")
+    run = hand_over(
+        prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}, name="a b;c")
+    )
+    run.wait(timeout=20)
+    spec = JobSpec.load(run.dir.spec)
+    assert spec.args == tuple(HOSTILE)
+    assert spec.env == {"V": "\n".join(HOSTILE)}
+    assert spec.script == str(script)
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_path):
+    run = hand_over(prepared("sleep", run_dir="r"))
+    wait_for(lambda: run.log_path(), 20, "the first attempt")
+    assert run.status().state is RunState.RUNNING
+    with pytest.raises(SpecError, match="still going"):
+        hand_over(prepared(run_dir="r"))
+    with pytest.raises(WaitTimeout, match="RUNNING"):
+        run.wait(timeout=0.1)
+    run.cancel()
+    with pytest.raises(RunFailed, match="cancelled"):
+        run.wait(timeout=20)
+    assert run.cancel().state is RunState.CANCELLED
+    with pytest.raises(SpecError, match="CANCELLED"):
+        run.requeue()
+
+
+def test_an_ended_run_is_continued(prepared):
+    run = hand_over(prepared("fail", run_dir="r"))
+    with pytest.raises(RunFailed, match=r"rank 3 crashed: RuntimeError: boom\. Log: .*rank-00000.log"):
+        run.wait(timeout=20)
+    run.dir.cancel_request.touch()
+    again = hand_over(prepared(run_dir="r", nodes=2))
+    status = again.wait(timeout=20)
+    assert (status.attempt, again.dir.cancel_request.exists()) == (1, False)
+    assert [event["attempt"] for event in again.dir.read_events() if event["kind"] == "submitted"] == [0, 1]
+
+
+def test_a_supervisor_that_vanishes_is_a_failure_with_a_log(prepared):
+    run = hand_over(prepared("vanish"))
+    with pytest.raises(RunFailed, match=r"ended without a word.*slurm\.log"):
+        run.wait(timeout=20)
+
+
+def test_a_supervisor_that_cannot_start_tells_in_the_log(prepared, tmp_path, fake_python):
+    submission = prepared()
+    script = submission.script.replace(fake_python, "/nowhere/python")
+    run = hand_over(type(submission)(**{**vars(submission), "script": script}))
+    with pytest.raises(RunFailed, match="ended without a word"):
+        run.wait(timeout=20)
+    assert "/nowhere/python" in run.dir.slurm_log.read_text()
+
+
+def test_a_failed_submission_leaves_nothing(prepared, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
+    with pytest.raises(SchedulerError, match="no more processes"):
+        hand_over(prepared(run_dir="r"))
+    assert not (tmp_path / "r").exists()
+
+
+def test_of_two_submissions_at_once_one_is_refused(prepared):
+    outcomes = []
+
+    def try_it(submission):
+        try:
+            outcomes.append(hand_over(submission))
+        except SpecError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=try_it, args=(prepared("sleep", run_dir="r"),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    (run,) = [outcome for outcome in outcomes if not isinstance(outcome, SpecError)]
+    assert len(outcomes) == 4
+    wait_for(lambda: run.log_path(), 20, "the first attempt")
+    run.cancel()
+    wait_for(lambda: run.status().state.ended, 20, "the end")
+
+
+def test_following_shows_every_attempt_and_ends_with_the_status(prepared):
+    run = hand_over(prepared("twice"))
+    *items, last = list(follow(run, whole=True))
+    assert isinstance(last, RunStatus)
+    assert last.state is RunState.COMPLETED
+    text = "".join(item.text for item in items if isinstance(item, Text))
+    assert text == "hello from attempt 0\nhello from attempt 1\n"
+    lines = [item.line for item in items if isinstance(item, Notice)]
+    assert lines == [
+        "attempt 0: 1 ranks on 1 nodes",
+        "attempt 0: the workers are started again",
+        "attempt 1: 1 ranks on 1 nodes",
+    ]
+
+
+def test_following_a_continued_run_starts_where_it_was_continued(prepared):
+    first = hand_over(prepared(run_dir="r"))
+    first.wait(timeout=20)
+    second = hand_over(prepared(run_dir="r"))
+    for whole in (True, False):
+        *items, _ = list(follow(second, whole=whole))
+        assert "".join(item.text for item in items if isinstance(item, Text)) == "hello from attempt 1\n"
+
+
+def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
+    run = hand_over(prepared())
+    run.wait(timeout=20)
+    runs_dir = tmp_path / "runs"
+    assert find_run(run.run_id, runs_dir, {}).dir == run.dir
+    assert find_run(str(run.dir.path), tmp_path / "elsewhere", {}).dir == run.dir
+    assert [known.run_id for known in list_runs(runs_dir, {})] == [run.run_id]
+    with pytest.raises(RunNotFound, match=f"Did you mean {run.run_id!r}"):
+        find_run(run.run_id[:-1], runs_dir, {})
+    assert list_runs(tmp_path / "nothing", {}) == []
+
+
+def test_a_folder_without_a_submission_claims_nothing(prepared, tmp_path):
+    submission = prepared(run_dir="r")
+    (tmp_path / "r").mkdir()
+    submission.spec.save(tmp_path / "r" / "spec.yaml")
+    run = find_run("r", tmp_path, {})
+    assert run.status().state is RunState.UNKNOWN
+    with pytest.raises(RunNotFound, match="never been submitted"):
+        run.cancel()
+    with pytest.raises(SpecError, match="UNKNOWN"):
+        run.requeue()
+
+
+def test_the_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):
+    import hpctrain
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="Did you mean 'nodes'"):
+        hpctrain.submit(script, nodez=2)
+    handed = []
+    monkeypatch.setattr(submit_module, "hand_over", handed.append)
+    hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
+    assert (handed[0].spec.python, handed[0].spec.args) == (sys.executable, ("--lr", "0.1"))
+    assert "--partition changes nothing here" in caplog.text
+
+
+def test_the_lock_names_the_supervisor(prepared):
+    run = hand_over(prepared("sleep"))
+    wait_for(lambda: run.log_path(), 20, "the first attempt")
+    pid = int(run.dir.lock.read_text())
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
+    run.cancel()
+    wait_for(lambda: run.status().state.ended, 20, "the end")

@@ -1,0 +1,86 @@
+"""What is refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.telemetry import gpus
+
+
+def test_a_plain_submission_needs_only_a_script(prepared, tmp_path, script):
+    spec = prepared().spec
+    assert (spec.script, spec.name, spec.world_size) == (str(script), "train", 1)
+    assert spec.run_dir == str(tmp_path / "runs" / spec.run_id)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"script": "nowhere.py"}, "no script .*nowhere.py"),
+        ({"script": "."}, "is a folder"),
+        ({"script": "/dev/null"}, "no regular file"),
+        ({"script": "train.py/x"}, "no script"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"nodes": "2:4"}, "elastic node ranges are not supported yet"),
+        ({"nodes": "2-4"}, "elastic node ranges are not supported yet"),
+        ({"nodes": "two"}, "'two' is not a number"),
+        ({"tasks_per_node": 0}, "--tasks-per-node is 0"),
+        ({"gpus_per_node": 2, "tasks_per_node": 3}, "3 ranks .* 2 GPUs"),
+        ({"signal_lead": 0}, "--signal-lead is 0"),
+        ({"time": "1", "signal_lead": 60}, "60 s .*--time.* 60 s"),
+        ({"time": "soon"}, "'soon' is not a duration"),
+        ({"partition": ""}, "--partition is empty"),
+        ({"partition": "a", "sbatch": {"partition": "b"}}, "'a', .*'b'"),
+        ({"sbatch": {"array": "0-3"}}, "not supported yet"),
+        ({"backend": "slrm"}, "Did you mean 'slurm'"),
+        ({"template": "dpd"}, "Did you mean 'ddp'"),
+        ({"template": "./mine"}, "no template"),
+        ({"nodez": 2}, "Did you mean 'nodes'"),
+        ({"run_dir": "/proc/run"}, "cannot be written"),
+        ({"run_dir": "train.py"}, "is a file"),
+        ({"run_dir": "train.py/run"}, "is no folder"),
+        ({"run_dir": "."}, "neither empty nor a run"),
+        ({"run_dir": "a\nb"}, "control character"),
+        ({"env": {"1A": "x"}}, "'1A'"),
+    ],
+)
+def test_bad_input_is_refused_in_words_and_leaves_nothing(prepared, tmp_path, options, words):
+    from hpctrain.jobs.submit import hand_over
+
+    with pytest.raises(SpecError, match=words):
+        hand_over(prepared(**options))
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_slurm_by_name_has_to_answer(prepared, tmp_path):
+    environ = {"PATH": str(tmp_path)}
+    with pytest.raises(SchedulerError, match="no sbatch on the PATH"):
+        prepared(backend="slurm", environ=environ)
+
+
+def test_auto_falls_back_and_says_so(prepared, tmp_path):
+    submission = prepared(backend="auto", environ={"PATH": str(tmp_path)})
+    assert submission.spec.backend == "local"
+    assert submission.notes == (
+        "No Slurm here (there is no sbatch on the PATH): the run goes to this machine itself.",
+    )
+
+
+def test_ranks_run_on_the_cpu_of_a_machine_without_gpus(prepared, monkeypatch):
+    monkeypatch.setattr(gpus, "count_gpus", lambda environ: 0)
+    assert "4 ranks run on this machine's CPU" in prepared(nodes=2, gpus_per_node=2).notes[0]
+
+
+def test_more_gpus_than_this_machine_has(prepared, monkeypatch):
+    monkeypatch.setattr(gpus, "count_gpus", lambda environ: 3)
+    assert prepared(nodes=1, gpus_per_node=3).notes == ()
+    with pytest.raises(SpecError, match=r"2 × 2 = 4 GPUs .* has 3"):
+        prepared(nodes=2, gpus_per_node=2)
+
+
+def test_options_that_mean_nothing_locally_are_said(prepared):
+    assert "--partition changes nothing here" in prepared(partition="big").notes[0]

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+
+from hpctrain.jobs.tail import RecordTail, Tail, last_records
+
+
+def test_tail_reads_on_and_does_not_split_characters(tmp_path):
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert tail.read() == ""
+    with open(path, "ab") as file:
+        file.write("aé".encode()[:2])
+        file.flush()
+        assert tail.read() == "a"
+        file.write("é".encode()[1:])
+        file.flush()
+    assert tail.read() == "é"
+    path.write_text("x")
+    assert tail.read() == "x"
+
+
+def test_records_are_whole_or_not_there_yet(tmp_path):
+    path = tmp_path / "events.jsonl"
+    tail = RecordTail(path)
+    path.write_text('{"a": 1}\n{"a"')
+    assert tail.read() == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write(": 2}\ntorn\n")
+    assert tail.read() == [{"a": 2}]
+
+
+def test_last_records_come_backwards_over_block_borders(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": i, "text": "x" * (i % 977)} for i in range(2000)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
+    assert list(last_records(path)) == records[::-1]
+
+
+def test_the_end_of_a_huge_file_is_found_without_reading_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b'\n{"step": 5}\n')
+    assert next(last_records(path)) == {"step": 5}
+
+
+def test_a_file_that_is_not_there_has_no_records(tmp_path):
+    assert list(last_records(tmp_path / "nothing")) == []
