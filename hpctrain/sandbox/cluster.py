@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hpctrain.errors import SchedulerError, SpecError
@@ -96,10 +97,11 @@ class Sandbox:
         slurmd = self._slurmd(node)
         if self.daemons()[slurmd.label] is not None:
             return
-        before = self._start_of(node)
+        before = self._started_at(node)
+        time.sleep(max(0.0, before + 1 - time.time()))  # Slurm counts whole seconds
         slurmd.start()
         deadline = time.monotonic() + limit_s
-        while (state := self.node_states()[node]) not in _READY or self._start_of(node) == before:
+        while (state := self.node_states()[node]) not in _READY or self._started_at(node) == before:
             if time.monotonic() > deadline:
                 raise SchedulerError(
                     f"sandbox {self.name}: node {node} is {state} {limit_s:.0f} s after its slurmd started"
@@ -134,10 +136,11 @@ class Sandbox:
                 return daemon
         raise SpecError(f"sandbox {self.name} has no node {node!r}; it has {', '.join(self.nodes)}")
 
-    def _start_of(self, node: str) -> str:
-        """When Slurm believes the node's slurmd to have been started, in Slurm's words."""
+    def _started_at(self, node: str) -> float:
+        """When the slurmd that last spoke to the controller was started, in seconds since the epoch."""
         words = commands.run(self.plan, "scontrol", "--oneliner", "show", "node", node).split()
-        return next(word for word in words if word.startswith("SlurmdStartTime="))
+        text = next(word for word in words if word.startswith("SlurmdStartTime=")).partition("=")[2]
+        return 0.0 if text == "None" else datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 def find(name: str = "default") -> Sandbox | None:

@@ -12,12 +12,12 @@ from hpctrain.sandbox.requirements import SEARCH_PATH
 
 
 def run(plan: Plan, *argv: str, limit_s: float = 20.0) -> str:
-    """The output of a Slurm command that talks to the sandbox.
+    """The output of a Slurm command that talks to the sandbox; its times are UTC.
 
     Raises:
         SchedulerError: it failed, or took longer than `limit_s` seconds.
     """
-    environ = {"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(plan.conf)}
+    environ = {"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8", "TZ": "UTC", "SLURM_CONF": str(plan.conf)}
     try:
         done = subprocess.run(
             argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s

@@ -45,7 +45,7 @@ JobRequeue=1
 JobFileAppend=1
 
 # Short limits, so that a lost node and a killed job are seen in seconds; a slurmd that is back is taken back.
-SlurmdTimeout=5
+SlurmdTimeout=3
 KillWait={kill_wait}
 MessageTimeout=10
 InactiveLimit=0

@@ -55,9 +55,8 @@ class Daemon:
             raise SchedulerError(f"{self.label} did not start within 30 s{self.last_words()}") from None
         if done.returncode:
             words = " ".join((done.stderr or done.stdout).split())
-            raise SchedulerError(
-                f"{self.label} did not start, exit code {done.returncode}: {words}{self.last_words()}"
-            )
+            why = f": {words}" if words else self.last_words()
+            raise SchedulerError(f"{self.label} did not start, exit code {done.returncode}{why}")
 
     def is_process(self, process: Process) -> bool:
         return process.argv == self.argv
@@ -68,8 +67,8 @@ class Daemon:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return f"; it wrote no log to {self.log}"
-        complaints = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
-        return "; its log ends:\n  " + "\n  ".join((complaints or lines)[-3:])
+        fatal = [line for line in lines if "fatal:" in line.lower()]
+        return f"; its log {self.log} ends:\n  " + "\n  ".join((fatal or lines)[-3:])
 
 
 def daemons(plan: Plan) -> list[Daemon]:

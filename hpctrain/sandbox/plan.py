@@ -14,7 +14,7 @@ from hpctrain.files import write_atomic
 #: a reboot because the lines in the hosts file do too, and `down` has to find both.
 ROOT = Path("/var/lib/hpctrain-sandbox")
 
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,14}[a-z0-9])?")
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?")
 #: What each number of a shape counts, the least and the most of it.
 _LIMITS = {
     "nodes": ("nodes", 1, 64),
@@ -142,7 +142,7 @@ def folder_of(name: str, root: Path = ROOT) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise SpecError(
-            f"{name!r} cannot be a sandbox's name, since its nodes are called after it: take 1 to 16"
+            f"{name!r} cannot be a sandbox's name, since its nodes are called after it: take 1 to 15"
             " lower-case letters, digits and inner hyphens, a letter first"
         )
     return root / name

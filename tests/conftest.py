@@ -1,0 +1,127 @@
+"""Fixtures of all tests: a Slurm cluster a session, and a watch for what a test leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hpctrain import sandbox
+from hpctrain.errors import UserError
+from hpctrain.sandbox.requirements import require
+
+# `from helpers import …` works in every test, whichever folders of tests are packages.
+sys.path.insert(0, str(Path(__file__).parent))
+
+_SANDBOX_PREFIX = "pytest-"
+
+#: Helpers that Python and torch keep for the life of the process, so that a test cannot end them.
+_RESIDENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "slurm" in getattr(item, "fixturenames", ()):
+            item.add_marker("slurm")
+    if config.getoption("--long") or "long" in config.getoption("-m"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slurm"):
+        _need_slurm()
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[sandbox.Sandbox]:
+    """A real cluster of 4 nodes × 2 GPUs and 8 CPUs; a preemption kills after 30 s.
+
+    Tests share it: cancel what you submitted, start again what you killed.
+    """
+    _need_slurm()
+    _remove_abandoned()
+    box = sandbox.up(f"{_SANDBOX_PREFIX}{os.getpid()}", nodes=4, gpus_per_node=2, cpus_per_node=8)
+    try:
+        yield box
+    finally:
+        box.down()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves a variable in our environment or a child process, and take it away."""
+    variables, children = _variables(), _children()
+    yield
+    now = _variables()
+    changed = sorted(key for key in variables.keys() | now.keys() if variables.get(key) != now.get(key))
+    for key in changed:
+        os.environ.pop(key, None)
+        if key in variables:
+            os.environ[key] = variables[key]
+    left = {pid: argv for pid, argv in _children().items() if pid not in children}
+    for pid in left:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert not changed, f"the test changed the environment: {', '.join(changed)}"
+    assert not left, f"the test left child processes: {left}"
+
+
+def _need_slurm() -> None:
+    try:
+        require()
+    except UserError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI=true, so Slurm must be here: {error}", pytrace=False)
+        pytest.skip(str(error))
+
+
+def _remove_abandoned() -> None:
+    """Take down the sandboxes of test sessions that were killed."""
+    for name in sandbox.names():
+        pid = name.removeprefix(_SANDBOX_PREFIX)
+        if pid != name and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            sandbox.down(name)
+
+
+def _variables() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+def _children() -> dict[int, str]:
+    """Our living children and their command lines; none where there is no /proc to ask."""
+    if sys.platform != "linux":
+        return {}
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            pids = (thread / "children").read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                argv = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            # A zombie has no command line: it has ended, and is waited for by whoever holds its Popen.
+            if argv and not any(resident in argv for resident in _RESIDENT):
+                found[int(pid)] = argv.strip()
+    return found

@@ -1,0 +1,105 @@
+"""What several tests need: commands with a limit, waiting with a limit, the processes of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from hpctrain.rundir import RUN_DIR_VARIABLE
+from hpctrain.sandbox.processes import Process, processes
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+_SCHEDULER_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "HPCTRAIN_")
+
+T = TypeVar("T")
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment without what a scheduler or a run put there, and with `extra`, such as `slurm.env`.
+
+    `hpctrain` is importable in it, installed or not.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_SCHEDULER_VARIABLES)}
+    paths = [str(REPOSITORY), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
+
+
+def run_command(
+    argv: Sequence[str | Path],
+    env: Mapping[str, str] | None = None,
+    *,
+    timeout: float = 60.0,
+    cwd: Path | None = None,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in `environment(env)` and return what it printed.
+
+    The test fails, with the output, where the command fails (unless `check` is off) or takes longer than
+    `timeout` seconds; its whole process group is killed then.
+    """
+    words = [str(word) for word in argv]
+    with subprocess.Popen(
+        words,
+        env=environment(env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise AssertionError(
+                f"no end after {timeout} s: {words}\nstdout:\n{out}\nstderr:\n{err}"
+            ) from None
+    done = subprocess.CompletedProcess(words, process.returncode, out, err)
+    if check and done.returncode:
+        raise AssertionError(f"exit code {done.returncode}: {words}\nstdout:\n{out}\nstderr:\n{err}")
+    return done
+
+
+def wait_for(predicate: Callable[[], T], timeout: float, what: str, interval: float = 0.05) -> T:
+    """The first true value of `predicate()`; the test fails after `timeout` seconds, saying `what`."""
+    deadline = time.monotonic() + timeout
+    while not (value := predicate()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout} s for {what}; got {value!r}")
+        time.sleep(interval)
+    return value
+
+
+def run_processes(run_dir: Path) -> list[Process]:
+    """The living processes of a run: its ranks and their children, its supervisor and what that started.
+
+    They are known by HPCTRAIN_RUN_DIR, or by the run's folder as a word of the command line.
+    """
+    names = {str(run_dir), str(run_dir.resolve())}
+    return [
+        process
+        for process in processes()
+        if process.pid != os.getpid()
+        and (process.environ.get(RUN_DIR_VARIABLE) in names or names.intersection(process.argv))
+    ]
+
+
+def assert_no_process_left(run_dir: Path, timeout: float = 10.0) -> None:
+    """Fail where a process of the run is still there after `timeout` seconds, and name it."""
+    deadline = time.monotonic() + timeout
+    while left := run_processes(run_dir):
+        if time.monotonic() > deadline:
+            lines = "\n".join(f"{process.pid}: {' '.join(process.argv)}" for process in left)
+            raise AssertionError(f"processes of {run_dir} are left after {timeout} s:\n{lines}")
+        time.sleep(0.05)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from helpers import run_command
+
+from hpctrain import sandbox
+from hpctrain.cli.sandbox import command
+from hpctrain.errors import HpctrainError, SpecError, UserError
+
+
+def _run(*words: str) -> Result:
+    result = CliRunner().invoke(command, words)
+    if isinstance(result.exception, HpctrainError):
+        raise result.exception
+    return result
+
+
+def _json(*words: str) -> dict[str, Any]:
+    result = _run(*words, "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"cli-{os.getpid()}"
+    try:
+        yield name
+    finally:
+        sandbox.down(name)
+
+
+@pytest.mark.slurm
+def test_the_whole_way(name: str) -> None:
+    up = _run("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1")
+    assert up.exit_code == 0
+    assert "is up after" in up.stdout
+    assert f"hpctrain sandbox down --name {name}" in up.stdout
+    again = _json("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1")
+    assert again["was_up"] is True
+
+    status = _json("status", "--name", name)
+    assert status["up"] is True
+    assert status["nodes"] == {f"{name}-1": "idle", f"{name}-2": "idle"} == again["nodes"]
+    assert status["partitions"] == ["preemptible", "urgent"]
+    assert set(status["daemons"]) == {"munged", "slurmctld", f"slurmd {name}-1", f"slurmd {name}-2"}
+    human = _run("status", "--name", name).stdout
+    assert all(word in human for word in ("munged", f"slurmd {name}-2", "idle", "preemptible"))
+
+    exports = _run("env", "--name", name).stdout
+    hosts = run_command(["sh", "-c", f"eval '{exports}'; srun -N2 printenv SLURMD_NODENAME"]).stdout
+    assert sorted(hosts.split()) == [f"{name}-1", f"{name}-2"]
+
+    box = sandbox.find(name)
+    assert box is not None
+    box.kill_node(box.nodes[1])
+    status = _json("status", "--name", name)
+    assert status["up"] is False
+    assert status["daemons"][f"slurmd {name}-2"] is None
+    assert "not running" in _run("status", "--name", name).stdout
+
+    assert _json("down", "--name", name) == {"name": name, "was_there": True}
+    assert _json("down", "--name", name) == {"name": name, "was_there": False}
+
+
+def test_status_of_none_says_how_to_get_one() -> None:
+    document = _json("status", "--name", "absent")
+    assert (document["name"], document["up"]) == ("absent", False)
+    assert "There is no sandbox absent" in _run("status", "--name", "absent").stdout
+
+
+def test_there_is_nothing_to_export_of_none() -> None:
+    with pytest.raises(UserError, match="There is no sandbox absent"):
+        _run("env", "--name", "absent")
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(SpecError, match="1 to 64 nodes, but 0"):
+        _run("up", "--nodes", "0")
+    with pytest.raises(SpecError, match="cannot be a sandbox's name"):
+        _run("down", "--name", "../../etc")
+    assert _run("up", "--nodes", "many").exit_code == 2

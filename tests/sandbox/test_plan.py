@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import SpecError, UserError
+from hpctrain.sandbox.allocate import allocate
+from hpctrain.sandbox.config import gres_conf, slurm_conf
+from hpctrain.sandbox.plan import Plan, Shape, existing, folder_of, names
+from hpctrain.sandbox.requirements import require
+
+
+def _plan(folder: Path, **shape: int) -> Plan:
+    return Plan(folder, Shape(**shape), port=26800, block=7)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"nodes": 0}, "1 to 64 nodes, but 0"),
+        ({"nodes": 65}, "1 to 64 nodes, but 65"),
+        ({"gpus_per_node": -1}, "0 to 16 GPUs a node, but -1"),
+        ({"cpus_per_node": 0}, "1 to 256 CPUs a node, but 0"),
+        ({"preempt_grace_s": -5}, "seconds of grace"),
+    ],
+)
+def test_impossible_shapes_are_refused_with_both_numbers(wrong: dict[str, int], named: str) -> None:
+    with pytest.raises(SpecError, match=named):
+        Shape(**wrong)
+
+
+@pytest.mark.parametrize("name", ["", "Big", "a_b", "../x", "a b", "-a", "a-", "1a", "a" * 16, "a\n"])
+def test_names_that_cannot_name_nodes_are_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="lower-case letters"):
+        folder_of(name)
+
+
+def test_nodes_ports_and_addresses_belong_together(tmp_path: Path) -> None:
+    plan = _plan(tmp_path / "box", nodes=3)
+    assert plan.nodes == ["box-1", "box-2", "box-3"]
+    assert plan.addresses == {"box-1": "127.26.7.1", "box-2": "127.26.7.2", "box-3": "127.26.7.3"}
+    assert list(plan.ports) == [26800, 26801, 26802, 26803]
+
+
+def test_the_longest_path_fits_into_a_unix_socket() -> None:
+    plan = _plan(folder_of("a" * 15), nodes=64)
+    node = plan.nodes[-1]
+    # What slurmstepd makes for the batch step of the job with the highest id that Slurm gives by default.
+    socket_path = plan.spool / node / f"{node}_67043328.4294967291"
+    assert len(str(socket_path)) <= 107
+    assert len(str(plan.munge_socket)) <= 107
+
+
+def test_a_plan_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, nodes=2, preempt_grace_s=0)
+    plan.save()
+    assert Plan.load(tmp_path) == plan
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"shape": {"nodes": 0}, "port": 1, "block": 1}'])
+def test_half_a_plan_is_no_plan(tmp_path: Path, content: str) -> None:
+    (tmp_path / "sandbox.json").write_text(content)
+    assert Plan.load(tmp_path) is None
+
+
+def test_sandboxes_side_by_side_share_no_port_and_no_address(tmp_path: Path) -> None:
+    plans = []
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+        plan = allocate(tmp_path / name, Shape(nodes=5))
+        plan.save()
+        plans.append(plan)
+    assert len({port for plan in plans for port in plan.ports}) == 3 * 6
+    assert len({address for plan in plans for address in plan.addresses.values()}) == 3 * 5
+    assert names(tmp_path) == ["one", "three", "two"]
+
+
+def test_a_port_that_somebody_listens_on_is_not_taken(tmp_path: Path) -> None:
+    first = allocate(tmp_path / "one", Shape(nodes=2))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first.ports[1]))
+        listener.listen()
+        assert listener.getsockname()[1] not in allocate(tmp_path / "one", Shape(nodes=2)).ports
+
+
+def test_no_root_no_sandboxes(tmp_path: Path) -> None:
+    assert existing(tmp_path / "missing") == []
+
+
+def test_config_names_nodes_devices_and_partitions(tmp_path: Path) -> None:
+    plan = _plan(tmp_path / "box", preempt_grace_s=12)
+    conf = slurm_conf(plan, "here", 4096)
+    assert (
+        "NodeName=box-[1-4] NodeHostname=here NodeAddr=127.26.7.[1-4] Port=[26801-26804] "
+        "CPUs=8 RealMemory=4096 Gres=gpu:2 State=UNKNOWN"
+    ) in conf
+    assert (
+        "PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=12"
+        in conf
+    )
+    assert f"NodeName=box-[1-4] Name=gpu File={tmp_path}/box/dev/nvidia[0-1]" in gres_conf(plan)
+
+
+def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
+    plan = _plan(tmp_path / "box", nodes=1, gpus_per_node=1)
+    assert "NodeName=box-[1] " in slurm_conf(plan, "here", 4096)
+    assert gres_conf(plan).endswith("nvidia[0]\n")
+    plan = _plan(tmp_path / "box", gpus_per_node=0)
+    assert "gpu" not in slurm_conf(plan, "here", 4096)
+    assert gres_conf(plan) == ""
+
+
+@pytest.mark.parametrize(
+    ("system", "uid", "search_path", "says"),
+    [
+        ("Darwin", 0, None, "needs Linux and this is Darwin.*--backend local"),
+        ("Linux", 0, "/nonexistent", "slurmctld.* not installed.*apt-get install slurm-wlm munge"),
+        ("Linux", 1000, "programs", "needs root .this is user 1000.*sudo"),
+    ],
+)
+def test_what_a_machine_lacks_is_said(
+    tmp_path: Path, system: str, uid: int, search_path: str | None, says: str
+) -> None:
+    for program in (
+        "munged",
+        "slurmctld",
+        "slurmd",
+        "sbatch",
+        "scancel",
+        "scontrol",
+        "sinfo",
+        "squeue",
+        "srun",
+    ):
+        (tmp_path / program).touch(mode=0o755)
+    where = str(tmp_path) if search_path == "programs" else search_path or ""
+    with pytest.raises(UserError, match=says):
+        require(system, uid, where)
