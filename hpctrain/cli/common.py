@@ -74,14 +74,13 @@ def describe_end(status: RunStatus) -> str:
     lines = []
     if status.cause:
         lines += [f"cause        {status.cause}", f"log          {short_path(status.log or run.logs)}"]
-    progress = f"after step {status.step}" if status.step is not None else "before the first step"
-    if status.loss is not None:
-        progress += f", loss {status.loss:.6g}"
+    step = f", step {status.step}" if status.step is not None else ""
+    loss = f", loss {status.loss:.6g}" if status.loss is not None else ""
+    lines += [f"run          {status.run_id}: {status.state}{step}{loss}"]
+    # A script that does not train with hpctrain leaves its own files instead.
+    files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
+    lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
     lines += [
-        f"run          {status.run_id}: {status.state} {progress}",
-        f"results      {short_path(run.metrics)}",
-        f"logs         {short_path(run.logs)}",
-        f"checkpoints  {short_path(run.checkpoints)}",
         f"next         hpctrain status {handle}  |  hpctrain logs {handle}",
         f"go on        hpctrain submit --run-dir {shlex.quote(short_path(run.path))} …",
     ]

@@ -117,15 +117,16 @@ def describe(event: dict[str, Any]) -> str | None:
     attempt = event.get("attempt")
     match event.get("kind"):
         case "started":
-            size = f"{event.get('world_size', '?')} ranks on {event.get('nodes', '?')} nodes"
-            return f"attempt {attempt}: {size}"
+            size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
+            return f"attempt {attempt}: starting, {size}"
         case "resumed":
-            return f"attempt {attempt}: resumed after step {event.get('step')}"
+            damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
+            return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
         case "signal":
-            return f"attempt {attempt}: told to stop ({event.get('signal', 'signal')})"
+            return f"attempt {attempt}: told to stop by {event.get('signal')}, after step {event.get('step')}"
         case "failure":
-            where = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
-            return f"attempt {attempt}: {where} failed: {event.get('cause')} (log: {event.get('log')})"
+            log = f" (log: {event['log']})" if event.get("log") else ""
+            return f"attempt {attempt}: failure: {event.get('cause')}{log}"
         case "restart":
             return f"attempt {attempt}: the workers are started again"
         case "requeue":

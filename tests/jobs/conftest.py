@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import environment
 
 from hpctrain.jobs.prepare import Submission, prepare
 from hpctrain.jobs.spec import JobSpec
-from helpers import environment
 
 _SUPERVISOR = """#!{python}
 import json, os, signal, sys, time
@@ -23,7 +23,8 @@ from hpctrain.jobs.spec import JobSpec
 assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
 run = RunDir(Path(sys.argv[3]))
 spec = JobSpec.load(run.spec)
-(run.path / "seen.json").write_text(json.dumps({{"argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ)}}))
+seen = {{"argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ)}}
+(run.path / "seen.json").write_text(json.dumps(seen))
 attempt = len(run.attempts())
 run.attempt_logs(attempt).mkdir(parents=True)
 log = run.rank_log(attempt, 0)

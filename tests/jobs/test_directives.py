@@ -13,7 +13,7 @@ words = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exc
 
 
 def as_sbatch_reads(line: str) -> list[str]:
-    """The arguments in a line after `#SBATCH`, by the rules of sbatch; test_slurm_live.py asks sbatch itself."""
+    """The arguments in a line after `#SBATCH`, by sbatch's rules; test_slurm_live.py asks sbatch itself."""
     assert not re.search("(pack|het)job", line, re.IGNORECASE), "the border between parts of a job"
     assert "\n" not in line
     arguments, current, quote, escaped = [], None, "", False

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from helpers import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.jobs import submit as submit_module
@@ -17,7 +18,6 @@ from hpctrain.jobs.runs import find_run, list_runs
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
 from hpctrain.jobs.submit import hand_over
-from helpers import wait_for
 
 HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x", "a\\", "%j", "é 😀", "\nx"]
 
@@ -131,9 +131,9 @@ def test_following_shows_every_attempt_and_ends_with_the_status(prepared):
     assert text == "hello from attempt 0\nhello from attempt 1\n"
     lines = [item.line for item in items if isinstance(item, Notice)]
     assert lines == [
-        "attempt 0: 1 ranks on 1 nodes",
+        "attempt 0: starting, world size 1, nodes 1",
         "attempt 0: the workers are started again",
-        "attempt 1: 1 ranks on 1 nodes",
+        "attempt 1: starting, world size 1, nodes 1",
     ]
 
 

@@ -52,11 +52,12 @@ def test_no_name_is_ever_executed(make_spec, tmp_path, word):
 def test_own_template_extends_a_shipped_one(make_spec, tmp_path):
     mine = tmp_path / "mine.j2"
     mine.write_text(
-        '{% extends "base.sbatch.j2" %}\n{% block setup %}\n{{ super() -}}\nmodule load {{ spec.name | quote }}\n{% endblock %}\n'
+        '{% extends "ddp.sbatch.j2" %}\n{% block setup %}\n{{ super() -}}\n'
+        "module load {{ spec.name | quote }}\n{% endblock %}\n"
     )
     text = render(make_spec(name="a b", template=str(mine)))
     assert "module load 'a b'\n" in text
-    assert "OMP_NUM_THREADS" in text
+    assert "NCCL_DEBUG" in text
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,6 @@ def test_a_broken_template_is_named(make_spec, tmp_path, source, words):
     with pytest.raises(SpecError, match=words) as caught:
         render(make_spec(template=str(mine)))
     assert "mine.j2" in str(caught.value)
-
-
-def test_threads_are_what_a_rank_has(make_spec):
-    assert "{OMP_NUM_THREADS:-8}" in render(make_spec(cpus_per_task=8))
 
 
 def test_templates_ship_with_their_suffix():

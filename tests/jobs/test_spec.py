@@ -73,5 +73,5 @@ def test_defaults_depend_on_what_is_given(make_spec):
 def test_a_damaged_specification_is_named(tmp_path, text):
     path = tmp_path / "spec.yaml"
     path.write_text(text)
-    with pytest.raises(SpecError, match="spec.yaml"):
+    with pytest.raises(SpecError, match=r"spec\.yaml"):
         JobSpec.load(path)
