@@ -1,0 +1,50 @@
+"""A short training for fault tests: four epochs of uneven batches, dropout, a checkpoint every six steps."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hpctrain
+
+
+class Small(hpctrain.Module):
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
+        self.step_s = step_s
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.step_s)
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return {"val_accuracy": (self.net(x).argmax(1) == y).double().mean()}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+
+def dataset() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(203, 16, generator=generator)
+    return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    args = parser.parse_args()
+    trainer = hpctrain.Trainer(
+        max_epochs=args.epochs, global_batch_size=16, checkpoint_every=6, seed=1, record_samples=True
+    )
+    data = dataset()
+    trainer.fit(Small(args.step_s), data, data)

@@ -1,0 +1,123 @@
+"""Starting runs of `job.py`, disturbing them, and comparing them with one that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helpers import environment, run_command, run_processes, wait_for
+from job import dataset
+
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+from hpctrain.sandbox.processes import Process
+
+JOB = Path(__file__).with_name("job.py")
+NUM_EPOCHS, GLOBAL_BATCH_SIZE = 4, 16
+NUM_SAMPLES = len(dataset())
+STEPS_PER_EPOCH = -(-NUM_SAMPLES // GLOBAL_BATCH_SIZE)
+LAST_STEP = NUM_EPOCHS * STEPS_PER_EPOCH
+#: An attempt on two busy cores starts within half a minute; a run has at most three here.
+RUN_LIMIT_S = 200.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, with the variables that reach its scheduler."""
+
+    path: Path
+    env: Mapping[str, str]
+
+    @property
+    def dir(self) -> RunDir:
+        return RunDir(self.path)
+
+    def hpctrain(self, *words: str, timeout: float = 60.0, check: bool = True) -> Any:
+        return run_command([sys.executable, "-m", "hpctrain", *words], self.env, timeout=timeout, check=check)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.dir.read_events() if event["kind"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step; of a step trained twice, the later one."""
+        return {record["step"]: record["loss"] for record in read_json_lines(self.dir.metrics)}
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.hpctrain("status", str(self.path), "--json").stdout)
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(lambda: max(self.losses(), default=0) >= step, RUN_LIMIT_S, f"step {step} of {self.path}")
+
+    def wait(self) -> int:
+        """Wait for the end of the run, lifting the hold of a requeue; returns the exit code."""
+        done = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
+        return done.returncode
+
+    def ranks(self) -> dict[int, Process]:
+        """The processes of the ranks that are training now."""
+        attempt = str(max(self.dir.attempts()))
+        return {
+            int(process.environ["SLURM_PROCID"]): process
+            for process in run_processes(self.path)
+            if "hpctrain.runtime.worker" in process.argv
+            and "srun" not in process.argv[0]
+            and process.environ.get("HPCTRAIN_ATTEMPT") == attempt
+            and "SLURM_PROCID" in process.environ
+            and "SLURM_STEP_ID" in process.environ
+        }
+
+    def kill_rank(self, rank: int) -> None:
+        """kill -9 of one rank."""
+        os.kill(self.ranks()[rank].pid, 9)
+
+
+def submit(path: Path, env: Mapping[str, str], shape: list[str], *, options: list[str] | None = None, step_s: float) -> Run:
+    """Submit `job.py`; does not wait."""
+    run = Run(path, env)
+    run.hpctrain("submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), "--step-s", str(step_s))
+    return run
+
+
+def assert_undisturbed(run: Run, reference: Run) -> None:
+    """Losses are bitwise the reference's, and every sample was trained exactly once an epoch."""
+    assert run.dir.metrics.exists()
+    assert run.losses() == reference.losses()
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    for epoch, indices in samples_by_epoch(run).items():
+        counts = Counter(indices)
+        assert len(counts) == NUM_SAMPLES, f"epoch {epoch}: {NUM_SAMPLES - len(counts)} samples were never trained"
+        assert set(counts.values()) == {1}, f"epoch {epoch}: samples were trained twice"
+    assert sorted(samples_by_epoch(run)) == list(range(NUM_EPOCHS))
+
+
+def samples_by_epoch(run: Run) -> dict[int, list[int]]:
+    """Indices of each epoch that made the result: of a step trained again, those of its last attempt."""
+    by_step: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for attempt, record in _sample_records(run):
+        by_step.setdefault(record["step"], {}).setdefault(attempt, []).append(record)
+    epochs: dict[int, list[int]] = {}
+    for attempts in by_step.values():
+        for record in attempts[max(attempts)]:
+            epochs.setdefault(record["epoch"], []).extend(record["indices"])
+    return epochs
+
+
+def _sample_records(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
+    for path in sorted((run.path / "samples").iterdir()):
+        attempt = int(path.name.split("-")[1])
+        for record in read_json_lines(path):
+            yield attempt, record
+
+
+def any_rank(world_size: int) -> int:
+    return random.SystemRandom().randrange(world_size)
+
+
+__all__ = ["Run", "any_rank", "assert_undisturbed", "environment", "submit"]

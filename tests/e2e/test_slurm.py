@@ -1,0 +1,124 @@
+"""Real preemption, kills and time limits on a real Slurm: the result is the undisturbed run's, to the bit."""
+
+from __future__ import annotations
+
+
+import pytest
+from helpers import assert_no_process_left, run_command, wait_for
+from runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
+
+SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
+WORLD_SIZE = 8
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def reference(slurm, tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+    run.wait_for_step(16)
+    urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"]
+    run_command(urgent, slurm.env)
+    assert run.wait() == 0
+    assert len(run.events("requeue")) == 1
+    stop = run.events("signal")[0]
+    assert stop["signal"] == "SIGTERM"
+    assert run.events("resumed")[0]["step"] == stop["step"] < LAST_STEP
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
+
+
+def test_kill_9_of_any_rank(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+    run.wait_for_step(20)
+    victim = any_rank(WORLD_SIZE)
+    run.kill_rank(victim)
+    assert run.wait() == 0
+    failures = run.events("failure")
+    assert [failure["rank"] for failure in failures] == [victim]
+    assert "SIGKILL" in failures[0]["cause"]
+    assert run.dir.failure(0, victim).exists()
+    assert len(run.events("restart")) == 1
+    assert run.events("requeue") == []
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
+
+
+def test_time_limit(slurm, reference, tmp_path):
+    # Slurm counts limits in minutes and sends the signal up to a minute early.
+    run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--time", "2", "--signal-lead", "60"], step_s=1.5)
+    assert run.wait() == 0
+    assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
+    assert len(run.events("requeue")) >= 1
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
+
+
+def test_cancel_leaves_no_process(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.5)
+    run.wait_for_step(2)
+    run.hpctrain("cancel", str(run.path))
+    run.wait()
+    wait_for(lambda: run.status()["state"] == "CANCELLED", 30, "the state CANCELLED")
+    assert_no_process_left(run.path, timeout=30)
+    assert run.events("requeue") == []
+
+
+def test_user_error_ends_the_run_after_three_attempts_with_its_cause(slurm, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("import os\nif os.environ['RANK'] == '3':\n    raise ValueError('no such thing')\n")
+    run = Run(tmp_path / "run", slurm.env)
+    done = run.hpctrain(
+        "submit", *SHAPE, "--run-dir", str(run.path), "--follow", str(script), timeout=120, check=False
+    )
+    assert done.returncode == 4
+    text = done.stdout + done.stderr
+    assert "rank 3" in text
+    assert "ValueError: no such thing" in text
+    assert str(run.dir.rank_log(2, 3)) in text
+    assert len(run.events("failure")) == 3
+    assert run.status()["state"] == "FAILED"
+    assert_no_process_left(run.path)
+
+
+def test_plain_ddp_script_with_its_own_checkpoint_is_requeued_and_finishes(slurm, tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain("submit", "--nodes", "2", "--gpus-per-node", "2", "--run-dir", str(run.path), str(script))
+    progress = tmp_path / "progress"
+    wait_for(lambda: progress.exists() and int(progress.read_text() or 0) >= 3, 60, "three steps")
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert int(progress.read_text()) == 40
+    assert len(run.events("requeue")) == 1
+    assert_no_process_left(run.path)
+
+
+PLAIN = """
+import os, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+progress = os.path.join(os.path.dirname(__file__), "progress")
+first = int(open(progress).read()) if os.path.exists(progress) else 0
+for step in range(first, 40):
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 4
+    time.sleep(0.2)
+    if dist.get_rank() == 0:
+        with open(progress + ".new", "w") as file:
+            file.write(str(step + 1))
+        os.replace(progress + ".new", progress)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
