@@ -54,11 +54,6 @@ def test_digits_alone_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_digits_under_torchrun(tmp_path: Path) -> None:
-    output = run(*TORCHRUN, EXAMPLES / "digits.py", "--max-steps", "60", cwd=tmp_path)
-    assert accuracy(output) > 50
-
-
 def test_the_demo_reaches_97_percent(tmp_path: Path) -> None:
     """The command of `make demo`: two pretend nodes, four ranks."""
     run_dir = tmp_path / "run"
@@ -95,18 +90,16 @@ def test_gpt_loss_falls(tmp_path: Path) -> None:
     assert loss[12] < loss[1] - 0.5
 
 
-def test_plain_ddp_alone_continues_from_its_file(tmp_path: Path) -> None:
-    first = run(*PYTHON, EXAMPLES / "plain_ddp.py", "--max-steps", "100", cwd=tmp_path)
-    second = run(*PYTHON, EXAMPLES / "plain_ddp.py", "--max-steps", "200", cwd=tmp_path)
-    assert "step 100: loss" in first
-    assert "continued after step 100" in second
-    assert "step 200: loss" in second
+def test_plain_ddp_alone(tmp_path: Path) -> None:
+    output = run(*PYTHON, EXAMPLES / "plain_ddp.py", "--max-steps", "100", cwd=tmp_path)
+    assert "step 100: loss" in output
+    assert (tmp_path / "plain_ddp.pt").exists()
 
 
 def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
     """Stopped in the middle it saves and leaves with 75; the next start ends as an undisturbed run does."""
     run_dir = tmp_path / "run"
-    script = [EXAMPLES / "plain_ddp.py", "--max-steps", "1500", "--save-every", "100"]
+    script = [EXAMPLES / "plain_ddp.py", "--max-steps", "2000", "--save-every", "100"]
     shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
     run(*HPCTRAIN, "submit", *shape, "--run-dir", run_dir, *script, cwd=tmp_path)
     wait_for((run_dir / "plain_ddp.pt").exists, 30, "the first checkpoint of plain_ddp.py")
