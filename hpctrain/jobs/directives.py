@@ -96,8 +96,7 @@ def directives_of(spec: JobSpec) -> dict[str, str]:
         ours["time"] = format_duration(spec.time_limit_s)
     ours |= {
         "chdir": spec.run_dir,
-        # Relative to --chdir, so that a % in the run folder's name is no pattern of sbatch's.
-        "output": "logs/slurm.log",
+        "output": _file_name(f"{spec.run_dir}/logs/slurm.log"),
         "open-mode": "append",
         "requeue": "",
         "signal": f"USR2@{spec.signal_lead_s}",
@@ -112,6 +111,15 @@ def directive_lines(directives: Mapping[str, str]) -> list[str]:
         f"#SBATCH --{key}={quote_directive(value)}" if value else f"#SBATCH --{key}"
         for key, value in directives.items()
     ]
+
+
+def _file_name(path: str) -> str:
+    r"""The path as a file name pattern that stands for just this path.
+
+    A backslash anywhere in a pattern switches its replacement symbols off, and takes the character
+    after it as it is (sbatch(1), section FILENAME PATTERN).
+    """
+    return re.sub(r"[\\%]", r"\\\g<0>", path)
 
 
 def quote_directive(value: str) -> str:

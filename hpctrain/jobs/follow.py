@@ -61,6 +61,7 @@ def follow(run: Run, rank: int = 0, *, whole: bool) -> Iterator[Text | Notice | 
         news = events.read()
         if status is not None and status.state.ended and not news:
             yield from logs.read()
+            run.await_exit()
             yield status
             return
         time.sleep(_POLL_S)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.files import is_locked
 from hpctrain.jobs.backends import Backend, open_backend
 from hpctrain.jobs.states import JobView, RunState
 from hpctrain.jobs.status import Record, RunStatus, read_record, settle
@@ -15,6 +16,9 @@ from hpctrain.rundir import RunDir
 
 #: Asking a scheduler is not free for others; the local lock is.
 _POLL_S = {"slurm": 2.0, "local": 0.2}
+
+#: A supervisor has nothing to do after it has recorded the end.
+_EXIT_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,14 @@ class Run:
                     f"Run {self.run_id} has not ended within {timeout:g} s: it is {status.state}. "
                     "It goes on; wait again, or cancel it."
                 )
+        self.await_exit()
         return status
+
+    def await_exit(self) -> None:
+        """Let the local supervisor of a run that has recorded its end leave, so that no process is left."""
+        deadline = time.monotonic() + _EXIT_PATIENCE_S
+        while is_locked(self.dir.lock) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def cancel(self) -> RunStatus:
         """Ask the run to save its state and end for good; return where it stood. An ended run stays as it is.

@@ -70,7 +70,7 @@ def test_directives_of_a_job(make_spec):
         "#SBATCH --cpus-per-task=8",
         "#SBATCH --time=01:00:00",
         "#SBATCH --chdir=/home/me/runs/train-1",
-        "#SBATCH --output=logs/slurm.log",
+        "#SBATCH --output=/home/me/runs/train-1/logs/slurm.log",
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
         "#SBATCH --signal=USR2@120",

@@ -21,7 +21,7 @@ class Commands:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
-        self.answer("sinfo", "batch|4|gpu:2(S:0-1)\n")
+        self.answer("sinfo", "4|gpu:2(S:0-1)\n")
         self.answer("sbatch", "17\n")
 
     def answer(self, name: str, stdout: str = "", stderr: str = "", code: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -47,9 +48,7 @@ class SlurmBackend:
         return None
 
     def check(self, spec: JobSpec) -> list[str]:
-        if not spec.gpus_per_node:
-            return []
-        command = ["sinfo", "--noheader", "--all", "--format=%D|%G"]
+        command = ["sinfo", "--noheader", "--format=%D|%G"]
         # Without a partition the site may choose one by the job's needs, so all of them count.
         where = "the cluster"
         if partition := spec.directives.get("partition"):
@@ -63,11 +62,11 @@ class SlurmBackend:
                 f"{spec.gpus_per_node} GPUs a node are asked for (--gpus-per-node), but no node of {where} "
                 f"has more than {most} (sinfo). Ask for fewer, or for another --partition."
             )
+        gpus = f" with {spec.gpus_per_node} GPUs each" if spec.gpus_per_node else ""
         fitting = sum(nodes for nodes, gpus in gpus_of if gpus >= spec.gpus_per_node)
         if gpus_of and spec.nodes > fitting:
             raise SpecError(
-                f"{spec.nodes} nodes with {spec.gpus_per_node} GPUs each are asked for "
-                f"(--nodes, --gpus-per-node), but {where} has {fitting} (sinfo). "
+                f"{spec.nodes} nodes{gpus} are asked for (--nodes), but {where} has {fitting} (sinfo). "
                 "Ask for fewer, or for another --partition."
             )
         return []
@@ -167,6 +166,9 @@ class SlurmBackend:
         Raises:
             SchedulerError: it is missing, failed or took too long; the message is in Slurm's words.
         """
+        # Without its file Slurm's commands try again for a minute.
+        if (conf := self._environ.get("SLURM_CONF")) and not os.path.exists(conf):
+            raise SchedulerError(f"SLURM_CONF names {conf!r}, which does not exist")
         try:
             done = subprocess.run(
                 command,

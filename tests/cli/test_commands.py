@@ -1,0 +1,141 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import assert_no_process_left, environment, wait_for
+
+
+def test_help_names_every_command(hpctrain):
+    done = hpctrain("--help")
+    assert done.returncode == 0
+    for name in ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "sandbox"):
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["submti", "train.py"], "Did you mean 'submit'"),
+        (["submit"], "Missing argument 'SCRIPT'"),
+        (["submit", "--partitoin", "x", "train.py"], "--partition"),
+        (["submit", "--backend", "slrm", "train.py"], "Did you mean 'slurm'"),
+        (["submit", "--template", "dpd", "train.py"], "Did you mean 'ddp'"),
+        (["submit", "--gpus-per-node", "two", "train.py"], "'two' is not a valid integer"),
+        (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
+        (["submit", "--nodes", "1:4", "train.py"], "not supported yet"),
+        (["submit", "--env", "A", "train.py"], "KEY=VALUE"),
+        (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
+        (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
+        (["submit", "nowhere.py"], "no script"),
+        (["submit", "--run-dir", "/proc/run", "train.py"], "cannot be written"),
+        (["status", "nothing"], "no run 'nothing'"),
+        (["logs", "nothing"], "no run 'nothing'"),
+        (["wait", "--timeout", "-1", "nothing"], "-1"),
+    ],
+)
+def test_bad_input_ends_with_2_and_words(hpctrain, tmp_path, args, words):
+    done = hpctrain(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_slurm_that_does_not_answer_ends_with_3(hpctrain):
+    done = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
+    assert done.returncode == 3
+    assert "Slurm does not answer here" in done.stderr
+
+
+def test_dry_run_prints_the_script_alone_and_creates_nothing(hpctrain, tmp_path):
+    done = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "a b", "train.py")
+    assert done.returncode == 0
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert done.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b'\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_the_whole_way(hpctrain, tmp_path):
+    """Submitted, followed to the end, looked at, and continued."""
+    args = ["--lr", "0.1", "--", "--help", "$(x)", "a\nb", "--nodes", "9"]
+    options = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2", "--run-dir", "r"]
+    done = hpctrain("submit", *options, "--follow", "train.py", *args)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"args {args!r}\n"
+    assert "== attempt 0: starting, world size 4, nodes 2" in done.stderr
+    assert "r: COMPLETED" in done.stderr
+    assert "hpctrain status r" in done.stderr
+    assert (tmp_path / "r" / "job.sbatch").read_text() == hpctrain(
+        "submit", "--dry-run", *options, "train.py"
+    ).stdout
+    assert_no_process_left(tmp_path / "r")
+
+    status = json.loads(hpctrain("status", "r", "--json").stdout)
+    assert (status["state"], status["attempt"], status["backend"]) == ("COMPLETED", 0, "local")
+    assert "state       COMPLETED" in hpctrain("status", "r").stdout
+    assert hpctrain("logs", "r", "--rank", "3").stdout == f"args {args!r}\n"
+    assert "it has ranks 0 to 3" in hpctrain("logs", "r", "--rank", "4").stderr
+    assert hpctrain("wait", "r").returncode == 0
+    assert "COMPLETED" in hpctrain("list", "--runs-dir", ".").stdout
+    assert [run["run_id"] for run in json.loads(hpctrain("list", "--runs-dir", ".", "--json").stdout)] == [
+        "r"
+    ]
+    assert "had ended already" in hpctrain("cancel", "r").stdout
+    assert "only a running one" in hpctrain("requeue", "r").stderr
+
+    again = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")
+    facts = json.loads(again.stdout)
+    assert (facts["run_id"], facts["backend"], facts["run_dir"]) == ("r", "local", str(tmp_path / "r"))
+    waited = hpctrain("wait", "r", "--json")
+    assert json.loads(waited.stdout)["attempt"] == 1
+    assert hpctrain("logs", "r").stdout == "args ['second']\n"
+
+
+def test_a_failure_ends_with_4_and_the_cause_comes_first(hpctrain, tmp_path):
+    (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
+    done = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "bad.py")
+    assert done.returncode == 4
+    cause = next(line for line in done.stderr.splitlines() if line.startswith("cause"))
+    assert "boom" in cause
+    assert "r/logs/attempt-" in done.stderr.partition(cause)[2].splitlines()[1]
+    assert hpctrain("wait", "r").returncode == 4
+    assert_no_process_left(tmp_path / "r")
+
+
+def test_looking_away_leaves_the_run_alone(hpctrain, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    command = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "submit",
+        "--backend",
+        "local",
+        "--run-dir",
+        "r",
+        "--follow",
+        "slow.py",
+    ]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        log = tmp_path / "r" / "logs" / "attempt-000" / "rank-00000.log"
+        wait_for(lambda: log.exists() and "here" in log.read_text(), 30, "the rank to start")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "hpctrain logs -f r" in err
+    assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
+    done = hpctrain("wait", "r", "--timeout", "0.1")
+    assert done.returncode == 1
+    assert "RUNNING" in done.stderr
+    assert json.loads(hpctrain("cancel", "r", "--json").stdout)["cancelled"] is True
+    assert hpctrain("wait", "r").returncode == 4
+    assert_no_process_left(tmp_path / "r")

@@ -1,0 +1,41 @@
+"""The command line starts at once: it never imports torch, and little else."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from helpers import REPOSITORY, run_command
+
+# Each takes longer to import than the rest of a dry run together, or is a sign that something does.
+HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}
+
+PROBE = """
+import runpy, sys
+sys.argv = ["hpctrain", *sys.argv[1:]]
+try:
+    runpy.run_module("hpctrain", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print(*sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["submit", "--dry-run", "--backend", "local", "train.py"], ["status", "r"], ["list"]]
+)
+def test_no_command_imports_torch(hpctrain, tmp_path, args):
+    if args[0] == "status":
+        assert (
+            hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
+        )
+    done = run_command([sys.executable, "-c", PROBE, *args], cwd=tmp_path)
+    assert not HEAVY & set(done.stderr.split())
+
+
+def test_a_dry_run_takes_little_longer_than_its_imports():
+    # The benchmark's own limit is 1.5; here a busy machine must not fail the tests.
+    done = run_command(
+        [sys.executable, REPOSITORY / "benchmarks/cli_startup.py", "--rounds", "5", "--limit", "2"]
+    )
+    assert "ratio" in done.stdout

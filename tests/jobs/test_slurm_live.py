@@ -1,0 +1,164 @@
+"""Submission to a real Slurm: what it reads from our script, and what it tells of our jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from helpers import environment, run_command, wait_for
+
+from hpctrain.errors import RunFailed, SchedulerError, SpecError
+from hpctrain.jobs.directives import directive_lines, quote_directive
+from hpctrain.jobs.follow import Notice, follow
+from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.runs import Run
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.submit import hand_over
+
+HOSTILE = [
+    "a b",
+    "a'b",
+    'a"b',
+    "a\\",
+    "\\\"'",
+    "a # b",
+    "#SBATCH --x",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "a;touch pwned",
+    "packjob",
+    "hetHETjobJOB",
+    "%j %x %",
+    "é ü 😀",
+    "--x",
+    ":",
+    " lead",
+]
+
+
+@pytest.fixture
+def environ(slurm) -> dict[str, str]:
+    return environment(slurm.env)
+
+
+def test_sbatch_reads_back_every_quoted_value(environ, tmp_path):
+    """One held job a word, in the name, which squeue prints as it is."""
+    for word in HOSTILE:
+        lines = directive_lines({"job-name": word, "comment": word, "output": "/dev/null", "hold": ""})
+        script = tmp_path / "job"
+        script.write_text("\n".join(["#!/bin/bash", *lines, "true\n"]))
+        job = run_command(["sbatch", "--parsable", script], environ).stdout.strip()
+        try:
+            shown = run_command(["squeue", "--noheader", f"--jobs={job}", "--format=%j"], environ).stdout
+            assert shown == f"{word}\n", quote_directive(word)
+        finally:
+            run_command(["scancel", job], environ)
+
+
+@pytest.mark.parametrize("word", ["run $(touch pwned) ' \" \\ ; #SBATCH %j packjob é", " %j", "a\\"])
+def test_words_arrive_untouched(prepared, environ, tmp_path, word):
+    script = tmp_path / f"{word}.py"
+    script.write_text("")
+    submission = prepared(
+        *HOSTILE,
+        script=script,
+        run_dir=tmp_path / word,
+        name=word,
+        env={"V": word},
+        backend="slurm",
+        nodes=2,
+        gpus_per_node=2,
+        environ={**environ, "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SBATCH_NO_REQUEUE": "1"},
+    )
+    run = hand_over(submission)
+    run.wait(timeout=30)
+    spec = JobSpec.load(run.dir.spec)
+    assert (spec.args, spec.env, spec.script, spec.name) == (tuple(HOSTILE), {"V": word}, str(script), word)
+    seen = json.loads((run.dir.path / "seen.json").read_text())
+    assert seen["argv"][3] == str(tmp_path / word)
+    assert seen["cwd"] == str(tmp_path / word)
+    assert (seen["env"]["SLURM_JOB_NAME"], seen["env"]["SLURM_JOB_ID"]) == (word, run.job_id)
+    assert "SLURM_CPU_BIND" not in seen["env"]
+    assert seen["env"]["SLURM_NTASKS_PER_NODE"] == "2"
+    assert run.dir.slurm_log.exists()
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_run_is_told_apart_in_all_its_states(prepared, environ):
+    run = hand_over(prepared("sleep", backend="slurm", run_dir="r", environ=environ, time="5"))
+    wait_for(lambda: run.status().state is RunState.RUNNING, 20, "the run to start")
+    with pytest.raises(SpecError, match="still going"):
+        hand_over(prepared(backend="slurm", run_dir="r", environ=environ))
+    run.cancel()
+    with pytest.raises(RunFailed, match="cancelled"):
+        run.wait(timeout=45)
+    again = hand_over(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
+    with pytest.raises(RunFailed, match=r"failed: FAILED\. Log: .*slurm\.log"):
+        again.wait(timeout=30)
+
+
+def test_a_run_that_never_starts_can_be_cancelled(prepared, environ):
+    run = hand_over(prepared(backend="slurm", sbatch={"hold": ""}, environ=environ))
+    status = run.status()
+    assert (status.state, status.held) == (RunState.PENDING, False)
+    run.cancel()
+    wait_for(lambda: run.status().state is RunState.CANCELLED, 20, "the run to be gone")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of the cluster has more than 2"),
+        ({"nodes": 5, "gpus_per_node": 2}, SpecError, "the cluster has 4"),
+        ({"gpus_per_node": 3, "partition": "urgent"}, SpecError, "partition urgent has more than 2"),
+        ({"partition": "nowhere"}, SchedulerError, "invalid partition"),
+        ({"nodes": 9}, SpecError, "9 nodes are asked for .* the cluster has 4"),
+        ({"sbatch": {"mem": "lots"}}, SchedulerError, "mem"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused_in_words(
+    prepared, environ, tmp_path, options, error, words
+):
+    with pytest.raises(error, match=words):
+        hand_over(prepared(backend="slurm", run_dir="r", environ=environ, **options))
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_controller_that_is_gone_is_unknown_and_auto_says_so(prepared, environ, tmp_path):
+    run = hand_over(prepared("sleep", backend="slurm", environ=environ))
+    gone = {**environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    try:
+        assert Run(run.dir, gone).status().state is RunState.UNKNOWN
+        with pytest.raises(SchedulerError):
+            prepared(backend="slurm", environ=gone)
+        assert "No Slurm here" in prepared(backend="auto", environ=gone).notes[0]
+    finally:
+        run.cancel()
+    wait_for(lambda: run.status().state.ended, 45, "the run to be gone")
+
+
+def test_a_requeue_is_followed_and_its_delay_lifted(environ, tmp_path):
+    """Through the real supervisor: the first attempt saves at SIGTERM, the second one ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print('attempt', os.environ['HPCTRAIN_ATTEMPT'], flush=True)\n"
+        "time.sleep(60 if os.environ['HPCTRAIN_ATTEMPT'] == '0' else 0)\n"
+    )
+    submission = prepare(
+        script, (), {"nodes": 2, "tasks_per_node": 2}, environ=environ, cwd=tmp_path, python=sys.executable
+    )
+    assert submission.spec.backend == "slurm"
+    run = hand_over(submission)
+    log = run.dir.rank_log(0, 0)
+    wait_for(lambda: log.exists() and "attempt 0" in log.read_text(), 30, "the ranks to start")
+    run.requeue()
+    *items, last = list(follow(run, whole=True))
+    assert last.state is RunState.COMPLETED
+    lines = [item.line for item in items if isinstance(item, Notice)]
+    assert any("goes back to the queue" in line for line in lines)
+    assert any("delay is lifted" in line for line in lines)
+    assert run.dir.attempts() == [0, 1]

@@ -1,0 +1,45 @@
+"""The public names are those that were decided on, and importing them costs nothing."""
+
+from __future__ import annotations
+
+import sys
+
+from helpers import run_command
+
+import hpctrain
+
+PUBLIC = {
+    "submit", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
+    "Module", "Trainer", "detect", "Ranks", "expand_hostlist", "compress_hostlist",
+    "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
+    "RunFailed", "WaitTimeout", "CheckpointError",
+}  # fmt: skip
+
+
+def test_public_names():
+    assert set(hpctrain.__all__) == PUBLIC
+    assert len(hpctrain.__all__) == len(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(hpctrain, name).__name__ == name
+        assert name in dir(hpctrain)
+
+
+def test_every_error_is_public_and_has_an_exit_code():
+    from hpctrain import errors
+
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert classes <= PUBLIC
+    assert {getattr(errors, name).exit_code for name in classes} == {1, 2, 3, 4}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(hpctrain, "nothing")
+
+
+def test_importing_hpctrain_imports_neither_torch_nor_a_part_of_itself_but_errors():
+    code = "import hpctrain, sys; print(*[m for m in sys.modules if m.startswith(('torch', 'hpctrain'))])"
+    assert run_command([sys.executable, "-c", code]).stdout.split() == ["hpctrain.errors", "hpctrain"]
