@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import click
 
 from hpctrain import sandbox
+from hpctrain.cli.common import echo_json, json_option
 from hpctrain.errors import UserError
 
 _name_option = click.option("--name", default="default", show_default=True, help="Which sandbox.")
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @click.group(name="sandbox")
@@ -31,7 +30,7 @@ def command() -> None:
 @click.option("--cpus-per-node", default=8, show_default=True, help="CPUs that each node claims to have.")
 @click.option("--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL.")
 @_name_option
-@_json_option
+@json_option
 def up(
     nodes: int, gpus_per_node: int, cpus_per_node: int, preempt_grace: int, name: str, as_json: bool
 ) -> None:
@@ -46,7 +45,7 @@ def up(
         preempt_grace_s=preempt_grace,
     )
     if as_json:
-        _print_json({**_facts(box), "was_up": was_there})
+        echo_json({**_facts(box), "was_up": was_there})
         return
     how = "was up already" if was_there else f"is up after {time.monotonic() - start:.1f} s"
     click.echo(f"Sandbox {name} {how}: {box.shape}.")
@@ -65,12 +64,12 @@ def up(
 
 @command.command()
 @_name_option
-@_json_option
+@json_option
 def status(name: str, as_json: bool) -> None:
     """Show the daemons, nodes and partitions of a sandbox."""
     box = sandbox.find(name)
     if as_json:
-        _print_json(_facts(box) if box else {"name": name, "up": False, "sandboxes": sandbox.names()})
+        echo_json(_facts(box) if box else {"name": name, "up": False, "sandboxes": sandbox.names()})
         return
     if box is None:
         click.echo(_not_there(name))
@@ -103,12 +102,12 @@ def env(name: str) -> None:
 
 @command.command()
 @_name_option
-@_json_option
+@json_option
 def down(name: str, as_json: bool) -> None:
     """Cancel the jobs of a sandbox, stop its daemons, and remove all of it."""
     was_there = sandbox.down(name)
     if as_json:
-        _print_json({"name": name, "was_there": was_there})
+        echo_json({"name": name, "was_there": was_there})
     else:
         click.echo(f"Sandbox {name} is down; nothing of it is left." if was_there else _not_there(name))
 
@@ -140,7 +139,3 @@ def _not_there(name: str) -> str:
     others = sandbox.names()
     here = f"; there is {', '.join(others)}" if others else ""
     return f"There is no sandbox {name}{here}. `hpctrain sandbox up` starts one."
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    click.echo(json.dumps(document, indent=2))

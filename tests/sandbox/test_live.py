@@ -92,7 +92,7 @@ sleep 30
         wait_for(lambda: _queue(slurm, job) == "PENDING BeginTime", 10, "the job to be back in the queue")
         assert log.read_text().count("TERM\n") == 8, log.read_text()
         assert "srun said 75" in log.read_text()
-        run_command(["scontrol", "update", f"JobId={job}", "StartTime=now"], slurm.env)
+        run_command(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], slurm.env)
         wait_for(lambda: "start 1" in log.read_text(), 20, "the second start")
     finally:
         run_command(["scancel", job], slurm.env)
