@@ -84,7 +84,7 @@ class _Watcher:
         status = self._run.status()
         self._next = time.monotonic() + self._run.poll_s
         if status.state is not self._state and status.state in (RunState.PENDING, RunState.UNKNOWN):
-            self.news = f"{status.state}: {status.words}"
+            self.news = f"the job is {status.state}" + (f" ({status.words})" if status.words else "")
         self._state = status.state
         if status.held:
             self.lifted = self._run.lift_hold()

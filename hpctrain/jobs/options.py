@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from hpctrain.errors import SpecError
 from hpctrain.jobs.directives import check_directive
 from hpctrain.jobs.duration import parse_duration
-from hpctrain.jobs.spec import BackendName, JobSpec
+from hpctrain.jobs.spec import CONTROL_CHARACTER, BackendName, JobSpec
 
 #: Options that are passed on to Slurm as directives of the same name.
 DIRECTIVE_OPTIONS = ("partition", "account", "qos", "constraint", "exclude", "dependency", "mem")
@@ -87,7 +87,7 @@ def build_spec(
         SpecError: an option is wrong, or contradicts another.
     """
     path = cwd / script
-    name = options.get("name", path.stem)
+    name = options.get("name", CONTROL_CHARACTER.sub("-", path.stem))
     time_limit = options.get("time")
     return JobSpec(
         script=os.path.normpath(path),

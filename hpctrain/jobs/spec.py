@@ -18,7 +18,8 @@ DEFAULT_SIGNAL_LEAD_S = 120
 _LONGEST_SIGNAL_LEAD_S = 65535
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: Characters that cannot stand in a line of a batch script.
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ class JobSpec:
             if not word:
                 raise SpecError(f"The {what} is empty. Give it at least one character.")
         for what, word in self._directive_words():
-            if match := _CONTROL.search(word):
+            if match := CONTROL_CHARACTER.search(word):
                 raise SpecError(
                     f"The {what} {word!r} has the control character {match[0]!r}, which cannot stand in a "
                     "line of a batch script. Leave it out."

@@ -27,7 +27,7 @@ class JobView:
     """What the scheduler says about a job."""
 
     state: RunState
-    #: The scheduler's own words: its state and reason, or why it cannot be asked.
+    #: What the scheduler says beyond the state: its reason, or why it cannot be asked.
     words: str = ""
     #: The job waits only for the delay that Slurm puts on a requeued job.
     held: bool = False

@@ -21,7 +21,7 @@ class RunStatus:
     run_id: str
     run_dir: str
     state: RunState
-    #: The scheduler's own words, where it was asked.
+    #: What the scheduler says beyond the state, where it was asked.
     words: str
     #: The job waits only for the delay that Slurm puts on a requeued job.
     held: bool

@@ -1,0 +1,1 @@
+"""What a run measures and what it runs on."""

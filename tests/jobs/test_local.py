@@ -13,7 +13,7 @@ from helpers import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.jobs import submit as submit_module
-from hpctrain.jobs.follow import Notice, Text, follow
+from hpctrain.jobs.follow import Notice, Text, describe, follow
 from hpctrain.jobs.runs import find_run, list_runs
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
@@ -38,14 +38,12 @@ def test_words_arrive_untouched(prepared, tmp_path):
     folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
     script = tmp_path / "my $(touch pwned)\n.py"
     script.write_text("")
-    run = hand_over(
-        prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}, name="a b;c")
-    )
+    run = hand_over(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
     run.wait(timeout=20)
     spec = JobSpec.load(run.dir.spec)
     assert spec.args == tuple(HOSTILE)
     assert spec.env == {"V": "\n".join(HOSTILE)}
-    assert spec.script == str(script)
+    assert (spec.script, spec.name) == (str(script), "my $(touch pwned)-")
     assert not list(tmp_path.rglob("pwned"))
 
 
@@ -191,3 +189,13 @@ def test_the_lock_names_the_supervisor(prepared):
         assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
     run.cancel()
     wait_for(lambda: run.status().state.ended, 20, "the end")
+
+
+def test_a_damaged_checkpoint_is_named_while_following():
+    event = {
+        "attempt": 1,
+        "kind": "resumed",
+        "step": 40,
+        "broken": ["step-00000050 is damaged: a byte is gone."],
+    }
+    assert describe(event) == "attempt 1: resumed after step 40; step-00000050 is damaged: a byte is gone."

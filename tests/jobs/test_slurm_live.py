@@ -95,7 +95,7 @@ def test_a_run_is_told_apart_in_all_its_states(prepared, environ):
     with pytest.raises(RunFailed, match="cancelled"):
         run.wait(timeout=45)
     again = hand_over(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
-    with pytest.raises(RunFailed, match=r"failed: FAILED\. Log: .*slurm\.log"):
+    with pytest.raises(RunFailed, match=r"failed: Slurm says FAILED\. Log: .*slurm\.log"):
         again.wait(timeout=30)
 
 

@@ -79,9 +79,9 @@ def test_queued_jobs_are_asked_for_at_once(commands):
         row("17", "RUNNING") + row("18", "PENDING", 1, "BeginTime") + row("19", "PENDING", 0, "Priority"),
     )
     assert look(commands, "17", "18", "19") == [
-        JobView(RunState.RUNNING, "RUNNING"),
-        JobView(RunState.PENDING, "PENDING (BeginTime)", held=True),
-        JobView(RunState.PENDING, "PENDING (Priority)"),
+        JobView(RunState.RUNNING),
+        JobView(RunState.PENDING, "BeginTime", held=True),
+        JobView(RunState.PENDING, "Priority"),
     ]
     assert commands.calls.count("squeue") == 1
 
@@ -101,7 +101,7 @@ def test_an_unreachable_controller_means_unknown_never_dead(commands):
 def test_accounting_tells_of_a_job_that_left_the_queue(commands):
     commands.answer("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", code=1)
     commands.answer("sacct", "NODE_FAIL\n")
-    assert look(commands, "17") == [JobView(RunState.FAILED, "NODE_FAIL")]
+    assert look(commands, "17") == [JobView(RunState.FAILED, "Slurm says NODE_FAIL")]
 
 
 def test_without_accounting_the_controller_remembers(commands):
@@ -111,7 +111,7 @@ def test_without_accounting_the_controller_remembers(commands):
         "scontrol",
         "JobId=17 JobName=x JobState=COMPLETED\n   JobState=TIMEOUT Reason=TimeLimit Dependency=\n",
     )
-    assert look(commands, "17") == [JobView(RunState.FAILED, "TIMEOUT")]
+    assert look(commands, "17") == [JobView(RunState.FAILED, "Slurm says TIMEOUT")]
     commands.answer("scontrol", stderr="slurm_load_jobs error: Invalid job id specified\n", code=1)
     assert look(commands, "17") == [JobView(RunState.FAILED, "Slurm no longer knows job 17")]
     commands.answer("scontrol", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
@@ -144,7 +144,9 @@ def test_the_run_knows_better_than_the_scheduler(commands, tmp_path, finished, v
     commands.answer("sacct", f"{view}\n")
     status = run.status()
     assert status.state is state
-    assert status.cause == (None if state is not RunState.FAILED else "new" if finished else view)
+    assert status.cause == (
+        None if state is not RunState.FAILED else "new" if finished else f"Slurm says {view}"
+    )
 
 
 def test_an_end_written_between_the_two_looks_counts(commands, tmp_path):

@@ -129,8 +129,8 @@ class SlurmBackend:
             state = from_slurm(words)
             # Since 22.05 a requeued job waits two minutes with the reason BeginTime.
             held = state is RunState.PENDING and reason == "BeginTime" and restarts not in ("", "0")
-            waits_for = f" ({reason})" if reason not in ("", "None") else ""
-            views[job_id] = JobView(state, words + waits_for, held)
+            more = [word for word in (words, reason) if word not in ("", "None", state)]
+            views[job_id] = JobView(state, ", ".join(more), held)
         return views
 
     def _past(self, job_id: str) -> JobView:
@@ -152,7 +152,7 @@ class SlurmBackend:
             words = [found[1]] if found else []
         if not words:
             return JobView(RunState.FAILED, f"Slurm no longer knows job {job_id}")
-        return JobView(from_slurm(words[0]), words[0])
+        return JobView(from_slurm(words[0]), f"Slurm says {words[0]}")
 
     def _run(
         self,
