@@ -16,16 +16,15 @@ HOSTS = Path("/etc/hosts")
 def add(sandbox: str, addresses: Mapping[str, str], path: Path = HOSTS) -> None:
     """Let the node names of `addresses` resolve; older lines of the same sandbox are replaced."""
     lines = "".join(f"{address} {node}{_mark(sandbox)}\n" for node, address in addresses.items())
+    old = path.read_bytes()
     # In front, because there the other lines stay untouched even where the last of them has no newline.
-    _rewrite(path, lines.encode() + _without(sandbox, path.read_bytes()))
+    _rewrite(path, old, lines.encode() + _without(sandbox, old))
 
 
 def remove(sandbox: str, path: Path = HOSTS) -> None:
     """Take the lines of a sandbox out; every other byte stays."""
     old = path.read_bytes()
-    new = _without(sandbox, old)
-    if new != old:
-        _rewrite(path, new)
+    _rewrite(path, old, _without(sandbox, old))
 
 
 def _without(sandbox: str, content: bytes) -> bytes:
@@ -37,11 +36,13 @@ def _mark(sandbox: str) -> str:
     return f" # hpctrain sandbox {sandbox}"
 
 
-def _rewrite(path: Path, content: bytes) -> None:
+def _rewrite(path: Path, old: bytes, new: bytes) -> None:
+    if new == old:
+        return
     # In place: containers mount this file, and a mounted file cannot be replaced by a rename.
     fd = os.open(path, os.O_WRONLY)
     try:
-        os.pwrite(fd, content, 0)
-        os.ftruncate(fd, len(content))
+        os.pwrite(fd, new, 0)
+        os.ftruncate(fd, len(new))
     finally:
         os.close(fd)

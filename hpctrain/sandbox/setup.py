@@ -53,17 +53,13 @@ def up(
                     f"sandbox {name} is there with {plan.shape}, but {shape} was asked for: take it down"
                     f" (`hpctrain sandbox down --name {name}`), or give the new one another --name"
                 )
-            sandbox = Sandbox(plan)
-            sandbox.start(limit_s)
-            return sandbox
+            return _start(plan, limit_s)
         remove(folder)
         try:
-            sandbox = Sandbox(_lay_out(folder, shape))
-            sandbox.start(limit_s)
+            return _start(_lay_out(folder, shape), limit_s)
         except BaseException:
-            remove(folder)
+            remove(folder, came_up=False)
             raise
-        return sandbox
 
 
 def _lay_out(folder: Path, shape: Shape) -> Plan:
@@ -74,7 +70,6 @@ def _lay_out(folder: Path, shape: Shape) -> Plan:
     """
     folder.mkdir()
     plan = allocate(folder, shape)
-    plan.save()
     for path in (plan.munge, plan.state, plan.spool, plan.logs, folder / "dev"):
         path.mkdir()
     host = socket.gethostname().partition(".")[0]
@@ -96,6 +91,12 @@ def _lay_out(folder: Path, shape: Shape) -> Plan:
             f"cannot make the device file {device} that stands for a GPU ({error.strerror}): allow it to this"
             " container (CAP_MKNOD), or ask for --gpus-per-node 0"
         ) from error
+    # Last: where there is a plan, there is all that belongs to it.
+    plan.save()
+    return plan
+
+
+def _start(plan: Plan, limit_s: float) -> Sandbox:
     try:
         hosts.add(plan.name, plan.addresses)
     except OSError as error:
@@ -103,4 +104,6 @@ def _lay_out(folder: Path, shape: Shape) -> Plan:
             f"cannot add the names of the nodes to {hosts.HOSTS} ({error.strerror}), and they must resolve:"
             " make that file writable"
         ) from error
-    return plan
+    sandbox = Sandbox(plan)
+    sandbox.start(limit_s)
+    return sandbox

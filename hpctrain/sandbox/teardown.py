@@ -34,8 +34,11 @@ def down(name: str = "default") -> bool:
     return was_there
 
 
-def remove(folder: Path) -> None:
-    """Remove the sandbox in `folder`, or what is left of one. The caller holds the lock."""
+def remove(folder: Path, *, came_up: bool = True) -> None:
+    """Remove the sandbox in `folder`, or what is left of one. The caller holds the lock.
+
+    One that never came up has no jobs to cancel, and maybe no controller that answers.
+    """
 
     def ours(process: Process) -> bool:
         return belongs(folder, process)
@@ -44,7 +47,7 @@ def remove(folder: Path) -> None:
     if any(process.pid == os.getpid() for process in with_descendants(ours, running)):
         raise UserError(f"this process runs in a job of sandbox {folder.name}: take that down from outside")
     plan = Plan.load(folder)
-    if plan is not None and _controller_runs(plan, running):
+    if came_up and plan is not None and _controller_runs(plan, running):
         # A controller that is stuck must not keep its sandbox from going.
         with suppress(SchedulerError):
             cancel_jobs(plan)

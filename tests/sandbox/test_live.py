@@ -14,7 +14,7 @@ from helpers import run_command, wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import config, hosts
+from hpctrain.sandbox import config, hosts, setup
 from hpctrain.sandbox.plan import ROOT, folder_of
 from hpctrain.sandbox.processes import Process, processes
 
@@ -49,6 +49,10 @@ def _host_lines(name: str) -> list[str]:
 
 def _queue(box: sandbox.Sandbox, job: str) -> str:
     return run_command(["squeue", "-h", "-j", job, "-o", "%T %r"], box.env).stdout.strip()
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _text(log: Path) -> str:
@@ -178,6 +182,26 @@ def test_up_twice_keeps_what_is_there_and_mends_it(name: str) -> None:
     mended = sandbox.up(name, nodes=1, gpus_per_node=0).daemons()
     assert None not in mended.values()
     assert mended[f"slurmd {name}-1"] == pids[f"slurmd {name}-1"]
+
+
+def test_up_after_an_up_that_was_killed_half_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        # What a SIGKILL leaves: no clean-up runs, and no plan was saved.
+        patch.setattr(setup, "remove", lambda *_, **__: None)
+        patch.setattr(setup.Plan, "save", _die)
+        with pytest.raises(KeyboardInterrupt):
+            sandbox.up(name, nodes=1)
+    assert folder_of(name).exists()
+    assert sandbox.up(name, nodes=2).node_states() == {f"{name}-1": "idle", f"{name}-2": "idle"}
+
+
+def test_up_gives_lost_host_lines_back(name: str) -> None:
+    box = sandbox.up(name, nodes=1, gpus_per_node=0)
+    lines = _host_lines(name)
+    hosts.remove(name)
+    sandbox.up(name, nodes=1, gpus_per_node=0)
+    assert _host_lines(name) == lines
+    assert f"{box.nodes[0]} " in lines[0]
 
 
 @pytest.mark.parametrize("left", ["an empty folder", "no plan", "nothing but processes"])
