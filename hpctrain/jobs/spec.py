@@ -162,7 +162,7 @@ class JobSpec:
                 raise SpecError(
                     f"The {what} {word!r} has a NUL character, which no process can be given. Leave it out."
                 )
-        for what, word in (*self._directive_words(), *self._plain_words()):
+        for what, word in (*self._plain_words(), *self._directive_words()):
             if not _is_utf8(word):
                 raise SpecError(
                     f"The {what} {word!r} is not valid UTF-8, so it cannot be written down. Rename it."
@@ -172,8 +172,8 @@ class JobSpec:
         """Words that stand in one line of the batch script, with what they are."""
         return [
             ("job name", self.name),
-            ("run id", self.run_id),
             ("run folder", self.run_dir),
+            ("run id", self.run_id),
             ("path of the interpreter", self.python),
             *((f"value of --{key}", value) for key, value in self.directives.items()),
             *(("option", key) for key in self.directives),
