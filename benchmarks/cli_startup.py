@@ -20,7 +20,9 @@ BASELINE = [sys.executable, "-c", "import click, yaml, jinja2"]
 
 def seconds(command: list[str], cwd: str) -> float:
     start = time.perf_counter()
-    subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
     return time.perf_counter() - start
 
 
