@@ -48,6 +48,19 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
         os.close(fd)
 
 
+def end_torn_line(path: Path) -> None:
+    """Where a crash cut the last line of the file at `path`, end it, so that the next one stands alone."""
+    try:
+        with open(path, "rb+") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    except FileNotFoundError:
+        return
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file; a torn line, such as a crash leaves, is skipped.
 

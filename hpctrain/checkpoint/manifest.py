@@ -61,10 +61,14 @@ class Manifest:
                     f"{path} has format {record['format']!r}; this hpctrain reads format {_FORMAT}. "
                     "Resume with the hpctrain that wrote it."
                 )
-            files = tuple(FileEntry(str(f["name"]), int(f["bytes"]), int(f["crc32"])) for f in record["files"])
+            files = tuple(
+                FileEntry(str(f["name"]), int(f["bytes"]), int(f["crc32"])) for f in record["files"]
+            )
             return cls(int(record["step"]), int(record["world_size"]), float(record["time"]), files)
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} has no {MANIFEST_NAME}: its writing was never finished.") from None
+            raise CheckpointError(
+                f"{folder} has no {MANIFEST_NAME}: its writing was never finished."
+            ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
 
@@ -83,7 +87,9 @@ class Manifest:
             if found.bytes != entry.bytes:
                 raise CheckpointError(f"{path} has {found.bytes} bytes; the manifest says {entry.bytes}.")
             if found.crc32 != entry.crc32:
-                raise CheckpointError(f"{path} has CRC {found.crc32:08x}; the manifest says {entry.crc32:08x}.")
+                raise CheckpointError(
+                    f"{path} has CRC {found.crc32:08x}; the manifest says {entry.crc32:08x}."
+                )
 
 
 def checksum(path: Path) -> FileEntry:

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpctrain.checkpoint.manifest import FileEntry, Manifest, checksum, verified
 from hpctrain.checkpoint.tree import join_tree, split_tree
@@ -58,11 +60,12 @@ class CheckpointStore:
     """The checkpoints in one folder. Every method is a collective: all ranks of `group` must call it."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup | None = None, keep: int = 3) -> None:
-        """
+        """Look at the checkpoints in `folder`.
+
         Args:
-            folder: where the checkpoints lie; made at the first save.
-            group: a group with a CPU backend over all ranks, or None for a single process.
-            keep: number of newest checkpoints that are kept, at least 1.
+        folder: where the checkpoints lie; made at the first save.
+        group: a group with a CPU backend over all ranks, or None for a single process.
+        keep: number of newest checkpoints that are kept, at least 1.
         """
         self._folder = folder
         self._group = group
@@ -90,15 +93,19 @@ class CheckpointStore:
         problem, files = None, list[FileEntry]()
         try:
             with _without_remark_on_single_process():
-                dcp.save(tensors, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None)
+                dcp_save(
+                    tensors, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None
+                )
             files = [checksum(path) for path in sorted(temporary.glob(f"__{self._rank}_*"))]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (all ranks are told, and raise alike)
             problem = _reason(error)
         parts = self._gather((problem, files))
         problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(parts) if text]
         if problems:
             self._on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), "")
-            raise CheckpointError(f"checkpoint of step {step} was not written to {self._folder}: {problems[0]}")
+            raise CheckpointError(
+                f"checkpoint of step {step} was not written to {self._folder}: {problems[0]}"
+            )
 
         def commit() -> int:
             entries = [entry for _, entries in parts for entry in entries]
@@ -126,7 +133,7 @@ class CheckpointStore:
         plain = json.loads((path / _STATE_NAME).read_text(encoding="utf-8"))
         same_ranks = writers == self._world_size
         own = _rank_key(self._rank, "")
-        reader = dcp.FileSystemReader(path)
+        reader = FileSystemReader(path)
         tensors = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in reader.read_metadata().state_dict_metadata.items()
@@ -134,7 +141,7 @@ class CheckpointStore:
             and (key.startswith("state") or (same_ranks and key.startswith(own)))
         }
         with _without_remark_on_single_process():
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+            dcp_load(tensors, storage_reader=reader, no_dist=True)
         rank_state = {key.removeprefix(own): value for key, value in tensors.items() if key.startswith(own)}
         return Loaded(step, path, join_tree(plain, tensors), rank_state if same_ranks else None), broken
 
@@ -183,7 +190,7 @@ class CheckpointStore:
         if self._rank == 0:
             try:
                 result = action()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (all ranks are told, and raise alike)
                 problem = f"{failure} in {self._folder}: {_reason(error)}"
         if self._group is not None:
             box = [result, problem]
@@ -199,8 +206,6 @@ class CheckpointStore:
         values: list[Any] = [None] * self._world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
 
 
 @contextlib.contextmanager
@@ -220,7 +225,9 @@ def _set_aside(folder: Path) -> Path:
         target = folder.with_name(f"{folder.name}.broken-{i}")
         if not target.exists():
             return folder.rename(target)
-    raise CheckpointError(f"{folder} is broken and cannot be set aside: there are 1000 broken ones of that name.")
+    raise CheckpointError(
+        f"{folder} is broken and cannot be set aside: there are 1000 broken ones of that name."
+    )
 
 
 def _reason(error: BaseException) -> str:

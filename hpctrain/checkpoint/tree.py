@@ -64,4 +64,3 @@ def join_tree(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if _ITEMS in plain:
         return {join_tree(key, tensors): join_tree(item, tensors) for key, item in plain[_ITEMS]}
     return {key: join_tree(item, tensors) for key, item in plain.items()}
-

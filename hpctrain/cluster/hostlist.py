@@ -2,7 +2,7 @@
 
 The grammar is the one of `scontrol show hostnames`: names separated by commas; a name may hold any
 number of brackets, each a comma-separated list of numbers and ranges; a range keeps the width of its
-first number; several brackets in one name expand with the last one running fastest.
+first number.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def expand_hostlist(hostlist: str) -> list[str]:
     for start, item in _split(hostlist):
         parts = list(_parse_item(hostlist, start, item))
         if len(names) + math.prod(len(part) for part in parts) > _MOST_NAMES:
-            raise UserError(f"node list {hostlist!r} stands for more than {_MOST_NAMES} nodes. Check its ranges.")
-        names.extend("".join(choice) for choice in product(*parts))
+            raise UserError(
+                f"node list {hostlist!r} stands for more than {_MOST_NAMES} nodes. Check its ranges."
+            )
+        names.extend(_combine(parts))
     return names
 
 
@@ -63,6 +65,15 @@ def _fold(prefix: str, ranges: list[tuple[str, str]]) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return prefix + ranges[0][0]
     return prefix + "[" + ",".join(a if a == b else f"{a}-{b}" for a, b in ranges) + "]"
+
+
+def _combine(parts: list[list[str]]) -> Iterator[str]:
+    """Every combination, in Slurm's order: the last bracket runs fastest, then the first, then the second."""
+    leading = max((i for i, part in enumerate(parts) if len(part) > 1), default=0)
+    order = [*reversed(range(leading)), *range(leading, len(parts))]
+    back = sorted(range(len(parts)), key=order.__getitem__)
+    for choice in product(*(parts[i] for i in order)):
+        yield "".join(choice[i] for i in back)
 
 
 def _split(hostlist: str) -> Iterator[tuple[int, str]]:

@@ -20,7 +20,9 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
     """
     text = environ.get(name)
     if text is None:
-        raise EnvironmentMismatch(f"{name} is not set, though its neighbours are. Start with srun or torchrun.")
+        raise EnvironmentMismatch(
+            f"{name} is not set, though its neighbours are. Start with srun or torchrun."
+        )
     try:
         return int(text)
     except ValueError:

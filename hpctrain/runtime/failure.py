@@ -51,10 +51,10 @@ def _take_place(environ: Mapping[str, str]) -> int | None:
     if "torch" not in sys.modules:
         return None
     try:
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
         return int(store.add(FAILURE_COUNT_KEY, 1))
-    except Exception:
+    except Exception:  # noqa: BLE001 (whatever hinders it, the failure is written all the same)
         return None

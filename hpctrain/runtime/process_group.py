@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import HpctrainError
@@ -79,8 +80,9 @@ def choose_device(ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count > 1 and ranks.local_rank >= count:
         raise HpctrainError(
-            f"local rank {ranks.local_rank} (of {ranks.local_world_size} on {socket.gethostname()}) but only {count} "
-            f"GPUs are visible here. Submit with --gpus-per-node={ranks.local_world_size}, or start fewer ranks."
+            f"local rank {ranks.local_rank} (of {ranks.local_world_size}) on {socket.gethostname()}, but only "
+            f"{count} GPUs are visible here. Submit with --gpus-per-node={ranks.local_world_size}, "
+            "or start fewer ranks."
         )
     device = torch.device("cuda", ranks.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
@@ -93,7 +95,7 @@ def _initialize(ranks: Ranks, environ: Mapping[str, str], device: torch.device) 
     where = f"{ranks.master_addr}:{ranks.master_port}"
     begun = time.monotonic()
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             ranks.master_addr,
             ranks.master_port,
             world_size=ranks.world_size,
@@ -104,7 +106,7 @@ def _initialize(ranks: Ranks, environ: Mapping[str, str], device: torch.device) 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("hpctrain", store),
+            store=PrefixStore("hpctrain", store),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=_COLLECTIVE_TIMEOUT,
@@ -112,7 +114,8 @@ def _initialize(ranks: Ranks, environ: Mapping[str, str], device: torch.device) 
         )
     except (dist.DistError, RuntimeError) as error:
         raise HpctrainError(
-            f"rank {ranks.rank} on {socket.gethostname()} did not meet its {ranks.world_size - 1} peers at {where} "
+            f"rank {ranks.rank} on {socket.gethostname()} did not meet its {ranks.world_size - 1} peers "
+            f"at {where} "
             f"({ranks.sources.get('master_addr')}, {ranks.sources.get('master_port')}) "
             f"after {time.monotonic() - begun:.0f} s: {error}"
         ) from error

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from hpctrain.errors import EXIT_CONTINUE
 
-#: Preemption and the end of the grace are announced by SIGTERM, the time limit by SIGUSR2 (NCCL uses SIGUSR1).
+#: Preemption is announced by SIGTERM, the time limit by SIGUSR2 (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -31,7 +31,7 @@ class StopFlag:
     def is_set(self) -> bool:
         return self.signal_name is not None
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler: remember the first signal; a second one changes nothing."""
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
@@ -63,6 +63,6 @@ def leave_on_stop() -> None:
         signal.signal(number, _leave)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     print(f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.", file=sys.stderr)
     raise SystemExit(EXIT_CONTINUE)

@@ -1,4 +1,4 @@
-"""The process that Slurm starts for each rank: `python -m hpctrain.runtime.worker SCRIPT [ARGS...]`.
+"""The process that Slurm starts for each rank: `python -P -m hpctrain.runtime.worker SCRIPT [ARGS...]`.
 
 It finds out its rank, sends its output to the rank's log, and runs the user's script as `__main__`, with
 the variables that `env://` and torchrun scripts expect. It knows nothing of training, and imports no torch.
@@ -38,7 +38,8 @@ def main(argv: list[str]) -> NoReturn:
     faulthandler.enable()
     script, *args = argv
     sys.argv = [script, *args]
-    sys.path[0] = str(Path(script).resolve().parent)
+    # As `python SCRIPT` does; this interpreter was started with -P, so no other folder stands first.
+    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> NoReturn:
             error = RuntimeError(f"the script called sys.exit({leaving.code!r})")
             write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (a rank ends here, and says of what)
         traceback.print_exception(error)
         write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
         _exit_now(1)

@@ -105,7 +105,9 @@ class Watch:
         elif self.ends_at is not None and now >= self.ends_at - self.signal_lead_s:
             if not self._warned:
                 self._warned = True
-                log.info("%.0f s are left of the time limit: sending SIGUSR2 to the ranks", self.signal_lead_s)
+                log.info(
+                    "%.0f s are left of the time limit: sending SIGUSR2 to the ranks", self.signal_lead_s
+                )
                 step.signal(signal.SIGUSR2)
             elif now >= self.ends_at:
                 log.info("the time limit is reached: ending the step")

@@ -16,8 +16,8 @@ from hpctrain.supervisor.step import Ending, TaskExit
 
 #: What torch says on a rank whose peer went away: the consequence of a failure, not one.
 _PEER_LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|communicator was aborted"
-    r"|did not meet its|recvbytes|socket timeout|wait timeout",
+    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited"
+    r"|communicator was aborted|did not meet its|recvbytes|socket timeout|wait timeout",
     re.IGNORECASE,
 )
 
@@ -47,7 +47,9 @@ class Failure:
         return f"rank {self.rank} on {self.host}: {self.error}: {self.message}".rstrip(": ")
 
 
-def collect(run: RunDir, attempt: int, exits: Iterable[TaskExit], hosts: list[str], per_node: int) -> list[Failure]:
+def collect(
+    run: RunDir, attempt: int, exits: Iterable[TaskExit], hosts: list[str], per_node: int
+) -> list[Failure]:
     """Failures of `attempt`: one file a failed rank; what a rank could not write itself is written here."""
     failures = {failure.rank: failure for failure in _read(run, attempt)}
     for task in exits:

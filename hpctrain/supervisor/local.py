@@ -48,7 +48,9 @@ class LocalLauncher:
             "SLURM_STEP_TASKS_PER_NODE": f"{spec.tasks_per_node}(x{spec.nodes})",
         }
         self._num_steps += 1
-        return LocalStep(command, spec.workdir, [self._task(job, rank) for rank in range(spec.world_size)], emit)
+        return LocalStep(
+            command, spec.workdir, [self._task(job, rank) for rank in range(spec.world_size)], emit
+        )
 
     def _chosen_by_user(self) -> dict[str, str]:
         names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import signal
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
+from hpctrain.files import end_torn_line
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.attempt import Watch
@@ -26,8 +25,12 @@ from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
 
 log = logging.getLogger(__name__)
 
-#: After a requeue Slurm ends this process; it waits for that, so that the batch script does not end by itself.
+#: After a requeue Slurm ends this process, which waits for that, lest the batch script end by itself.
 _REQUEUE_LIMIT_S = 60.0
+
+
+#: `hpctrain submit` records a job within milliseconds of its submission.
+_SUBMISSION_LIMIT_S = 10.0
 
 
 class Supervisor:
@@ -43,6 +46,8 @@ class Supervisor:
         """Start the workers as often as it takes. Returns the exit code of the job."""
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
+        end_torn_line(self._run.events)
+        self._await_submission()
         while True:
             attempt = self._run.new_attempt()
             outcome, will, cause = self._attempt(attempt)
@@ -58,7 +63,11 @@ class Supervisor:
                         if self._scheduler.requeue():
                             return self._wait_for_the_end()
                     except SchedulerError as error:
-                        return self._finish(attempt, "FAILED", f"the state is saved, but the requeue failed: {error}")
+                        if self._will(signals=()) is Will.LEAVE:
+                            return EXIT_CONTINUE  # Slurm was faster, and has taken over.
+                        return self._finish(
+                            attempt, "FAILED", f"the state is saved, but the requeue failed: {error}"
+                        )
                     self._begun = time.monotonic()
                 case Action.LEAVE:
                     return EXIT_CONTINUE
@@ -69,8 +78,24 @@ class Supervisor:
                 case Action.FAIL:
                     return self._finish(attempt, "FAILED", cause or _why(outcome, history))
 
+    def _await_submission(self) -> None:
+        """Let the submission record this job first: all that follows in the record is told of the newest one.
+
+        A job script that was handed to Slurm by hand is recorded here.
+        """
+        deadline = time.monotonic() + _SUBMISSION_LIMIT_S
+        while time.monotonic() < deadline:
+            if any(
+                e["kind"] == "submitted" and e["job_id"] == self._scheduler.job_id
+                for e in self._run.read_events()
+            ):
+                return
+            time.sleep(0.02)
+        attempt = max(self._run.attempts(), default=-1) + 1
+        self._run.log_event("submitted", attempt, job_id=self._scheduler.job_id, backend=self._spec.backend)
+
     def _attempt(self, attempt: int) -> tuple[Outcome, Will, str | None]:
-        """Start the workers and watch them to their end. Returns outcome, will, and the cause of a failure."""
+        """Start the workers and watch them to their end. Returns outcome, will, and a failure's cause."""
         spec = self._spec
         limit = self._scheduler.time_limit_s
         watch = Watch(
@@ -79,7 +104,8 @@ class Supervisor:
             ends_at=None if limit is None else self._begun + limit,
             signal_lead_s=spec.signal_lead_s,
         )
-        command = [spec.python, "-m", "hpctrain.runtime.worker", spec.script, *spec.args]
+        # -P: a file of the user's folder that is named like a module must not be imported in its place.
+        command = [spec.python, "-P", "-m", "hpctrain.runtime.worker", spec.script, *spec.args]
         with Rendezvous(self._launcher.address) as rendezvous:
             variables = {
                 **spec.env,
@@ -100,10 +126,10 @@ class Supervisor:
         cause = self._note_failure(attempt, watch) if outcome is Outcome.FAILED else None
         if cause is None and outcome is Outcome.FAILED:
             outcome = Outcome.STOPPED
-        return outcome, self._will(watch), cause
+        return outcome, self._will(watch.signals), cause
 
     def _note_failure(self, attempt: int, watch: Watch) -> str | None:
-        """Record what went wrong; None where every failed rank only lost peers that had been told to leave."""
+        """Record what went wrong; None where the failed ranks only lost peers that had been told to leave."""
         failures = collect(self._run, attempt, watch.exits, self._launcher.hosts, self._spec.tasks_per_node)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
         if failures:
@@ -119,13 +145,19 @@ class Supervisor:
     def _record(self, attempt: int, first: Failure, count: int) -> str:
         cause = str(first)
         self._run.log_event(
-            "failure", attempt, rank=first.rank, host=first.host, cause=cause, log=first.log, failed_ranks=count
+            "failure",
+            attempt,
+            rank=first.rank,
+            host=first.host,
+            cause=cause,
+            log=first.log,
+            failed_ranks=count,
         )
         log.error("attempt %d failed: %s (log: %s)", attempt, cause, first.log)
         return cause
 
-    def _will(self, watch: Watch) -> Will:
-        if self._run.cancel_request.exists() or self._scheduler.cancels.intersection(watch.signals):
+    def _will(self, signals: Iterable[signal.Signals]) -> Will:
+        if self._run.cancel_request.exists() or self._scheduler.cancels.intersection(signals):
             return Will.CANCEL
         try:
             return Will.LEAVE if self._scheduler.is_ending_job() else Will.GO_ON
@@ -148,7 +180,7 @@ class Supervisor:
             log.warning("Slurm has not ended this job within %.0f s of its requeue", _REQUEUE_LIMIT_S)
         return EXIT_CONTINUE
 
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put may be interrupted by itself, which is what a signal handler needs.
         self._events.put(Signalled(signal.Signals(number)))
 
@@ -166,7 +198,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(message)s",
-        handlers=[logging.FileHandler(run.supervisor_log), logging.StreamHandler(sys.stdout)],
+        filename=run.supervisor_log,
     )
     try:
         spec = JobSpec.load(run.spec)
@@ -175,12 +207,12 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
         return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec)).run()
     except HpctrainError as error:
         log.error("%s", error)
-        run.log_event("finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=str(error))
+        run.log_event(
+            "finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=str(error)
+        )
         return RunFailed.exit_code
     except Exception as error:
         log.exception("the supervisor itself failed")
         cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
         run.log_event("finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=cause)
         return RunFailed.exit_code
-
-

@@ -15,7 +15,8 @@ class Rendezvous:
     """
 
     def __init__(self, address: str) -> None:
-        """
+        """Bind a free port.
+
         Args:
             address: where the ranks reach this host.
 
@@ -38,7 +39,7 @@ class Rendezvous:
 
     def serve(self) -> None:
         """Answer the ranks, until the block ends."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         assert self._socket is not None
         self._store = TCPStore(

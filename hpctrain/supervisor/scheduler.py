@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from hpctrain.jobs.spec import JobSpec
 
 #: Limit for one call of a Slurm command: longer than slurmctld's own MessageTimeout.
 COMMAND_LIMIT_S = 30.0
-_JOB_STATE = re.compile(r"\bJobState=(\S+)")
+# At the head of a line of its own, where no job name can stand.
+_JOB_STATE = re.compile(r"^\s+JobState=(\S+)", re.MULTILINE)
 
 
 class Scheduler(Protocol):
@@ -21,7 +23,9 @@ class Scheduler(Protocol):
 
     #: Seconds until the job is ended, from the start of the supervisor; None where the scheduler sees to it.
     time_limit_s: float | None
-    #: What a signal to the supervisor means, and which signal the ranks then need; None: they have it already.
+    #: Name of the job, as submission recorded it.
+    job_id: str
+    #: Signals to the supervisor, and which one the ranks then need; None where they have it already.
     on_signal: Mapping[signal.Signals, signal.Signals | None]
     #: Signals by which the user, and not the scheduler, ends the job.
     cancels: frozenset[signal.Signals]
@@ -40,22 +44,22 @@ class Scheduler(Protocol):
 class SlurmJob:
     """The job that this batch script belongs to."""
 
-    time_limit_s = None
+    time_limit_s: float | None = None
     # Slurm signals the steps itself; SIGTERM to the batch script says that it is ending the job.
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
     cancels: frozenset[signal.Signals] = frozenset()
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._job_id = environ["SLURM_JOB_ID"]
+        self.job_id = environ["SLURM_JOB_ID"]
 
     def is_ending_job(self) -> bool:
         """Whether the job is in any state but running. See `Scheduler.is_ending_job`."""
-        match = _JOB_STATE.search(call_slurm(["scontrol", "--oneliner", "show", "job", self._job_id]))
+        match = _JOB_STATE.search(call_slurm(["scontrol", "show", "job", self.job_id]))
         return match is not None and match[1] != "RUNNING"
 
     def requeue(self) -> bool:
         """`scontrol requeue`. See `Scheduler.requeue`."""
-        call_slurm(["scontrol", "requeue", self._job_id])
+        call_slurm(["scontrol", "requeue", self.job_id])
         return True
 
 
@@ -70,6 +74,7 @@ class LocalJob:
     cancels = frozenset({signal.SIGTERM, signal.SIGINT})
 
     def __init__(self, spec: JobSpec) -> None:
+        self.job_id = str(os.getpid())
         self.time_limit_s = spec.time_limit_s
 
     def is_ending_job(self) -> bool:

@@ -67,7 +67,9 @@ class SrunLauncher:
         if spec.cpus_per_task is not None:
             # Since 22.05 srun does not take this over from sbatch.
             options.append(f"--cpus-per-task={spec.cpus_per_task}")
-        return SrunStep(["srun", *options, *command], {**threads, **self._environ, **variables}, self._job_id, emit)
+        return SrunStep(
+            ["srun", *options, *command], {**threads, **self._environ, **variables}, self._job_id, emit
+        )
 
 
 class SrunStep:

@@ -62,7 +62,7 @@ class BatchPlan:
         }
 
     def share(self, step: int, rank: int, world_size: int) -> Share:
-        """What `rank` trains in `step` (counted from 1). Shares of a batch differ by one sample at the most."""
+        """What `rank` trains in `step` (counted from 1). Shares differ by one sample at the most."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         start = batch * self.global_batch_size
         stop = min(start + self.global_batch_size, self.order.num_samples)
@@ -154,7 +154,7 @@ class _Once:
         return self._fetches
 
 
-def _shield_from_job_signals(worker_id: int) -> None:
+def _shield_from_job_signals(_worker_id: int) -> None:
     """Keep a data worker alive when Slurm signals the whole step: the rank still needs its last batches."""
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

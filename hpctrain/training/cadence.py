@@ -34,4 +34,3 @@ class CheckpointCadence:
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`, by its number."""
         return isinstance(self._every, int) and step % self._every == 0
-

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
+
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir
@@ -91,7 +93,12 @@ class Fit:
             self._module.train()
             steps = range(self.step + 1, self._last_step + 1)
             batches = training_batches(
-                train_dataset, self._plan, self._loading, rank=ranks.rank, world_size=ranks.world_size, steps=steps
+                train_dataset,
+                self._plan,
+                self._loading,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                steps=steps,
             )
             report: StepReport | None = None
             for share, batch in batches:
@@ -117,11 +124,12 @@ class Fit:
         scalars = as_scalars(output, "loss", f"{type(self._module).__name__}.training_step")
         if "loss" not in scalars:
             raise UserError(
-                f"{type(self._module).__name__}.training_step returned {sorted(scalars)}, and no 'loss' among them."
+                f"{type(self._module).__name__}.training_step returned {sorted(scalars)}; "
+                "'loss' is missing among them."
             )
         weight = share.weight(team.ranks.world_size)
         loss = scalars["loss"]
-        (loss if weight == 1.0 else loss * weight).backward()
+        torch.autograd.backward(loss if weight == 1.0 else loss * weight)
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -204,7 +212,11 @@ class Fit:
             return False
         self._cadence.saved(saved.seconds)
         self._log_event(
-            "checkpoint", step=saved.step, path=str(saved.path), bytes=saved.total_bytes, seconds=saved.seconds
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.path),
+            bytes=saved.total_bytes,
+            seconds=saved.seconds,
         )
         return True
 
@@ -226,7 +238,8 @@ class Fit:
         state = loaded.state
         if state["plan"] != self._plan.identity():
             raise UserError(
-                f"{loaded.path} was trained with {state['plan']}, but this script asks for {self._plan.identity()}. "
+                f"{loaded.path} was trained with {state['plan']}, but this script asks for "
+                f"{self._plan.identity()}. "
                 "The order of samples depends on these: put them back, or start a new run in a new folder."
             )
         try:

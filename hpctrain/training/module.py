@@ -62,7 +62,7 @@ def configured(module: Module) -> Optimization:
         UserError: it returned something else.
     """
     answer = module.configure_optimizers()
-    parts: tuple[Any, ...] = answer if isinstance(answer, (tuple, list)) else (answer,)
+    parts: tuple[Any, ...] = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
     if isinstance(answer, Mapping) and set(answer) <= {"optimizer", "lr_scheduler"}:
         parts = (answer.get("optimizer"), answer.get("lr_scheduler"))
     if len(parts) in (1, 2) and isinstance(parts[0], torch.optim.Optimizer):
@@ -87,7 +87,8 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
         tensor = torch.as_tensor(value)
         if tensor.numel() != 1:
             raise UserError(
-                f"{origin} returned {name!r} with shape {tuple(tensor.shape)}. Return its mean over the batch, a scalar."
+                f"{origin} returned {name!r} with shape {tuple(tensor.shape)}. "
+                "Return its mean over the batch, a scalar."
             )
         scalars[name] = tensor.reshape(())
     return scalars

@@ -27,10 +27,11 @@ class SampleOrder:
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        """
+        """Prepare the orders of a data set.
+
         Args:
-            num_samples: size of the data set, at least 1.
-            seed: any integer; the same seed gives the same orders on any machine.
+        num_samples: size of the data set, at least 1.
+        seed: any integer; the same seed gives the same orders on any machine.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; a data set needs at least one sample.")
@@ -56,7 +57,7 @@ class SampleOrder:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def _chunk(self, epoch: int, chunk: int) -> torch.Tensor:
-        """Positions [chunk, chunk + 1) · _CHUNK of an epoch; the last one is kept, for the next batch is in it."""
+        """Positions [chunk, chunk + 1) · _CHUNK of an epoch; the last chunk is kept."""
         if self._kept[0] != (epoch, chunk):
             positions = torch.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
             self._kept = ((epoch, chunk), self._walk(positions, self._round_keys(epoch)))
@@ -81,7 +82,9 @@ class SampleOrder:
         """One signed 64-bit key a round, independent between seeds, epochs and rounds."""
         stem = f"{self.seed}/{epoch}/{self.num_samples}".encode()
         return [
-            int.from_bytes(hashlib.blake2b(stem, digest_size=8, salt=bytes([i])).digest(), "little", signed=True)
+            int.from_bytes(
+                hashlib.blake2b(stem, digest_size=8, salt=bytes([i])).digest(), "little", signed=True
+            )
             for i in range(_ROUNDS)
         ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from hpctrain.files import append_json_line
+from hpctrain.files import append_json_line, end_torn_line
 from hpctrain.rundir import RunDir
 from hpctrain.training.batches import Share
 
@@ -16,8 +16,9 @@ class MetricsFile:
 
     def __init__(self, run: RunDir, attempt: int) -> None:
         self._path, self._attempt = run.metrics, attempt
+        end_torn_line(self._path)
 
-    def write(self, step: int, epoch: int, scalars: dict[str, Any]) -> None:
+    def write(self, step: int, epoch: int, scalars: Mapping[str, float]) -> None:
         record = {"step": step, "epoch": epoch, **scalars, "time": time.time(), "attempt": self._attempt}
         append_json_line(self._path, record)
 

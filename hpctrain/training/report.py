@@ -55,9 +55,13 @@ class StepReport:
             save: whether this rank wants a checkpoint.
         """
         self._step, self._epoch, self._names = step, epoch, list(scalars)
-        flags = torch.tensor([float(stop), float(save)], dtype=torch.float64).to(team.device, non_blocking=True)
+        flags = torch.tensor([float(stop), float(save)], dtype=torch.float64).to(
+            team.device, non_blocking=True
+        )
         # A rank without samples went through the motions on one that is not its own; 0 · inf would be nan.
-        values = [s.detach().double() * share if share else torch.zeros_like(s).double() for s in scalars.values()]
+        values = [
+            s.detach().double() * share if share else torch.zeros_like(s).double() for s in scalars.values()
+        ]
         self._sum = torch.cat([flags, torch.stack(values)])
         self._pending = dist.all_reduce(self._sum, async_op=True) if team.is_distributed else None
 

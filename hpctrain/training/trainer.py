@@ -54,7 +54,9 @@ class Trainer(Settings):
             SystemExit: with code 75, when the job was told to stop and the state is saved.
             UserError: a data set is empty or has no length.
         """
-        plan = BatchPlan(SampleOrder(_size(train_dataset, "train_dataset"), self.seed), self.global_batch_size)
+        plan = BatchPlan(
+            SampleOrder(_size(train_dataset, "train_dataset"), self.seed), self.global_batch_size
+        )
         if val_dataset is not None:
             _size(val_dataset, "val_dataset")
         with listen() as stop:
@@ -83,7 +85,9 @@ def _size(dataset: Any, name: str) -> int:
     try:
         size = len(dataset)
     except TypeError:
-        raise UserError(f"{name} is a {type(dataset).__name__} without a length; give a map-style data set.") from None
+        raise UserError(
+            f"{name} is a {type(dataset).__name__} without a length; give a map-style data set."
+        ) from None
     if size < 1:
         raise UserError(f"{name} is empty.")
     return size

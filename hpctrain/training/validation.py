@@ -47,7 +47,9 @@ def validate(
     # Rank 0 always has a sample, while others may have none and do not know the names.
     names: list[str] = team.from_main(list(sums))
     if count and set(names) != set(sums):
-        raise UserError(f"{origin} returned {sorted(sums)} on rank {ranks.rank} but {sorted(names)} on rank 0.")
+        raise UserError(
+            f"{origin} returned {sorted(sums)} on rank {ranks.rank} but {sorted(names)} on rank 0."
+        )
     zero = torch.zeros((), dtype=torch.float64, device=team.device)
     total = torch.stack([zero + count, *(sums.get(name, zero) for name in names)])
     if team.is_distributed:

@@ -74,14 +74,18 @@ class Run:
         }
 
     def kill_rank(self, rank: int) -> None:
-        """kill -9 of one rank."""
+        """Kill -9 of one rank."""
         os.kill(self.ranks()[rank].pid, 9)
 
 
-def submit(path: Path, env: Mapping[str, str], shape: list[str], *, options: list[str] | None = None, step_s: float) -> Run:
+def submit(
+    path: Path, env: Mapping[str, str], shape: list[str], *, options: list[str] | None = None, step_s: float
+) -> Run:
     """Submit `job.py`; does not wait."""
     run = Run(path, env)
-    run.hpctrain("submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), "--step-s", str(step_s))
+    run.hpctrain(
+        "submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), "--step-s", str(step_s)
+    )
     return run
 
 
@@ -92,7 +96,9 @@ def assert_undisturbed(run: Run, reference: Run) -> None:
     assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
     for epoch, indices in samples_by_epoch(run).items():
         counts = Counter(indices)
-        assert len(counts) == NUM_SAMPLES, f"epoch {epoch}: {NUM_SAMPLES - len(counts)} samples were never trained"
+        assert len(counts) == NUM_SAMPLES, (
+            f"epoch {epoch}: {NUM_SAMPLES - len(counts)} samples were never trained"
+        )
         assert set(counts.values()) == {1}, f"epoch {epoch}: samples were trained twice"
     assert sorted(samples_by_epoch(run)) == list(range(NUM_EPOCHS))
 

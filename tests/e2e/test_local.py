@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from helpers import assert_no_process_left, wait_for
+
 from runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]

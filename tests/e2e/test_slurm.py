@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-
 import pytest
 from helpers import assert_no_process_left, run_command, wait_for
+
 from runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
@@ -23,7 +23,14 @@ def reference(slurm, tmp_path_factory) -> Run:
 def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(16)
-    urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"]
+    urgent = [
+        "sbatch",
+        "--partition=urgent",
+        "--nodes=4",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 2",
+    ]
     run_command(urgent, slurm.env)
     assert run.wait() == 0
     assert len(run.events("requeue")) == 1
@@ -52,7 +59,9 @@ def test_kill_9_of_any_rank(slurm, reference, tmp_path):
 
 def test_time_limit(slurm, reference, tmp_path):
     # Slurm counts limits in minutes and sends the signal up to a minute early.
-    run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--time", "2", "--signal-lead", "60"], step_s=1.5)
+    run = submit(
+        tmp_path / "run", slurm.env, SHAPE, options=["--time", "2", "--signal-lead", "60"], step_s=1.5
+    )
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
     assert len(run.events("requeue")) >= 1
@@ -121,4 +130,3 @@ for step in range(first, 40):
 dist.barrier()
 dist.destroy_process_group()
 """
-

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hpctrain.cluster.ranks import Ranks
 
 
-def detect(environ: Mapping[str, str]) -> Ranks | None:
+def detect(environ: Mapping[str, str]) -> Ranks | None:  # noqa: ARG001 (as every environment)
     """Rank 0 of 1."""
     return Ranks(
         rank=0,

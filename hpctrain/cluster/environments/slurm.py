@@ -35,12 +35,15 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     if read_int(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
         return None
     # The step's own variables first: those of the job describe another shape when a step uses a part of it.
-    tasks_var = first_of(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_STEP_NUM_TASKS"
+    tasks_var = (
+        first_of(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_STEP_NUM_TASKS"
+    )
     per_node_var = first_of(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     hosts_var = first_of(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     if per_node_var is None or hosts_var is None:
         raise EnvironmentMismatch(
-            "SLURM_STEP_TASKS_PER_NODE or SLURM_STEP_NODELIST is not set, though SLURM_STEP_ID is. Start with srun."
+            "SLURM_STEP_TASKS_PER_NODE or SLURM_STEP_NODELIST is not set, though SLURM_STEP_ID is. "
+            "Start with srun."
         )
     world_size = read_int(environ, tasks_var)
     tasks = parse_tasks_per_node(environ[per_node_var], per_node_var)
@@ -48,8 +51,9 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     node_rank = read_int(environ, "SLURM_NODEID")
     if sum(tasks) != world_size:
         raise EnvironmentMismatch(
-            f"world size {world_size} ({tasks_var}) but {sum(tasks)} tasks on {len(tasks)} nodes ({per_node_var}="
-            f"{environ[per_node_var]}). Submit with --ntasks-per-node instead of --ntasks, or unset what is left over."
+            f"world size {world_size} ({tasks_var}) but {sum(tasks)} tasks on {len(tasks)} nodes "
+            f"({per_node_var}={environ[per_node_var]}). Submit with --ntasks-per-node instead of --ntasks, "
+            "or unset what is left over."
         )
     if len(hosts) != len(tasks):
         raise EnvironmentMismatch(
@@ -57,7 +61,9 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
             f"({per_node_var}={environ[per_node_var]}). Unset what an outer job left behind."
         )
     if not 0 <= node_rank < len(tasks):
-        raise EnvironmentMismatch(f"node rank {node_rank} (SLURM_NODEID) but only {len(tasks)} nodes ({hosts_var}).")
+        raise EnvironmentMismatch(
+            f"node rank {node_rank} (SLURM_NODEID) but only {len(tasks)} nodes ({hosts_var})."
+        )
     address_var, port_var = first_of(environ, "MASTER_ADDR"), first_of(environ, "MASTER_PORT")
     return Ranks(
         rank=read_int(environ, "SLURM_PROCID"),
@@ -92,12 +98,14 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
     for piece in text.split(","):
         match = _TASKS_PER_NODE.fullmatch(piece.strip())
         if match is None:
-            raise EnvironmentMismatch(f"{variable} is {text!r}; {piece!r} in it is not of Slurm's form 4(x2),3.")
+            raise EnvironmentMismatch(
+                f"{variable} is {text!r}; {piece!r} in it is not of Slurm's form 4(x2),3."
+            )
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """A port that every rank of a step computes alike and that another job of the node is unlikely to share."""
+    """A port that every rank of a step computes alike, and hardly any other step."""
     key = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     return _FIRST_PORT + zlib.crc32(key.encode()) % _NUM_PORTS

@@ -22,8 +22,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     missing = [name for name in _REQUIRED if not environ.get(name)]
     if missing:
         raise EnvironmentMismatch(
-            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but not {', '.join(missing)}. "
-            "Start with torchrun, or unset RANK and WORLD_SIZE for a single process."
+            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but not "
+            f"{', '.join(missing)}. Start with torchrun, or unset RANK and WORLD_SIZE for a single process."
         )
     world_size = read_int(environ, "WORLD_SIZE")
     local_var = first_of(environ, "LOCAL_WORLD_SIZE")
@@ -32,7 +32,10 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     if node_var:
         node_rank, node_source = read_int(environ, node_var), node_var
     else:
-        node_rank, node_source = read_int(environ, "RANK") // max(local_world_size, 1), "RANK / LOCAL_WORLD_SIZE"
+        node_rank, node_source = (
+            read_int(environ, "RANK") // max(local_world_size, 1),
+            "RANK / LOCAL_WORLD_SIZE",
+        )
     nodes_var = first_of(environ, "GROUP_WORLD_SIZE")
     return Ranks(
         rank=read_int(environ, "RANK"),

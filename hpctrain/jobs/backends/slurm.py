@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import ClassVar
 
 from hpctrain.errors import SchedulerError, SpecError
@@ -21,7 +22,9 @@ _PROBE_TIMEOUT_S = 5
 _TIMEOUT_S = 60
 
 # Columns of `squeue -O`: fixed width, since no separator is safe from values. 22.05 cuts to the width.
-_COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60}
+_COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60, "StartTime": 24}
+#: A requeued job that starts within the second in which it was stopped fails with "Job credential revoked".
+_REQUEUE_PAUSE_S = 2
 
 _GPUS = re.compile(r"\bgpu(?::[^,:()]+)?:(\d+)")
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
@@ -100,7 +103,7 @@ class SlurmBackend:
 
     def lift_hold(self, job_id: str) -> bool:
         try:
-            self._run(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
+            self._run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{_REQUEUE_PAUSE_S}"])
         except SchedulerError:
             return False
         return True
@@ -125,10 +128,11 @@ class SlurmBackend:
             for width in _COLUMNS.values():
                 cells.append(line[start : start + width].strip())
                 start += width
-            job_id, words, restarts, reason = cells
+            job_id, words, restarts, reason, start_time = cells
             state = from_slurm(words)
             # Since 22.05 a requeued job waits two minutes with the reason BeginTime.
-            held = state is RunState.PENDING and reason == "BeginTime" and restarts not in ("", "0")
+            requeued = state is RunState.PENDING and reason == "BeginTime" and restarts not in ("", "0")
+            held = requeued and not _is_about_to_start(start_time)
             more = [word for word in (words, reason) if word not in ("", "None", state)]
             views[job_id] = JobView(state, ", ".join(more), held)
         return views
@@ -189,6 +193,15 @@ class SlurmBackend:
                 f"{command[0]} says: {_words(done.stderr) or f'exit code {done.returncode}'}"
             )
         return done.stdout
+
+
+def _is_about_to_start(start_time: str) -> bool:
+    """Whether a job's begin time is so near that its hold must have been lifted already."""
+    try:
+        begin = datetime.fromisoformat(start_time)
+    except ValueError:
+        return False
+    return (begin - datetime.now()).total_seconds() <= 2 * _REQUEUE_PAUSE_S
 
 
 def _words(stderr: str) -> str:

@@ -39,7 +39,7 @@ class DDP:
 
     def _regroup_buckets(self) -> None:
         touched: torch.Tensor = self._forward(None, 0, touch_only=True)
-        touched.backward()
+        torch.autograd.backward(touched)
         self._forward.zero_grad(set_to_none=True)
 
 

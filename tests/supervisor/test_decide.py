@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from hpctrain.supervisor.decide import MAX_STOPS, Action, History, Outcome, Will, decide
+from hpctrain.supervisor.failures import Failure, root_cause
+from hpctrain.supervisor.srun import parse_task_report
+from hpctrain.supervisor.step import Ending, TaskExit
+
+
+@pytest.mark.parametrize(
+    ("outcome", "will", "history", "action"),
+    [
+        (Outcome.DONE, Will.GO_ON, History(), Action.COMPLETE),
+        (Outcome.DONE, Will.CANCEL, History(), Action.COMPLETE),
+        (Outcome.DONE, Will.LEAVE, History(), Action.COMPLETE),
+        (Outcome.STOPPED, Will.GO_ON, History(stops=0), Action.REQUEUE),
+        (Outcome.STOPPED, Will.GO_ON, History(stops=MAX_STOPS - 1), Action.REQUEUE),
+        (Outcome.STOPPED, Will.GO_ON, History(stops=MAX_STOPS), Action.FAIL),
+        (Outcome.STOPPED, Will.CANCEL, History(), Action.CANCEL),
+        (Outcome.STOPPED, Will.LEAVE, History(), Action.LEAVE),
+        (Outcome.FAILED, Will.GO_ON, History(failures=1), Action.RESTART),
+        (Outcome.FAILED, Will.GO_ON, History(failures=2), Action.RESTART),
+        (Outcome.FAILED, Will.GO_ON, History(failures=3), Action.FAIL),
+        (Outcome.FAILED, Will.CANCEL, History(failures=1), Action.CANCEL),
+        (Outcome.FAILED, Will.LEAVE, History(failures=1), Action.LEAVE),
+        (Outcome.OUT_OF_TIME, Will.GO_ON, History(), Action.FAIL),
+    ],
+)
+def test_every_row(outcome, will, history, action):
+    assert decide(history, outcome, will, max_failures=3) is action
+
+
+def event(kind, **fields):
+    return {"kind": kind, **fields}
+
+
+FAILURE, REQUEUE = event("failure", rank=1), event("requeue")
+
+
+@pytest.mark.parametrize(
+    ("events", "history"),
+    [
+        ([], History()),
+        ([FAILURE, FAILURE], History(failures=2)),
+        ([FAILURE, event("checkpoint", step=5), FAILURE], History(failures=1)),
+        ([event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), FAILURE], History(failures=2)),
+        ([REQUEUE, REQUEUE, FAILURE], History(failures=1, stops=2)),
+        ([FAILURE, REQUEUE, event("submitted")], History()),
+        ([event("failure", cause="a checkpoint was not written")], History()),
+    ],
+)
+def test_history(events, history):
+    assert History.of(events) == history
+
+
+@pytest.mark.parametrize(
+    ("line", "tasks"),
+    [
+        ("srun: error: n3: task 5: Killed", [TaskExit(5, None, signal.SIGKILL)]),
+        ("srun: error: n1: tasks 0-1,3: Exited with exit code 75", [TaskExit(r, 75) for r in (0, 1, 3)]),
+        ("srun: error: n1: task 2: Segmentation fault (core dumped)", [TaskExit(2, None, signal.SIGSEGV)]),
+        ("srun: error: n1: task 2: Terminated", [TaskExit(2, None, signal.SIGTERM)]),
+        ("srun: error: n1: task 2: Out Of Memory", [TaskExit(2, 1)]),
+        ("srun: launch/slurm: _step_signal: Terminating StepId=1.0", []),
+        ("slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED ***", []),
+    ],
+)
+def test_sruns_reports(line, tasks):
+    assert parse_task_report(line + "\n") == tasks
+
+
+@pytest.mark.parametrize(
+    ("task", "ending"),
+    [
+        (TaskExit(0, 0), Ending.DONE),
+        (TaskExit(0, 75), Ending.CONTINUE),
+        (TaskExit(0, None, signal.SIGTERM), Ending.CONTINUE),
+        (TaskExit(0, None, signal.SIGUSR2), Ending.CONTINUE),
+        (TaskExit(0, None, signal.SIGKILL), Ending.FAILED),
+        (TaskExit(0, 1), Ending.FAILED),
+    ],
+)
+def test_endings(task, ending):
+    assert task.ending is ending
+
+
+def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0):
+    return Failure(rank, "n1", kind, error, message, "log", order, time)
+
+
+LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([failure(0, message=LOST, order=2), failure(3, message="bad data", order=1)], 3),
+        # Clocks of hosts differ; the store's count does not.
+        ([failure(0, order=2, time=1.0), failure(3, order=1, time=2.0)], 3),
+        # A killed rank cannot write; its peers shout first.
+        ([failure(0, message=LOST, order=1), failure(5, "signal", "SIGKILL", time=9.0)], 5),
+        ([failure(0, message="my own words for a lost peer", order=1), failure(5, "signal", "SIGKILL")], 5),
+        # NCCL's watchdog aborts ranks whose peer failed.
+        ([failure(0, "signal", "SIGABRT"), failure(2, message="bad data", order=1)], 2),
+        ([failure(4, message=LOST, order=2), failure(1, message=LOST, order=1)], 1),
+    ],
+)
+def test_root_cause(failures, rank):
+    assert root_cause(failures).rank == rank
+    assert root_cause(failures[::-1]).rank == rank

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.training.batches import BatchPlan, split
+from hpctrain.training.order import SampleOrder
+
+
+@given(st.integers(1, 5000), st.integers(-(2**40), 2**40), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_every_epoch_is_a_permutation(num_samples, seed, epoch):
+    order = SampleOrder(num_samples, seed).indices(epoch, 0, num_samples)
+    assert sorted(order.tolist()) == list(range(num_samples))
+
+
+@given(st.integers(1, 20_000), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_part_is_the_part_of_the_whole(num_samples, data):
+    start = data.draw(st.integers(0, num_samples))
+    stop = data.draw(st.integers(start, num_samples))
+    order = SampleOrder(num_samples, 7)
+    assert order.indices(3, start, stop).tolist() == order.indices(3, 0, num_samples)[start:stop].tolist()
+
+
+def test_epochs_and_seeds_differ():
+    orders = {
+        tuple(SampleOrder(50, seed).indices(epoch, 0, 50).tolist()) for seed in range(3) for epoch in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_order_is_the_same_on_every_machine_and_version():
+    assert SampleOrder(10, 1).indices(0, 0, 10).tolist() == [6, 8, 0, 3, 4, 7, 2, 9, 1, 5]
+
+
+@pytest.mark.parametrize("num_samples", [3, 5, 7])
+def test_positions_and_neighbours_are_uniform(num_samples):
+    """Chi-square over many seeds, against the 99.9 % point (normal approximation of Wilson and Hilferty)."""
+    rounds = 3000 * num_samples
+    first: Counter[int] = Counter()
+    pairs: Counter[tuple[int, int]] = Counter()
+    for seed in range(rounds):
+        order = SampleOrder(num_samples, seed).indices(0, 0, num_samples).tolist()
+        first[order[0]] += 1
+        pairs[order[0], order[1]] += 1
+    assert chi_square(first.values(), rounds, num_samples) < upper_limit(num_samples - 1)
+    num_pairs = num_samples * (num_samples - 1)
+    assert len(pairs) == num_pairs
+    assert chi_square(pairs.values(), rounds, num_pairs) < upper_limit(num_pairs - 1)
+
+
+def chi_square(counts, total, cells):
+    expected = total / cells
+    return sum((count - expected) ** 2 / expected for count in counts)
+
+
+def upper_limit(degrees):
+    return degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+
+
+def test_a_huge_data_set_starts_at_once():
+    begun = time.perf_counter()
+    order = SampleOrder(10**12, 1)
+    assert len(set(order.indices(5, 10**12 - 100, 10**12).tolist())) == 100
+    assert time.perf_counter() - begun < 1
+
+
+def test_positions_outside_are_refused():
+    with pytest.raises(IndexError, match=r"\[0, 11\).*\[0, 10\]"):
+        SampleOrder(10, 1).indices(0, 0, 11)
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_shares_cover_everything_once(count, world_size):
+    ranges = [split(count, rank, world_size) for rank in range(world_size)]
+    assert [i for low, high in ranges for i in range(low, high)] == list(range(count))
+    sizes = [high - low for low, high in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == max(sizes)
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 64),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=1, max_size=6),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_sequence_of_stops_and_world_sizes_consumes_each_epoch_once_in_one_order(
+    num_samples, batch, legs
+):
+    plan = BatchPlan(SampleOrder(num_samples, 1), batch)
+    consumed: dict[int, list[int]] = {}
+    step = 0
+    for num_steps, world_size in legs:
+        for _ in range(num_steps):
+            step += 1
+            shares = [plan.share(step, rank, world_size) for rank in range(world_size)]
+            consumed.setdefault(shares[0].epoch, []).extend(i for share in shares for i in share.indices)
+            assert sum(share.weight(world_size) for share in shares) == pytest.approx(world_size)
+            assert all(share.fetch for share in shares)
+    for epoch, indices in consumed.items():
+        assert indices == plan.order.indices(epoch, 0, len(indices)).tolist()
