@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 _SANDBOX_PREFIX = "pytest-"
 
+#: Variables that pytest and torch set in passing.
+_SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
 #: Helpers that Python and torch keep for the life of the process, so that a test cannot end them.
 _RESIDENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor")
 
@@ -103,7 +106,7 @@ def _remove_abandoned() -> None:
 
 
 def _variables() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    return {key: value for key, value in os.environ.items() if key not in _SET_BY_TOOLS}
 
 
 def _children() -> dict[int, str]:

@@ -80,8 +80,8 @@ def choose_device(ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count > 1 and ranks.local_rank >= count:
         raise HpctrainError(
-            f"local rank {ranks.local_rank} (of {ranks.local_world_size}) on {socket.gethostname()}, but only "
-            f"{count} GPUs are visible here. Submit with --gpus-per-node={ranks.local_world_size}, "
+            f"local rank {ranks.local_rank} (of {ranks.local_world_size}) on {socket.gethostname()}, but "
+            f"only {count} GPUs are visible here. Submit with --gpus-per-node={ranks.local_world_size}, "
             "or start fewer ranks."
         )
     device = torch.device("cuda", ranks.local_rank if count > 1 else 0)

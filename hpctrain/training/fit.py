@@ -152,6 +152,7 @@ class Fit:
     def _at_boundary(self, result: StepResult, stop: bool, save: bool) -> None:
         """Validate, save or leave, in that order of what is lost least if the job ends meanwhile."""
         self._latest = result.scalars
+        self._strategy.align_buffers()
         if (stop or result.stop) and self.step < self._last_step:
             self._write(self.step, self._latest)
             self._leave()

@@ -16,6 +16,9 @@ class Strategy(Protocol):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any: ...
 
+    def align_buffers(self) -> None:
+        """Make the module's buffers equal on all ranks, before it is validated or saved."""
+
 
 _STRATEGIES: dict[str, Callable[[Module, Team], Strategy]] = {"ddp": DDP}
 

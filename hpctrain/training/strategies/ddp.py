@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +24,7 @@ class DDP:
 
     def __init__(self, module: Module, team: Team) -> None:
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
+        self._team = team
         self._step = _Step(module)
         self._forward: nn.Module = self._step
         if team.is_distributed and any(p.requires_grad for p in module.parameters()):
@@ -36,6 +38,15 @@ class DDP:
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """`module.training_step`, with gradient synchronisation in the backward pass that follows."""
         return self._forward(batch, batch_idx)
+
+    def align_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, such as running means. All ranks must call this.
+
+        A forward pass does so too, before it changes them on each rank by its own samples.
+        """
+        if self._team.is_distributed:
+            for buffer in self._step.buffers():
+                dist.broadcast(buffer, src=0)
 
     def _regroup_buckets(self) -> None:
         touched: torch.Tensor = self._forward(None, 0, touch_only=True)

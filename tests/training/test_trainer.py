@@ -1,0 +1,232 @@
+"""The Trainer in real processes: alone, and on several ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import environment, run_command, wait_for
+
+import hpctrain
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SMALL = Path(__file__).with_name("small.py")
+
+
+def train(run: Path, *words: str, ranks: int = 1) -> dict:
+    """Run `small.py` to its end and return what it printed last."""
+    command: list[str] = [sys.executable]
+    if ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    done = run_command([*command, SMALL, *words], variables(run), timeout=100)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def variables(run: Path) -> dict[str, str]:
+    """The number of threads is among what the last bit of a result depends on."""
+    return {"HPCTRAIN_RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_json_lines(RunDir(run).metrics)}
+
+
+def test_four_ranks_resumed_twice_are_bitwise_the_undisturbed_run(tmp_path):
+    # A batch of 32 is shared evenly, the epoch's last one of 13 is not.
+    whole = train(tmp_path / "whole", "12", ranks=4)
+    for last_step in ("5", "9", "12"):
+        parts = train(tmp_path / "parts", last_step, ranks=4)
+    assert parts == whole
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_any_number_of_ranks_gives_the_same_losses_and_metrics(tmp_path):
+    alone = train(tmp_path / "1", "8", "norm=false")
+    three = train(tmp_path / "3", "8", "norm=false", "num_val=77", ranks=3)
+    assert list(losses(tmp_path / "3").values()) == pytest.approx(
+        list(losses(tmp_path / "1").values()), rel=1e-5
+    )
+    assert three["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+    assert three["checksum"] == pytest.approx(alone["checksum"], rel=1e-4)
+    # And from one to the other: continued on three ranks from a checkpoint that one wrote.
+    train(tmp_path / "mixed", "5", "norm=false")
+    mixed = train(tmp_path / "mixed", "8", "norm=false", ranks=3)
+    assert mixed["checksum"] == pytest.approx(alone["checksum"], rel=1e-4)
+
+
+def test_logged_means_are_those_of_the_global_batch_and_of_the_validation_set(tmp_path):
+    # Two validation samples on three ranks: one rank has none.
+    result = train(tmp_path, "3", "norm=false", "num_val=2", "record_samples=true", ranks=3)
+    sys.path.insert(0, str(SMALL.parent))
+    from small import dataset
+
+    x = dataset().tensors[0]
+    for record in read_json_lines(RunDir(tmp_path).metrics):
+        trained = [
+            index
+            for path in (tmp_path / "samples").iterdir()
+            for line in read_json_lines(path)
+            if line["step"] == record["step"]
+            for index in line["indices"]
+        ]
+        assert record["mean_x"] == pytest.approx(float(x[trained].mean()), abs=1e-6)
+    assert result["metrics"]["val_mean_x"] == pytest.approx(float(dataset(2).tensors[0].mean()), abs=1e-6)
+
+
+def test_sigterm_without_a_supervisor_saves_and_leaves_with_75_and_the_rest_is_the_same(tmp_path):
+    train(tmp_path / "whole", "12")
+    run = RunDir(tmp_path / "stopped")
+    env = environment(variables(run.path))
+    with subprocess.Popen([sys.executable, str(SMALL), "12", "step_s=0.2"], env=env) as process:
+        wait_for(lambda: len(losses(run.path)) >= 3, 60, "three steps")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75
+    stopped = max(losses(run.path))
+    assert stopped < 12
+    assert run.checkpoint(stopped).is_dir()
+    train(run.path, "12")
+    assert losses(run.path) == losses(tmp_path / "whole")
+
+
+def test_data_workers_change_nothing(tmp_path):
+    train(tmp_path / "without", "6")
+    train(tmp_path / "with", "6", "num_workers=2")
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_bf16_mixed_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
+    train(tmp_path / "32", "6")
+    train(tmp_path / "bf16", "6", 'precision="bf16-mixed"')
+    exact, rounded = losses(tmp_path / "32"), losses(tmp_path / "bf16")
+    assert rounded != exact
+    assert list(rounded.values()) == pytest.approx(list(exact.values()), rel=0.05)
+
+
+def test_log_every(tmp_path):
+    train(tmp_path, "7", "log_every=3", "validate_every=null")
+    assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
+
+
+def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
+    plain = run_command([sys.executable, SMALL, "6"]).stdout
+    assert re.search(r"^step 6/6  loss \d", plain, re.MULTILINE)
+    assert "\x1b" not in plain
+    parent, child = pty.openpty()
+    env = environment({"TERM": "xterm", "COLUMNS": "100"})
+    with subprocess.Popen([sys.executable, str(SMALL), "6"], env=env, stdout=child, stderr=child) as process:
+        os.close(child)
+        shown = b""
+        while block := _read(parent):
+            shown += block
+        assert process.wait(30) == 0
+    os.close(parent)
+    assert "training" in shown.decode()
+    assert "6/6" in shown.decode()
+    assert "━" in shown.decode()
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # the other side is closed
+        return b""
+
+
+class Tiny(hpctrain.Module):
+    def __init__(self, output=None, optimizer=None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.output, self.optimizer = output, optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.output(self.weight) if self.output else (self.weight - batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return self.optimizer if self.optimizer is not None else torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **settings):
+    trainer = hpctrain.Trainer(max_steps=max_steps, global_batch_size=2, run_dir=run_dir, **settings)
+    trainer.fit(module, [torch.tensor([x]) for x in data])
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "max_steps is None and max_epochs is None"),
+        ({"max_steps": 1, "max_epochs": 1}, "give one of the two"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"max_steps": 1, "global_batch_size": -2}, "global_batch_size is -2"),
+        ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; known are 'ddp'"),
+        ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; known are '32', 'bf16-mixed'"),
+        ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
+        ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
+        ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once(settings, words):
+    with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+        hpctrain.Trainer(**settings)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Tiny(output=lambda w: w.expand(3)), "'loss' with shape (3,)"),
+        (Tiny(output=lambda w: {"los": w.sum()}), "'loss' is missing"),
+        (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
+    ],
+)
+def test_wrong_modules_are_refused_in_words(module, words):
+    with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+        fit(module)
+
+
+@pytest.mark.parametrize("data", [(), (x for x in ())])
+def test_data_sets_without_samples_or_length_are_refused(data):
+    trainer = hpctrain.Trainer(max_steps=1)
+    with pytest.raises(hpctrain.UserError, match="train_dataset"):
+        trainer.fit(Tiny(), data)
+
+
+def test_a_run_is_not_continued_with_another_order_of_samples(tmp_path):
+    fit(Tiny(), run_dir=tmp_path)
+    with pytest.raises(hpctrain.UserError, match="'num_samples': 4.*'num_samples': 3"):
+        fit(Tiny(), data=(1.0, 2.0, 3.0), run_dir=tmp_path, max_steps=4)
+    with pytest.raises(hpctrain.UserError, match="'seed': 0.*'seed': 5"):
+        fit(Tiny(), run_dir=tmp_path, max_steps=4, seed=5)
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path):
+    fit(Tiny(), run_dir=tmp_path)
+    other = Tiny()
+    other.more = torch.nn.Linear(2, 2)
+    with pytest.raises(hpctrain.UserError, match=r"does not fit Tiny(.|\n)*more.weight"):
+        fit(other, run_dir=tmp_path, max_steps=4)
+
+
+def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("in the way")
+    trainer = fit(Tiny(), run_dir=tmp_path)
+    assert trainer.step == 2
+    assert "Training goes on" in capsys.readouterr().out
+    assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure"]
+
+
+def test_without_a_run_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(Tiny())
+    assert list(tmp_path.iterdir()) == []
