@@ -60,7 +60,7 @@ def test_kill_9_of_any_rank(slurm, reference, tmp_path):
 def test_time_limit(slurm, reference, tmp_path):
     # Slurm counts limits in minutes and sends the signal up to a minute early.
     run = submit(
-        tmp_path / "run", slurm.env, SHAPE, options=["--time", "2", "--signal-lead", "60"], step_s=1.5
+        tmp_path / "run", slurm.env, SHAPE, options=["--time", "1", "--signal-lead", "25"], step_s=0.7
     )
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}

@@ -1,4 +1,4 @@
-"""A small training with batch norm, for tests under torchrun and alone: `small.py LAST_STEP [SETTING=VALUE…]`."""
+"""A small training with batch norm: `small.py LAST_STEP [SETTING=VALUE…]`, alone or under torchrun."""
 
 from __future__ import annotations
 

@@ -204,9 +204,9 @@ def test_data_sets_without_samples_or_length_are_refused(data):
 
 def test_a_run_is_not_continued_with_another_order_of_samples(tmp_path):
     fit(Tiny(), run_dir=tmp_path)
-    with pytest.raises(hpctrain.UserError, match="'num_samples': 4.*'num_samples': 3"):
+    with pytest.raises(hpctrain.UserError, match=r"'num_samples': 4.*'num_samples': 3"):
         fit(Tiny(), data=(1.0, 2.0, 3.0), run_dir=tmp_path, max_steps=4)
-    with pytest.raises(hpctrain.UserError, match="'seed': 0.*'seed': 5"):
+    with pytest.raises(hpctrain.UserError, match=r"'seed': 0.*'seed': 5"):
         fit(Tiny(), run_dir=tmp_path, max_steps=4, seed=5)
 
 
