@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-#: Stops in a row, with no new checkpoint between them, after which a run is taken for one that gets nowhere.
+#: Short stops in a row, with no new checkpoint between them, after which a run is taken to get nowhere.
 MAX_STOPS = 10
+#: An attempt that lasted longer than this may have got somewhere: a script may save without our knowing.
+SHORT_ATTEMPT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class History:
     failures: int = 0
     """Crashes in a row, with no new checkpoint between them."""
     stops: int = 0
-    """Agreed stops in a row, with no new checkpoint between them."""
+    """Short attempts in a row that ended with a stop, with no new checkpoint between them."""
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
@@ -34,7 +36,7 @@ class History:
                 case "failure" if event.get("rank") is not None:
                     failures += 1
                 case "requeue":
-                    stops += 1
+                    stops = stops + 1 if event["seconds"] < SHORT_ATTEMPT_S else 0
         return cls(failures, stops)
 
 

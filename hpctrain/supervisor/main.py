@@ -49,7 +49,7 @@ class Supervisor:
         end_torn_line(self._run.events)
         self._await_submission()
         while True:
-            attempt = self._run.new_attempt()
+            attempt, begun = self._run.new_attempt(), time.monotonic()
             outcome, will, cause = self._attempt(attempt)
             history = History.of(self._run.read_events())
             action = decide(history, outcome, will, self._spec.max_failures)
@@ -58,7 +58,7 @@ class Supervisor:
                 case Action.RESTART:
                     self._run.log_event("restart", attempt, cause=cause)
                 case Action.REQUEUE:
-                    self._run.log_event("requeue", attempt)
+                    self._run.log_event("requeue", attempt, seconds=time.monotonic() - begun)
                     try:
                         if self._scheduler.requeue():
                             return self._wait_for_the_end()
@@ -187,7 +187,7 @@ class Supervisor:
 
 def _why(outcome: Outcome, history: History) -> str:
     if outcome is Outcome.STOPPED:
-        return f"{history.stops} stops in a row without a new checkpoint: the time between them is too short"
+        return f"{history.stops} stops in a row, each soon after the start and without a new checkpoint"
     return "the ranks did not save and leave before the time limit; submit with a longer --signal-lead"
 
 

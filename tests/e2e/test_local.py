@@ -6,9 +6,8 @@ import os
 import signal
 
 import pytest
+from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 from helpers import assert_no_process_left, wait_for
-
-from runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
 WORLD_SIZE = 4

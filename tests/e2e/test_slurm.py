@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 from helpers import assert_no_process_left, run_command, wait_for
-
-from runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
 WORLD_SIZE = 8

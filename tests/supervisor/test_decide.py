@@ -37,7 +37,7 @@ def event(kind, **fields):
     return {"kind": kind, **fields}
 
 
-FAILURE, REQUEUE = event("failure", rank=1), event("requeue")
+FAILURE, REQUEUE = event("failure", rank=1), event("requeue", seconds=20.0)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,8 @@ FAILURE, REQUEUE = event("failure", rank=1), event("requeue")
         ([event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), FAILURE], History(failures=2)),
         ([REQUEUE, REQUEUE, FAILURE], History(failures=1, stops=2)),
         ([FAILURE, REQUEUE, event("submitted")], History()),
+        # A script that saves by its own means is not given up because it is preempted every hour.
+        ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
         ([event("failure", cause="a checkpoint was not written")], History()),
     ],
 )

@@ -1,0 +1,60 @@
+"""Faults at random moments, again and again: start-up, steps, saves, validation, the end. Takes minutes."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from e2e_runs import Run, any_rank, assert_undisturbed, submit
+from helpers import assert_no_process_left, wait_for
+
+ROUNDS = 20
+LOCAL = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
+SLURM = ["--nodes", "2", "--gpus-per-node", "2"]
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", {}, LOCAL, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+@pytest.fixture(params=["local", "slurm"])
+def place(request):
+    """(variables, options) of the place to run in."""
+    if request.param == "local":
+        return {}, LOCAL
+    return request.getfixturevalue("slurm").env, SLURM
+
+
+@pytest.mark.parametrize("_round", range(ROUNDS))
+def test_stopped_at_a_random_moment(place, reference, tmp_path, _round):
+    run = disturbed(place, tmp_path)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.parametrize("_round", range(ROUNDS))
+def test_rank_killed_at_a_random_moment(place, reference, tmp_path, _round):
+    run = disturbed(place, tmp_path)
+    victim = any_rank(4)
+    if victim in run.ranks():
+        run.kill_rank(victim)
+    assert run.wait() == 0
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
+
+
+def disturbed(place, tmp_path) -> Run:
+    """A run at a random moment of its life: four ranks take some four seconds to start, and six to train."""
+    env, shape = place
+    run = submit(tmp_path / "run", env, shape, step_s=0.1)
+    wait_for(lambda: run.events("started"), 60, "the start of the workers")
+    time.sleep(random.SystemRandom().uniform(0, 10))
+    return run

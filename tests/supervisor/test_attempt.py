@@ -1,0 +1,119 @@
+"""The watch over a step, with a step that only pretends: what is done when an end does not come."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+
+import pytest
+
+from hpctrain.supervisor import attempt
+from hpctrain.supervisor.attempt import Watch
+from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.scheduler import LocalJob, SlurmJob
+from hpctrain.supervisor.step import Signalled, StepEnded, TaskExit
+
+
+class PretendStep:
+    """Notes what it is told; ends when killed, unless it is stubborn."""
+
+    def __init__(self, events, stubborn=False):
+        self.events, self.stubborn = events, stubborn
+        self.signals: list[signal.Signals] = []
+        self.killed = False
+
+    def signal(self, number):
+        self.signals.append(number)
+
+    def kill(self):
+        self.killed = True
+        if not self.stubborn:
+            self.events.put(StepEnded(137))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _short_limits(monkeypatch):
+    for name in ("_LAST_WORDS_S", "_FOLLOW_S", "_GRACE_S", "_KILL_LIMIT_S"):
+        monkeypatch.setattr(attempt, name, 0.05)
+
+
+class Local(LocalJob):
+    def __init__(self):
+        self.time_limit_s = None
+
+
+def watch(*happened, scheduler=None, stubborn=False, ends_in=None, lead=0.1):
+    events = queue.SimpleQueue()
+    for event in happened:
+        events.put(event)
+    step = PretendStep(events, stubborn)
+    ends_at = None if ends_in is None else time.monotonic() + ends_in
+    watching = Watch(events=events, scheduler=scheduler or Local(), ends_at=ends_at, signal_lead_s=lead)
+    return watching.until_end(step), step, watching
+
+
+def test_all_done():
+    outcome, step, _ = watch(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
+    assert outcome is Outcome.DONE
+    assert not step.killed
+
+
+def test_peers_of_a_failed_rank_are_not_waited_for():
+    outcome, step, watching = watch(TaskExit(3, None, signal.SIGKILL))
+    assert outcome is Outcome.FAILED
+    assert step.killed
+    assert [task.rank for task in watching.exits] == [3]
+
+
+def test_ranks_that_do_not_follow_a_stop_are_ended_and_the_stop_counts():
+    outcome, step, _ = watch(TaskExit(0, 75))
+    assert outcome is Outcome.STOPPED
+    assert step.killed
+
+
+def test_a_step_that_could_not_start_has_failed():
+    assert watch(StepEnded(1, "srun: error: Unable to create step"))[0] is Outcome.FAILED
+
+
+def test_preemption_here_is_passed_on_and_ranks_that_ignore_it_are_ended():
+    outcome, step, _ = watch(Signalled(signal.SIGUSR2))
+    assert step.signals == [signal.SIGTERM]
+    assert step.killed
+    assert outcome is Outcome.STOPPED
+
+
+def test_slurms_own_signal_is_not_passed_on():
+    scheduler = SlurmJob({"SLURM_JOB_ID": "1"})
+    outcome, step, watching = watch(
+        Signalled(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), scheduler=scheduler
+    )
+    assert step.signals == []
+    assert not step.killed
+    assert outcome is Outcome.STOPPED
+    assert watching.signals == [signal.SIGTERM]
+
+
+def test_time_limit_warns_and_then_ends():
+    outcome, step, _ = watch(ends_in=0.3, lead=0.2)
+    assert step.signals == [signal.SIGUSR2]
+    assert step.killed
+    assert outcome is Outcome.OUT_OF_TIME
+
+
+def test_a_step_that_survives_its_killing_is_an_error_and_not_a_hang():
+    with pytest.raises(TimeoutError, match="still there"):
+        watch(TaskExit(0, 1), stubborn=True)
+
+
+def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
+    from hpctrain.jobs.spec import JobSpec
+
+    spec = JobSpec(
+        script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
+    )
+    assert LocalJob(spec).job_id == str(os.getpid())
