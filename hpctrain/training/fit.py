@@ -92,6 +92,8 @@ class Fit:
             self._resume()
             self._module.train()
             steps = range(self.step + 1, self._last_step + 1)
+            if not steps:
+                self._progress.say(f"nothing left to train: step {self.step} of {self._last_step} is done")
             batches = training_batches(
                 train_dataset,
                 self._plan,
@@ -154,10 +156,10 @@ class Fit:
         self._latest = result.scalars
         self._strategy.align_buffers()
         if (stop or result.stop) and self.step < self._last_step:
-            self._write(self.step, self._latest)
+            self._write(self.step, self._latest, always=True)
             self._leave()
         self._validate_if_due()
-        self._write(self.step, self._latest)
+        self._write(self.step, self._latest, always=True)
         if save or result.save or self._cadence.due(self.step) or self.step == self._last_step:
             self._save()
 
@@ -184,12 +186,12 @@ class Fit:
         self._latest = {**self._latest, **self.validation}
         self._progress.say(f"step {self.step}: {format_scalars(self.validation)}")
 
-    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a step, if it is one to be logged: it has results of a boundary, or its number says so."""
+    def _write(self, step: int, scalars: Mapping[str, float], *, always: bool = False) -> None:
+        """Show a step, and log it if its number says so or it is `always` to be logged."""
         self._progress.show(step, scalars)
         if self._run is None or self._metrics is None:
             return
-        if step % self._settings.log_every == 0 or scalars is self._latest:
+        if always or step % self._settings.log_every == 0:
             self._metrics.write(step, self._plan.epoch(step), scalars)
 
     def _save(self) -> bool:
@@ -265,7 +267,7 @@ class Fit:
         validated = self._validated_step
         self._validate_if_due()
         if self._validated_step != validated:
-            self._write(self.step, self._latest)
+            self._write(self.step, self._latest, always=True)
 
     def _leave(self) -> NoReturn:
         """Save and leave: the job was told to stop. All ranks must call this."""

@@ -20,6 +20,8 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
+#: For `CUDA_VISIBLE_DEVICES`; the tests of the GPU set it.
+VISIBLE_GPUS = ""
 SMALL = Path(__file__).with_name("small.py")
 
 
@@ -36,7 +38,12 @@ def train(run: Path, *words: str, ranks: int = 1) -> dict:
 
 def variables(run: Path) -> dict[str, str]:
     """The number of threads is among what the last bit of a result depends on."""
-    return {"HPCTRAIN_RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {
+        "HPCTRAIN_RUN_DIR": str(run),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": VISIBLE_GPUS,
+    }
 
 
 def losses(run: Path) -> dict[int, float]:
