@@ -22,7 +22,7 @@ _PROBE_TIMEOUT_S = 5
 _TIMEOUT_S = 60
 
 # Columns of `squeue -O`: fixed width, since no separator is safe from values. 22.05 cuts to the width.
-_COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60, "StartTime": 24}
+_COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60, "EligibleTime": 24}
 #: A requeued job that starts within the second in which it was stopped fails with "Job credential revoked".
 _REQUEUE_PAUSE_S = 2
 
@@ -128,11 +128,11 @@ class SlurmBackend:
             for width in _COLUMNS.values():
                 cells.append(line[start : start + width].strip())
                 start += width
-            job_id, words, restarts, reason, start_time = cells
+            job_id, words, restarts, reason, eligible_at = cells
             state = from_slurm(words)
             # Since 22.05 a requeued job waits two minutes with the reason BeginTime.
             requeued = state is RunState.PENDING and reason == "BeginTime" and restarts not in ("", "0")
-            held = requeued and not _is_about_to_start(start_time)
+            held = requeued and not _is_about_to_start(eligible_at)
             more = [word for word in (words, reason) if word not in ("", "None", state)]
             views[job_id] = JobView(state, ", ".join(more), held)
         return views
@@ -195,10 +195,10 @@ class SlurmBackend:
         return done.stdout
 
 
-def _is_about_to_start(start_time: str) -> bool:
+def _is_about_to_start(eligible_at: str) -> bool:
     """Whether a job's begin time is so near that its hold must have been lifted already."""
     try:
-        begin = datetime.fromisoformat(start_time)
+        begin = datetime.fromisoformat(eligible_at)
     except ValueError:
         return False
     return (begin - datetime.now()).total_seconds() <= 2 * _REQUEUE_PAUSE_S
