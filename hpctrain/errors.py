@@ -11,6 +11,7 @@
     ├── RunFailed                 exit 4: the run ended without success
     ├── WaitTimeout               exit 1: what was waited for has not come yet
     └── CheckpointError           exit 1: a checkpoint could not be written or read
+        └── BrokenCheckpoint      a part of it is missing or changed
 
 A message says what is wrong with both values, where each came from, and what to do next.
 The command line turns an error into one line on stderr and `exit_code`; nobody else translates.
@@ -66,3 +67,7 @@ class WaitTimeout(HpctrainError, TimeoutError):
 
 class CheckpointError(HpctrainError):
     """A checkpoint could not be written or read."""
+
+
+class BrokenCheckpoint(CheckpointError):
+    """A checkpoint is not what was written: a part is missing or changed."""

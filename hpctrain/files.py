@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -39,11 +40,16 @@ def fsync_folder(folder: Path) -> None:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line, in one write, so that writers on a host do not mix."""
-    line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    """Append one JSON object as one line, in one write, so that writers on a host do not mix.
+
+    Raises:
+        OSError: the file cannot be written, or only in part: the disk is full.
+    """
+    line = (json.dumps(record) + "\n").encode("ascii")
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        os.write(fd, line)
+        if (written := os.write(fd, line)) != len(line):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes could be written", str(path))
     finally:
         os.close(fd)
 

@@ -27,6 +27,8 @@ EventKind = Literal[
 #: Variables that tell a rank where its run lives and which start this is.
 RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
+#: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
+LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import BrokenCheckpoint, CheckpointError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import step_name, steps_in
 
@@ -51,11 +51,20 @@ class Manifest:
         """The manifest in `folder`.
 
         Raises:
-            CheckpointError: there is none, or it cannot be understood.
+            BrokenCheckpoint: there is none, or it is garbled.
+            CheckpointError: it cannot be read now, or was written by another version.
         """
         path = folder / MANIFEST_NAME
         try:
-            record = json.loads(path.read_bytes())
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise BrokenCheckpoint(
+                f"{folder} has no {MANIFEST_NAME}: its writing was never finished."
+            ) from None
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        try:
+            record = json.loads(content)
             if record["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {record['format']!r}; this hpctrain reads format {_FORMAT}. "
@@ -65,29 +74,28 @@ class Manifest:
                 FileEntry(str(f["name"]), int(f["bytes"]), int(f["crc32"])) for f in record["files"]
             )
             return cls(int(record["step"]), int(record["world_size"]), float(record["time"]), files)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{folder} has no {MANIFEST_NAME}: its writing was never finished."
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise BrokenCheckpoint(f"{path} is garbled: {type(error).__name__}: {error}.") from error
 
     def verify(self, folder: Path) -> None:
         """Compare every file in `folder` with its size and checksum.
 
         Raises:
-            CheckpointError: a file is missing, shorter, longer or changed; the message names it.
+            BrokenCheckpoint: a file is missing, shorter, longer or changed; the message names it.
+            CheckpointError: a file cannot be read now.
         """
         for entry in self.files:
             path = folder / entry.name
             try:
                 found = checksum(path)
+            except FileNotFoundError:
+                raise BrokenCheckpoint(f"{path} is missing; the manifest lists it.") from None
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+                raise _unreadable(path, error) from error
             if found.bytes != entry.bytes:
-                raise CheckpointError(f"{path} has {found.bytes} bytes; the manifest says {entry.bytes}.")
+                raise BrokenCheckpoint(f"{path} has {found.bytes} bytes; the manifest says {entry.bytes}.")
             if found.crc32 != entry.crc32:
-                raise CheckpointError(
+                raise BrokenCheckpoint(
                     f"{path} has CRC {found.crc32:08x}; the manifest says {entry.crc32:08x}."
                 )
 
@@ -110,13 +118,21 @@ def verified(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`, with every file compared.
 
     Raises:
-        CheckpointError: the checkpoint is not whole; the message says why.
+        BrokenCheckpoint: the checkpoint is not whole; the message says why.
+        CheckpointError: whether it is whole cannot be told now.
     """
     manifest = Manifest.read(folder)
     if step_name(manifest.step) != folder.name:
-        raise CheckpointError(f"{folder} holds the manifest of step {manifest.step}.")
+        raise BrokenCheckpoint(f"{folder} holds the manifest of step {manifest.step}.")
     manifest.verify(folder)
     return manifest
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error.strerror}. Nothing was changed. "
+        "See to the file system, and start again."
+    )
 
 
 def committed_steps(checkpoints: Path) -> Iterator[int]:

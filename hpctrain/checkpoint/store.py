@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpctrain.checkpoint.manifest import FileEntry, Manifest, checksum, verified
 from hpctrain.checkpoint.tree import join_tree, split_tree
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import BrokenCheckpoint, CheckpointError
 from hpctrain.files import fsync_folder, write_atomic
 from hpctrain.rundir import step_name, steps_in
 
@@ -123,7 +123,7 @@ class CheckpointStore:
             says what is wrong, and where it lies now.
 
         Raises:
-            CheckpointError: the checkpoint that was found whole cannot be loaded.
+            CheckpointError: a checkpoint cannot be read now, or is of another format. Nothing was changed.
         """
         found, broken = self._on_main(self._find_newest, "checkpoints cannot be looked through")
         if found is None:
@@ -180,7 +180,7 @@ class CheckpointStore:
             folder = self._folder / step_name(step)
             try:
                 return (step, verified(folder).world_size), broken
-            except CheckpointError as error:
+            except BrokenCheckpoint as error:
                 broken.append(f"{error} It was set aside as {_set_aside(folder).name}.")
         return None, broken
 

@@ -41,6 +41,13 @@ class _LazyGroup(click.Group):
         except HpctrainError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            # The reader of our output has seen enough; click ends quietly.
+            raise
+        except OSError as error:
+            where = f"{str(error.filename)!r}: " if error.filename else ""
+            click.echo(f"Error: {where}{error.strerror or error}. See to it, and try again.", err=True)
+            ctx.exit(HpctrainError.exit_code)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

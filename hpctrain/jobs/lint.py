@@ -18,7 +18,13 @@ def check_files(spec: JobSpec) -> None:
         SpecError: one of them cannot.
     """
     _check_script(Path(spec.script))
-    _check_run_folder(RunDir(Path(spec.run_dir)))
+    try:
+        _check_run_folder(RunDir(Path(spec.run_dir)))
+    except OSError as error:
+        raise SpecError(
+            f"The run folder {spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
+            "Choose another."
+        ) from error
 
 
 def _check_script(script: Path) -> None:

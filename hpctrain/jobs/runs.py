@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,7 +182,11 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
         RunNotFound: there is none.
     """
     for folder in (runs_dir / run, Path(run).absolute()):
-        if RunDir(folder).spec.is_file():
+        try:
+            found = RunDir(folder).spec.is_file()
+        except OSError as error:
+            raise RunNotFound(f"The run {run!r} cannot be looked at: {_trouble(error)}.") from error
+        if found:
             return Run(RunDir(folder.absolute()), environ)
     from difflib import get_close_matches
 
@@ -193,13 +198,26 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
 
 
 def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
-    """All runs in `runs_dir`, the one submitted first comes first."""
+    """All runs in `runs_dir`, the one submitted first comes first; those that may not be seen are left out.
+
+    Raises:
+        RunNotFound: the folder cannot be read.
+    """
     try:
-        folders = [folder.absolute() for folder in runs_dir.iterdir() if RunDir(folder).spec.is_file()]
+        folders = [folder.absolute() for folder in runs_dir.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    folders.sort(key=lambda folder: (RunDir(folder).spec.stat().st_mtime, folder.name))
-    return [Run(RunDir(folder), environ) for folder in folders]
+    except OSError as error:
+        raise RunNotFound(f"The runs (--runs-dir) cannot be listed: {_trouble(error)}.") from error
+    submitted: list[tuple[float, str, Path]] = []
+    for folder in folders:
+        with suppress(OSError):
+            submitted.append((RunDir(folder).spec.stat().st_mtime, folder.name, folder))
+    return [Run(RunDir(folder), environ) for _, _, folder in sorted(submitted)]
+
+
+def _trouble(error: OSError) -> str:
+    return f"{error.strerror}: {error.filename!r}"
 
 
 def _backend_of(record: Record, environ: Mapping[str, str]) -> Backend:

@@ -8,6 +8,7 @@ there is nothing to save, and the rank leaves at once, asking to be continued.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -64,5 +65,6 @@ def leave_on_stop() -> None:
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    print(f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.", file=sys.stderr)
+    # Not print: the signal may have come in the middle of one.
+    os.write(2, f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.\n".encode())
     raise SystemExit(EXIT_CONTINUE)

@@ -128,4 +128,6 @@ class Watch:
             return Outcome.FAILED
         if Ending.CONTINUE in endings or (self._killed and self.signals):
             return Outcome.STOPPED
-        return Outcome.DONE if self.end.returncode == 0 else Outcome.FAILED
+        if self.end.returncode == 0:
+            return Outcome.DONE
+        return Outcome.FAILED if self.exits or self._killed else Outcome.NOT_STARTED

@@ -36,7 +36,7 @@ class History:
                 case "failure" if event.get("rank") is not None:
                     failures += 1
                 case "requeue":
-                    stops = stops + 1 if event["seconds"] < SHORT_ATTEMPT_S else 0
+                    stops = stops + 1 if event.get("seconds", 0.0) < SHORT_ATTEMPT_S else 0
         return cls(failures, stops)
 
 
@@ -48,7 +48,9 @@ class Outcome(Enum):
     STOPPED = "stopped"
     """The ranks were told to stop and left, to be continued."""
     FAILED = "failed"
-    """A rank crashed, or the step could not be started."""
+    """A rank crashed."""
+    NOT_STARTED = "not started"
+    """The scheduler did not start the step: a node is broken, perhaps."""
     OUT_OF_TIME = "out of time"
     """The ranks did not leave before the time limit."""
 
@@ -77,7 +79,9 @@ class Action(Enum):
     FAIL = "fail"
 
 
-def decide(history: History, outcome: Outcome, will: Will, max_failures: int) -> Action:
+def decide(
+    history: History, outcome: Outcome, will: Will, max_failures: int, *, time_is_short: bool = False
+) -> Action:
     """The action that follows from how an attempt ended.
 
     Args:
@@ -85,6 +89,7 @@ def decide(history: History, outcome: Outcome, will: Will, max_failures: int) ->
         outcome: how the attempt ended.
         will: what the user and the scheduler want.
         max_failures: crashes in a row without a new checkpoint that end the run.
+        time_is_short: whether the ranks would be told to stop as soon as they are started again.
     """
     if outcome is Outcome.DONE:
         return Action.COMPLETE
@@ -95,7 +100,12 @@ def decide(history: History, outcome: Outcome, will: Will, max_failures: int) ->
     match outcome:
         case Outcome.STOPPED:
             return Action.REQUEUE if history.stops < MAX_STOPS else Action.FAIL
+        case Outcome.FAILED | Outcome.NOT_STARTED if history.failures >= max_failures:
+            return Action.FAIL
         case Outcome.FAILED:
-            return Action.RESTART if history.failures < max_failures else Action.FAIL
+            return Action.REQUEUE if time_is_short else Action.RESTART
+        case Outcome.NOT_STARTED:
+            # Other nodes may do, and the scheduler knows by then which of these does not.
+            return Action.REQUEUE
         case Outcome.OUT_OF_TIME:
             return Action.FAIL

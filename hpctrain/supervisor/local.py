@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from hpctrain.cluster import compress_hostlist
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import LIFELINE_VARIABLE
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 from hpctrain.telemetry.gpus import count_gpus
 
@@ -39,6 +40,7 @@ class LocalLauncher:
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // spec.world_size)),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             **self._chosen_by_user(),
+            **spec.env,
             **variables,
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": str(self._num_steps),
@@ -90,7 +92,7 @@ class LocalStep:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for task in tasks:
-                environ = {**task, "HPCTRAIN_LIFELINE_FD": str(reading)}
+                environ = {**task, LIFELINE_VARIABLE: str(reading)}
                 self._processes.append(
                     subprocess.Popen(
                         command,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import signal
@@ -11,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
-from hpctrain.files import end_torn_line
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.attempt import Watch
@@ -22,15 +22,12 @@ from hpctrain.supervisor.rendezvous import Rendezvous
 from hpctrain.supervisor.scheduler import LocalJob, Scheduler, SlurmJob
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
+from hpctrain.supervisor.submission import join_record
 
 log = logging.getLogger(__name__)
 
 #: After a requeue Slurm ends this process, which waits for that, lest the batch script end by itself.
 _REQUEUE_LIMIT_S = 60.0
-
-
-#: `hpctrain submit` records a job within milliseconds of its submission.
-_SUBMISSION_LIMIT_S = 10.0
 
 
 class Supervisor:
@@ -40,19 +37,21 @@ class Supervisor:
         self._run, self._spec = run, spec
         self._launcher, self._scheduler = launcher, scheduler
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._begun = time.monotonic()
 
     def run(self) -> int:
         """Start the workers as often as it takes. Returns the exit code of the job."""
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
-        end_torn_line(self._run.events)
-        self._await_submission()
+        if (exit_code := join_record(self._run, self._spec, self._scheduler.job_id)) is not None:
+            log.info("the run is complete; nothing is left to do")
+            return exit_code
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
             outcome, will, cause = self._attempt(attempt)
             history = History.of(self._run.read_events())
-            action = decide(history, outcome, will, self._spec.max_failures)
+            action = decide(
+                history, outcome, will, self._spec.max_failures, time_is_short=self._time_is_short()
+            )
             log.info("attempt %d: %s, %s: %s", attempt, outcome.value, will.value, action.value)
             match action:
                 case Action.RESTART:
@@ -68,7 +67,6 @@ class Supervisor:
                         return self._finish(
                             attempt, "FAILED", f"the state is saved, but the requeue failed: {error}"
                         )
-                    self._begun = time.monotonic()
                 case Action.LEAVE:
                     return EXIT_CONTINUE
                 case Action.COMPLETE:
@@ -78,37 +76,19 @@ class Supervisor:
                 case Action.FAIL:
                     return self._finish(attempt, "FAILED", cause or _why(outcome, history))
 
-    def _await_submission(self) -> None:
-        """Let the submission record this job first: all that follows in the record is told of the newest one.
-
-        A job script that was handed to Slurm by hand is recorded here.
-        """
-        deadline = time.monotonic() + _SUBMISSION_LIMIT_S
-        while time.monotonic() < deadline:
-            if any(
-                e["kind"] == "submitted" and e["job_id"] == self._scheduler.job_id
-                for e in self._run.read_events()
-            ):
-                return
-            time.sleep(0.02)
-        attempt = max(self._run.attempts(), default=-1) + 1
-        self._run.log_event("submitted", attempt, job_id=self._scheduler.job_id, backend=self._spec.backend)
-
     def _attempt(self, attempt: int) -> tuple[Outcome, Will, str | None]:
         """Start the workers and watch them to their end. Returns outcome, will, and a failure's cause."""
         spec = self._spec
-        limit = self._scheduler.time_limit_s
         watch = Watch(
             events=self._events,
             scheduler=self._scheduler,
-            ends_at=None if limit is None else self._begun + limit,
+            ends_at=self._scheduler.ends_job_at,
             signal_lead_s=spec.signal_lead_s,
         )
         # -P: a file of the user's folder that is named like a module must not be imported in its place.
-        command = [spec.python, "-P", "-m", "hpctrain.runtime.worker", spec.script, *spec.args]
+        command = [spec.python, "-P", "-m", "hpctrain.runtime.worker", json.dumps([spec.script, *spec.args])]
         with Rendezvous(self._launcher.address) as rendezvous:
             variables = {
-                **spec.env,
                 **rendezvous.variables,
                 RUN_DIR_VARIABLE: str(self._run.path),
                 ATTEMPT_VARIABLE: str(attempt),
@@ -123,8 +103,10 @@ class Supervisor:
                 outcome = watch.until_end(step)
             finally:
                 step.close()
-        cause = self._note_failure(attempt, watch) if outcome is Outcome.FAILED else None
-        if cause is None and outcome is Outcome.FAILED:
+        cause = None
+        if outcome is Outcome.NOT_STARTED:
+            cause = self._note_refusal(attempt, watch)
+        elif outcome is Outcome.FAILED and (cause := self._note_failure(attempt, watch)) is None:
             outcome = Outcome.STOPPED
         return outcome, self._will(watch.signals), cause
 
@@ -132,14 +114,18 @@ class Supervisor:
         """Record what went wrong; None where the failed ranks only lost peers that had been told to leave."""
         failures = collect(self._run, attempt, watch.exits, self._launcher.hosts, self._spec.tasks_per_node)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
-        if failures:
-            first = root_cause(failures)
-            if told_to_leave and first.is_peer_lost:
-                return None
-            return self._record(attempt, first, len(failures))
+        if not failures:
+            return "the step ended badly, and no rank said why"
+        first = root_cause(failures)
+        if told_to_leave and first.is_peer_lost:
+            return None
+        return self._record(attempt, first, len(failures))
+
+    def _note_refusal(self, attempt: int, watch: Watch) -> str:
         assert watch.end is not None
         cause = f"the step did not start: srun exited with {watch.end.returncode}: {watch.end.words}"
         self._run.log_event("failure", attempt, rank=-1, host=None, cause=cause, log=str(self._run.slurm_log))
+        log.error("attempt %d: %s", attempt, cause)
         return cause
 
     def _record(self, attempt: int, first: Failure, count: int) -> str:
@@ -164,6 +150,15 @@ class Supervisor:
         except SchedulerError as error:
             log.warning("%s Taking the job for one that goes on.", error)
             return Will.GO_ON
+
+    def _time_is_short(self) -> bool:
+        """Whether ranks that start now would be told to stop at once, or were told while none was there."""
+        try:
+            left = self._scheduler.seconds_left()
+        except SchedulerError as error:
+            log.warning("%s Taking the time to be enough.", error)
+            return False
+        return left is not None and left <= self._spec.signal_lead_s
 
     def _finish(self, attempt: int, state: str, cause: str | None = None) -> int:
         exit_code = {"COMPLETED": 0, "CANCELLED": 0}.get(state, RunFailed.exit_code)

@@ -24,7 +24,9 @@ class Rendezvous:
             OSError: no port can be bound.
         """
         self._address = address
-        self._socket: socket.socket | None = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        # The store asks nobody who they are: other hosts reach it only where ranks are there.
+        interface = address if address == "127.0.0.1" else ""
+        self._socket: socket.socket | None = socket.create_server((interface, 0), backlog=socket.SOMAXCONN)
         self._port: int = self._socket.getsockname()[1]
         self._store: Any = None
 

@@ -6,10 +6,12 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.spec import JobSpec
 
 #: Limit for one call of a Slurm command: longer than slurmctld's own MessageTimeout.
@@ -21,8 +23,6 @@ _JOB_STATE = re.compile(r"^\s+JobState=(\S+)", re.MULTILINE)
 class Scheduler(Protocol):
     """What the supervisor asks of the scheduler."""
 
-    #: Seconds until the job is ended, from the start of the supervisor; None where the scheduler sees to it.
-    time_limit_s: float | None
     #: Name of the job, as submission recorded it.
     job_id: str
     #: Signals to the supervisor, and which one the ranks then need; None where they have it already.
@@ -30,8 +30,15 @@ class Scheduler(Protocol):
     #: Signals by which the user, and not the scheduler, ends the job.
     cancels: frozenset[signal.Signals]
 
+    @property
+    def ends_job_at(self) -> float | None:
+        """When the supervisor has to end the job, on the monotonic clock; None where the scheduler does."""
+
     def is_ending_job(self) -> bool:
         """Whether the scheduler is ending the job, and so decides what follows."""
+
+    def seconds_left(self) -> float | None:
+        """Time until the job's limit; None where there is none, or nobody knows."""
 
     def requeue(self) -> bool:
         """Put the job back into the queue. True: this process is about to be ended. False: go on here.
@@ -44,7 +51,7 @@ class Scheduler(Protocol):
 class SlurmJob:
     """The job that this batch script belongs to."""
 
-    time_limit_s: float | None = None
+    ends_job_at: float | None = None
     # Slurm signals the steps itself; SIGTERM to the batch script says that it is ending the job.
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
     cancels: frozenset[signal.Signals] = frozenset()
@@ -56,6 +63,14 @@ class SlurmJob:
         """Whether the job is in any state but running. See `Scheduler.is_ending_job`."""
         match = _JOB_STATE.search(call_slurm(["scontrol", "show", "job", self.job_id]))
         return match is not None and match[1] != "RUNNING"
+
+    def seconds_left(self) -> float | None:
+        """What `squeue` says. See `Scheduler.seconds_left`."""
+        text = call_slurm(["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"]).strip()
+        try:
+            return parse_duration(text)
+        except SpecError:
+            return None  # UNLIMITED, NOT_SET, INVALID
 
     def requeue(self) -> bool:
         """`scontrol requeue`. See `Scheduler.requeue`."""
@@ -75,14 +90,25 @@ class LocalJob:
 
     def __init__(self, spec: JobSpec) -> None:
         self.job_id = str(os.getpid())
-        self.time_limit_s = spec.time_limit_s
+        self._limit_s = spec.time_limit_s
+        self._begun = time.monotonic()
+
+    @property
+    def ends_job_at(self) -> float | None:
+        """The end of the specification's time limit."""
+        return None if self._limit_s is None else self._begun + self._limit_s
 
     def is_ending_job(self) -> bool:
         """Never: nobody but the user ends a job here."""
         return False
 
+    def seconds_left(self) -> float | None:
+        """What is left of the specification's limit. See `Scheduler.seconds_left`."""
+        return None if self.ends_job_at is None else self.ends_job_at - time.monotonic()
+
     def requeue(self) -> bool:
-        """The queue is empty, so the job starts again at once, in this process."""
+        """The queue is empty, so the job starts again at once, in this process, with all its time."""
+        self._begun = time.monotonic()
         return False
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from hpctrain.cluster import expand_hostlist
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.supervisor.scheduler import COMMAND_LIMIT_S, call_slurm
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
@@ -41,6 +41,8 @@ class SrunLauncher:
     """Starts the ranks of a job step in the allocation of this batch script."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        if "SLURM_JOB_NODELIST" not in environ:
+            raise SpecError("SLURM_JOB_NODELIST is not set: this is no Slurm job. Hand job.sbatch to sbatch.")
         self.hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
         self.address = _address_of_this_host(self.hosts)
         self._spec = spec
@@ -67,6 +69,8 @@ class SrunLauncher:
         if spec.cpus_per_task is not None:
             # Since 22.05 srun does not take this over from sbatch.
             options.append(f"--cpus-per-task={spec.cpus_per_task}")
+        # By way of env: the user's variables are for the ranks, and not for srun.
+        command = ["/usr/bin/env", *(f"{name}={value}" for name, value in spec.env.items()), *command]
         return SrunStep(
             ["srun", *options, *command], {**threads, **self._environ, **variables}, self._job_id, emit
         )
@@ -116,7 +120,7 @@ class SrunStep:
             except subprocess.TimeoutExpired:
                 self._srun.kill()
                 self._srun.wait()
-        self._reader.join()
+        self._reader.join(COMMAND_LIMIT_S)
 
     def _steps(self) -> list[str]:
         listed = call_slurm(["squeue", "--noheader", "--steps", f"--jobs={self._job_id}", "--format=%i"])

@@ -195,7 +195,11 @@ class Fit:
             self._metrics.write(step, self._plan.epoch(step), scalars)
 
     def _save(self) -> bool:
-        """Save the state after this step; where that fails, say so and train on. All ranks must call this."""
+        """Save the state after this step; where that fails, say so and train on. All ranks must call this.
+
+        Raises:
+            CheckpointError: the last step's state could not be saved: without it the run has no result.
+        """
         if self._run is None:
             return False
         state = {
@@ -211,6 +215,8 @@ class Fit:
             saved = self._store.save(self.step, state, rng.capture())
         except CheckpointError as error:
             self._log_event("failure", cause=str(error))
+            if self.step == self._last_step:
+                raise
             self._progress.say(f"hpctrain: {error} Training goes on; the checkpoints before it stand.")
             return False
         self._cadence.saved(saved.seconds)

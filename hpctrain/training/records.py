@@ -19,7 +19,7 @@ class MetricsFile:
         end_torn_line(self._path)
 
     def write(self, step: int, epoch: int, scalars: Mapping[str, float]) -> None:
-        record = {"step": step, "epoch": epoch, **scalars, "time": time.time(), "attempt": self._attempt}
+        record = {**scalars, "step": step, "epoch": epoch, "time": time.time(), "attempt": self._attempt}
         append_json_line(self._path, record)
 
 

@@ -59,9 +59,8 @@ class StepReport:
             team.device, non_blocking=True
         )
         # A rank without samples went through the motions on one that is not its own; 0 · inf would be nan.
-        values = [
-            s.detach().double() * share if share else torch.zeros_like(s).double() for s in scalars.values()
-        ]
+        parts = [scalar.detach().to(team.device).double() for scalar in scalars.values()]
+        values = [part * share if share else torch.zeros_like(part) for part in parts]
         self._sum = torch.cat([flags, torch.stack(values)])
         self._pending = dist.all_reduce(self._sum, async_op=True) if team.is_distributed else None
 

@@ -18,6 +18,9 @@ from hpctrain.training.order import SampleOrder
 from hpctrain.training.rng import seed_all
 from hpctrain.training.settings import Settings
 
+#: Folders of runs, from the environment, that this process has trained into.
+_TRAINED: set[str] = set()
+
 
 class Trainer(Settings):
     """Trains a `Module` on any number of ranks with the result of one.
@@ -52,7 +55,8 @@ class Trainer(Settings):
 
         Raises:
             SystemExit: with code 75, when the job was told to stop and the state is saved.
-            UserError: a data set is empty or has no length.
+            UserError: a data set is empty or has no length, or this is the second training of a process
+                in the run's own folder.
         """
         plan = BatchPlan(
             SampleOrder(_size(train_dataset, "train_dataset"), self.seed), self.global_batch_size
@@ -77,8 +81,24 @@ class Trainer(Settings):
                 self.step, self.metrics = fit.step, fit.validation
 
     def _find_run(self) -> RunDir | None:
-        path = self.run_dir or os.environ.get(RUN_DIR_VARIABLE)
-        return RunDir(Path(path).absolute()) if path else None
+        """The folder to write into: the one that was set, else the run's own, which holds one training.
+
+        Raises:
+            UserError: this process has trained into the run's own folder before.
+        """
+        if self.run_dir:
+            return RunDir(Path(self.run_dir).absolute())
+        own = os.environ.get(RUN_DIR_VARIABLE)
+        if not own:
+            return None
+        if own in _TRAINED:
+            raise UserError(
+                f"fit() was called before in this process, and {own} ({RUN_DIR_VARIABLE}) "
+                "holds its checkpoints. "
+                "Give one of the trainers a folder of its own: Trainer(run_dir=…)."
+            )
+        _TRAINED.add(own)
+        return RunDir(Path(own).absolute())
 
 
 def _size(dataset: Any, name: str) -> int:

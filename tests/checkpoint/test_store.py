@@ -91,6 +91,22 @@ def test_broken_newest_is_named_and_set_aside_and_the_one_before_is_used(tmp_pat
     assert store.load_newest()[0].step == 10
 
 
+@pytest.mark.parametrize("trouble", ["another format", "a folder in place of the file"])
+def test_what_cannot_be_judged_is_an_error_and_stays_where_it_is(tmp_path, trouble):
+    store = CheckpointStore(tmp_path)
+    save(store, 5)
+    folder = save(store, 10).path
+    if trouble == "another format":
+        record = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**record, "format": 2}))
+    else:  # any error of reading; permissions do not stop root
+        (folder / "state.json").unlink()
+        (folder / "state.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"format 2|Nothing was changed"):
+        store.load_newest()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000010"]
+
+
 def test_every_flipped_byte_of_a_file_is_noticed(tmp_path):
     folder = CheckpointStore(tmp_path).save(1, {"x": torch.zeros(3)}, {}).path
     for name in ("state.json", ".metadata"):

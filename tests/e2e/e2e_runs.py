@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers import environment, run_command, run_processes, wait_for
+from helpers import run_command, run_processes, wait_for
 from job import dataset
 
 from hpctrain.files import read_json_lines
@@ -122,8 +122,40 @@ def _sample_records(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
             yield attempt, record
 
 
+WORDS = [
+    *(":", "--", "--nodes=3", "-J", "", " ", "two  words", "'", '"', "\\", "%j %%", "é ü 漢 🏖", "{{ x }}"),
+    *("$(touch executed)", "`touch executed`", "; touch executed", "&& touch executed"),
+    *("a\nb", "\n#SBATCH --job-name=executed\n"),
+]
+
+DUMP = """
+import json, os, sys
+from pathlib import Path
+record = [sys.argv[1:], {name: value for name, value in os.environ.items() if name.startswith("WORD_")}]
+Path(os.environ["HPCTRAIN_RUN_DIR"], f"dump-{os.environ['RANK']}.json").write_text(json.dumps(record))
+"""
+
+
+def check_words(shape: list[str], env: Mapping[str, str], tmp_path: Path) -> None:
+    """Pass hostile words in every place that takes any, and compare what the ranks got."""
+    folder = tmp_path / "a 'b' \"c\" $(touch executed) ; #SBATCH %j"
+    folder.mkdir()
+    script = folder / "train '$(touch executed)';\n.py"
+    script.write_text(DUMP)
+    run = Run(folder / "run", env)
+    variables = {f"WORD_{i}": word for i, word in enumerate(WORDS)}
+    options = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    done = run_command(
+        [sys.executable, "-m", "hpctrain", "submit", *shape, *options, "--run-dir", run.path, script, *WORDS],
+        env,
+        cwd=folder,
+    )
+    assert done.returncode == 0
+    assert run.wait() == 0
+    for rank in range(2):
+        assert json.loads((run.path / f"dump-{rank}.json").read_text()) == [WORDS, variables]
+    assert list(tmp_path.rglob("executed*")) == []
+
+
 def any_rank(world_size: int) -> int:
     return random.SystemRandom().randrange(world_size)
-
-
-__all__ = ["Run", "any_rank", "assert_undisturbed", "environment", "submit"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
-from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
-from helpers import assert_no_process_left, wait_for
+from e2e_runs import JOB, LAST_STEP, Run, any_rank, assert_undisturbed, check_words, submit
+from helpers import assert_no_process_left, environment, wait_for
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
 WORLD_SIZE = 4
@@ -86,6 +87,37 @@ def test_cancel_saves_and_leaves_no_process_and_the_run_can_be_continued_on_thre
     assert {step: run.losses()[step] for step in range(1, stopped + 1)} == {
         step: undisturbed[step] for step in range(1, stopped + 1)
     }
+
+
+def test_words_of_any_kind_arrive_untouched_and_none_is_executed(tmp_path):
+    check_words(["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"], {}, tmp_path)
+
+
+def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_path):
+    env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
+    run = submit(tmp_path / "run", env, ["--backend", "local", "--tasks-per-node", "2"], step_s=0.0)
+    assert run.wait() == 0
+    assert sorted(path.name for path in run.dir.attempt_logs(0).iterdir()) == [
+        "rank-00000.log",
+        "rank-00001.log",
+    ]
+    assert len(list((run.path / "samples").iterdir())) == 2
+
+
+def test_a_script_started_by_hand_is_known_and_a_second_one_refused(tmp_path):
+    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    script = ["bash", str(run.dir.job_script)]
+    with subprocess.Popen(script, cwd=run.path, env=environment(), stdout=subprocess.DEVNULL) as process:
+        wait_for(
+            lambda: run.events("submitted")[-1]["job_id"] == str(process.pid), 30, "the record of the job"
+        )
+        assert run.status()["state"] == "RUNNING"
+        refused = run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), check=False)
+        assert refused.returncode == 2
+        assert "still going" in refused.stderr
+        assert process.wait(60) == 0
+    assert run.status()["state"] == "COMPLETED"
 
 
 def test_corrupted_newest_checkpoint_is_named_and_the_one_before_is_used(reference, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
+from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, check_words, submit
 from helpers import assert_no_process_left, run_command, wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
@@ -76,6 +76,30 @@ def test_cancel_leaves_no_process(slurm, tmp_path):
     wait_for(lambda: run.status()["state"] == "CANCELLED", 30, "the state CANCELLED")
     assert_no_process_left(run.path, timeout=30)
     assert run.events("requeue") == []
+    assert run.events("signal")[0]["saved"] is True
+
+
+def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.5)
+    run.wait_for_step(2)
+    run_command(["scancel", run.events("submitted")[0]["job_id"]], slurm.env)
+    wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
+    assert_no_process_left(run.path, timeout=30)
+    assert run.events("requeue") == []
+
+
+def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, reference):
+    job_id = reference.events("submitted")[0]["job_id"]
+    run_command(["scontrol", "requeue", job_id], slurm.env)
+    run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
+    said = "the run is complete; nothing is left to do"
+    wait_for(lambda: said in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
+    assert reference.dir.attempts() == [0]
+    assert reference.status()["state"] == "COMPLETED"
+
+
+def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path):
+    check_words(["--nodes", "2", "--tasks-per-node", "1"], slurm.env, tmp_path)
 
 
 def test_user_error_ends_the_run_after_three_attempts_with_its_cause(slurm, tmp_path):

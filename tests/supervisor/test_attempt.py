@@ -44,7 +44,7 @@ def _short_limits(monkeypatch):
 
 class Local(LocalJob):
     def __init__(self):
-        self.time_limit_s = None
+        self._limit_s = None
 
 
 def watch(*happened, scheduler=None, stubborn=False, ends_in=None, lead=0.1):
@@ -76,8 +76,8 @@ def test_ranks_that_do_not_follow_a_stop_are_ended_and_the_stop_counts():
     assert step.killed
 
 
-def test_a_step_that_could_not_start_has_failed():
-    assert watch(StepEnded(1, "srun: error: Unable to create step"))[0] is Outcome.FAILED
+def test_a_step_that_could_not_start():
+    assert watch(StepEnded(1, "srun: error: Unable to create step"))[0] is Outcome.NOT_STARTED
 
 
 def test_preemption_here_is_passed_on_and_ranks_that_ignore_it_are_ended():

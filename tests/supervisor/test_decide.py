@@ -24,6 +24,9 @@ from hpctrain.supervisor.step import Ending, TaskExit
         (Outcome.FAILED, Will.GO_ON, History(failures=1), Action.RESTART),
         (Outcome.FAILED, Will.GO_ON, History(failures=2), Action.RESTART),
         (Outcome.FAILED, Will.GO_ON, History(failures=3), Action.FAIL),
+        (Outcome.NOT_STARTED, Will.GO_ON, History(failures=2), Action.REQUEUE),
+        (Outcome.NOT_STARTED, Will.GO_ON, History(failures=3), Action.FAIL),
+        (Outcome.NOT_STARTED, Will.LEAVE, History(failures=1), Action.LEAVE),
         (Outcome.FAILED, Will.CANCEL, History(failures=1), Action.CANCEL),
         (Outcome.FAILED, Will.LEAVE, History(failures=1), Action.LEAVE),
         (Outcome.OUT_OF_TIME, Will.GO_ON, History(), Action.FAIL),
@@ -31,6 +34,11 @@ from hpctrain.supervisor.step import Ending, TaskExit
 )
 def test_every_row(outcome, will, history, action):
     assert decide(history, outcome, will, max_failures=3) is action
+
+
+def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here():
+    assert decide(History(failures=1), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True) is Action.REQUEUE
+    assert decide(History(failures=3), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True) is Action.FAIL
 
 
 def event(kind, **fields):

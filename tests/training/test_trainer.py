@@ -225,12 +225,27 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path):
         fit(other, run_dir=tmp_path, max_steps=4)
 
 
-def test_a_save_that_fails_is_said_and_training_goes_on(tmp_path, capsys):
+def test_a_save_that_fails_is_said_and_training_goes_on_but_the_last_one_is_an_error(tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("in the way")
-    trainer = fit(Tiny(), run_dir=tmp_path)
+    # It goes on to the last step, whose state is the result of the run.
+    with pytest.raises(hpctrain.CheckpointError, match="step 2 cannot be begun"):
+        fit(Tiny(), run_dir=tmp_path, checkpoint_every=1)
+    assert "step 1 cannot be begun" in (said := capsys.readouterr().out)
+    assert "Training goes on" in said
+    assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure", "failure"]
+
+
+def test_a_second_training_does_not_take_the_first_ones_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
+    fit(Tiny())
+    with pytest.raises(hpctrain.UserError, match=r"holds its checkpoints.*Trainer\(run_dir="):
+        fit(Tiny())
+    assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
+
+
+def test_scalars_may_be_plain_numbers():
+    trainer = fit(Tiny(output=lambda w: {"loss": w.sum(), "lr": 0.1}))
     assert trainer.step == 2
-    assert "Training goes on" in capsys.readouterr().out
-    assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure"]
 
 
 def test_without_a_run_folder_nothing_is_written(tmp_path, monkeypatch):
