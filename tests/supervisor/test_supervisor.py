@@ -1,0 +1,164 @@
+"""The supervisor over several attempts, with a launcher and a scheduler that only pretend."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor import submission
+from hpctrain.supervisor.main import Supervisor
+from hpctrain.supervisor.step import StepEnded, TaskExit
+
+KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
+STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
+DONE = [StepEnded(0)]
+
+
+class PretendStep:
+    def signal(self, number):
+        raise AssertionError("nothing to signal")
+
+    kill = close = lambda self: None
+
+
+class PretendLauncher:
+    """Each start brings the next of `attempts` about."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, attempts):
+        self.hosts = ["n1", "n2"]
+        self.attempts = list(attempts)
+
+    def start(self, command, variables, emit):
+        for event in self.attempts.pop(0):
+            emit(event)
+        return PretendStep()
+
+
+class PretendScheduler:
+    job_id = "7"
+    ends_job_at = None
+    cancels = frozenset()
+
+    def __init__(self, refuses=False, ending=False, left=None):
+        self.refuses, self.ending, self.left = refuses, ending, left
+        self.on_signal = {}
+        self.requeues = 0
+
+    def is_ending_job(self):
+        return self.ending and self.requeues > 0
+
+    def seconds_left(self):
+        return self.left
+
+    def requeue(self):
+        self.requeues += 1
+        if self.refuses:
+            raise SchedulerError("scontrol says: Requeue is disabled")
+        return False
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    run.log_event("submitted", 0, job_id="7", backend="slurm")
+    return run
+
+
+def supervise(run, attempts, scheduler=None):
+    spec = JobSpec(
+        script="/x.py",
+        name="x",
+        run_id="x",
+        run_dir=str(run.path),
+        backend="slurm",
+        nodes=2,
+        python="python",
+        workdir="/",
+    )
+    launcher = PretendLauncher(attempts)
+    code = Supervisor(run, spec, launcher, scheduler or PretendScheduler()).run()
+    assert launcher.attempts == []
+    return code
+
+
+def kinds(run):
+    return [event["kind"] for event in run.read_events()][1:]
+
+
+def finished(run):
+    return next(event for event in run.read_events() if event["kind"] == "finished")
+
+
+def test_crash_restart_done(run):
+    assert supervise(run, [KILLED, DONE]) == 0
+    assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
+    assert finished(run)["state"] == "COMPLETED"
+    assert run.failure(0, 1).exists()
+
+
+def test_three_crashes_end_the_run_with_the_cause(run):
+    assert supervise(run, [KILLED, KILLED, KILLED]) == 4
+    assert finished(run)["state"] == "FAILED"
+    assert "rank 1 on n2: SIGKILL" in finished(run)["cause"]
+
+
+def test_stop_requeue_done(run):
+    assert supervise(run, [STOPPED, DONE]) == 0
+    assert kinds(run) == ["started", "requeue", "started", "finished"]
+
+
+def test_a_refused_requeue_fails_in_the_schedulers_words(run):
+    assert supervise(run, [STOPPED], PretendScheduler(refuses=True)) == 4
+    assert (
+        "the state is saved, but the requeue failed: scontrol says: Requeue is disabled"
+        in finished(run)["cause"]
+    )
+
+
+def test_a_requeue_that_slurm_did_first_is_no_failure(run):
+    assert supervise(run, [STOPPED], PretendScheduler(refuses=True, ending=True)) == 75
+    assert "finished" not in kinds(run)
+
+
+def test_a_crash_shortly_before_the_time_limit_requeues(run):
+    scheduler = PretendScheduler(left=60.0)
+    assert supervise(run, [KILLED, DONE], scheduler) == 0
+    assert scheduler.requeues == 1
+
+
+def test_a_stop_after_a_request_to_cancel_is_the_end(run):
+    run.cancel_request.touch()
+    assert supervise(run, [STOPPED]) == 0
+    assert finished(run)["state"] == "CANCELLED"
+
+
+def test_a_step_that_does_not_start_is_requeued_three_times_at_most(run):
+    refused = [StepEnded(1, "srun: error: Unable to create step for job 7: Node down")]
+    assert supervise(run, [refused, refused, refused]) == 4
+    assert "Node down" in finished(run)["cause"]
+    assert kinds(run).count("requeue") == 2
+
+
+def test_a_completed_run_is_not_trained_again_but_a_failed_one_is(run):
+    run.log_event("finished", 0, state="COMPLETED", exit_code=0)
+    assert supervise(run, []) == 0
+    assert kinds(run) == ["finished"]
+    run.log_event("submitted", 1, job_id="7", backend="slurm")
+    run.log_event("finished", 1, state="FAILED", exit_code=4)
+    assert supervise(run, [DONE]) == 0
+    assert kinds(run)[-4:] == ["finished", "submitted", "started", "finished"]
+
+
+def test_a_job_that_nobody_recorded_is_recorded(run, monkeypatch):
+    monkeypatch.setattr(submission, "_RECORD_LIMIT_S", 0.1)
+    scheduler = PretendScheduler()
+    scheduler.job_id = "8"
+    assert supervise(run, [DONE], scheduler) == 0
+    assert kinds(run) == ["submitted", "started", "finished"]
