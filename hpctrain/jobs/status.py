@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.manifest import committed_steps
 from hpctrain.jobs.states import JobView, RunState
 from hpctrain.jobs.tail import last_records
-from hpctrain.rundir import RunDir, steps_in
+from hpctrain.rundir import RunDir
 
 #: Records of metrics.jsonl that are looked at for a loss: validation may write some without one.
 _RECORDS_SEARCHED = 100
@@ -59,11 +60,13 @@ class Record:
 
 
 def read_record(run: RunDir) -> Record:
-    """Read the events since the last submission."""
+    """Read the events since the last submission. An end that workers were started after is none."""
     last: dict[str, dict[str, Any]] = {}
     for event in run.read_events():
         if event.get("kind") == "submitted":
             last = {}
+        elif event.get("kind") == "started":
+            last.pop("finished", None)
         last[str(event.get("kind"))] = event
     return Record(run, last.get("submitted"), last.get("finished"), last.get("failure"))
 
@@ -143,8 +146,5 @@ def _last_metrics(path: Path) -> dict[str, Any]:
 
 
 def _newest_checkpoint(run: RunDir) -> str | None:
-    for step in reversed(steps_in(run.checkpoints)):
-        folder = run.checkpoint(step)
-        if (folder / "manifest.json").exists():
-            return str(folder)
-    return None
+    newest = next(committed_steps(run.checkpoints), None)
+    return None if newest is None else str(run.checkpoint(newest))

@@ -12,9 +12,11 @@ from typing import Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import try_lock, write_atomic
+from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.prepare import Submission, prepare
 from hpctrain.jobs.runs import Run
+from hpctrain.jobs.spec import BackendName
 from hpctrain.jobs.states import RunState
 from hpctrain.rundir import RunDir
 
@@ -32,14 +34,20 @@ def hand_over(submission: Submission) -> Run:
     spec = submission.spec
     folder = RunDir(Path(spec.run_dir))
     run = Run(folder, submission.environ)
-    with _claimed(run) as lock:
-        folder.logs.mkdir(exist_ok=True)
-        folder.cancel_request.unlink(missing_ok=True)
-        spec.save(folder.spec)
-        write_atomic(folder.job_script, submission.script)
-        attempt = max(folder.attempts(), default=-1) + 1
-        job_id = submission.backend.submit(spec, folder, lock)
-        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend)
+    try:
+        with _claimed(run) as lock:
+            folder.logs.mkdir(exist_ok=True)
+            folder.cancel_request.unlink(missing_ok=True)
+            spec.save(folder.spec)
+            write_atomic(folder.job_script, submission.script)
+            attempt = max(folder.attempts(), default=-1) + 1
+            job_id = submission.backend.submit(spec, folder, lock)
+            _record(folder, attempt, job_id, spec.backend)
+    except OSError as error:
+        raise SpecError(
+            f"The run folder {str(folder.path)!r} (--run-dir) cannot be written: {error.strerror}. "
+            "Choose another."
+        ) from error
     return run
 
 
@@ -65,28 +73,34 @@ def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: 
     return hand_over(submission)
 
 
+def _record(folder: RunDir, attempt: int, job_id: str, backend: BackendName) -> None:
+    try:
+        folder.log_event("submitted", attempt, job_id=job_id, backend=backend)
+    except OSError as error:
+        raise SubmissionUnclear(
+            f"Job {job_id} is submitted, but that cannot be recorded in {str(folder.events)!r}: "
+            f"{error.strerror}. See to the file system, and end the job where it should not go on."
+        ) from error
+
+
 @contextmanager
 def _claimed(run: Run) -> Iterator[int]:
     """Hold the lock of a run folder, made if need be, in which nothing is going on.
 
-    A folder that was made for a submission that failed is taken away again.
+    A folder that was made for a submission that failed is taken away again, but not from under a job that
+    may be queued.
     """
     folder = run.dir
     existed = folder.path.exists()
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(run)
-    except OSError as error:
-        raise SpecError(
-            f"The run folder {str(folder.path)!r} (--run-dir) cannot be written: {error.strerror}. "
-            "Choose another."
-        ) from error
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run)
     try:
         _refuse_going(run)
         os.ftruncate(lock, 0)
         yield lock
-    except BaseException:
-        if not existed:
+    except Exception as error:
+        # Other ends, such as Ctrl-C, may come while the scheduler takes the job.
+        if not existed and not isinstance(error, SubmissionUnclear):
             _remove_traces(folder)
         raise
     finally:

@@ -35,6 +35,10 @@ def test_help_names_every_command(hpctrain):
         (["submit", "nowhere.py"], "no script"),
         (["submit", "--run-dir", "/proc/run", "train.py"], "cannot be written"),
         (["status", "nothing"], "no run 'nothing'"),
+        (["submit", "--run-dir", "x" * 300, "train.py"], "File name too long"),
+        (["submit", "x" * 300], "File name too long"),
+        (["status", "x" * 300], "File name too long"),
+        (["list", "--runs-dir", "x" * 300], "File name too long"),
         (["logs", "nothing"], "no run 'nothing'"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],
@@ -46,6 +50,16 @@ def test_bad_input_ends_with_2_and_words(hpctrain, tmp_path, args, words):
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(hpctrain, tmp_path):
+    assert hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
+    (tmp_path / "r" / "events.jsonl").unlink()
+    (tmp_path / "r" / "events.jsonl").mkdir()
+    done = hpctrain("status", "r")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "events.jsonl': Is a directory" in line
 
 
 def test_slurm_that_does_not_answer_ends_with_3(hpctrain):

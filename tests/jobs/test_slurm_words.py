@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -171,6 +172,50 @@ def test_a_refusal_is_in_slurms_own_words_and_leaves_no_folder(commands, prepare
     ):
         hand_over(prepared(backend="slurm", run_dir="r", environ=commands.environ))
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("how", ["it hangs", "Socket timed out on send/recv operation"])
+def test_where_the_answer_is_lost_the_job_may_be_queued(commands, prepared, tmp_path, monkeypatch, how):
+    submission = prepared(backend="slurm", run_dir="r", name="a b", environ=commands.environ)
+    if how == "it hangs":
+        monkeypatch.setitem(SlurmBackend._run.__kwdefaults__, "timeout_s", 0.2)
+        (commands.folder / "sbatch").write_text("#!/bin/sh\nexec sleep 20\n")
+    else:
+        commands.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {how}\n", code=1)
+    with pytest.raises(SchedulerError, match="may be queued: look with `squeue --me --name='a b'`"):
+        hand_over(submission)
+    assert (tmp_path / "r" / "spec.yaml").exists()
+    assert (tmp_path / "r" / "job.sbatch").exists()
+
+
+def test_a_job_that_cannot_be_recorded_keeps_its_folder(commands, prepared, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "log_event", fail)
+    with pytest.raises(SchedulerError, match=r"Job 17 is submitted, but .*No space left"):
+        hand_over(prepared(backend="slurm", run_dir="r", environ=commands.environ))
+    assert (tmp_path / "r" / "spec.yaml").exists()
+
+
+def test_an_end_that_workers_were_started_after_is_none(commands, tmp_path):
+    run = Run(RunDir(tmp_path / "r"), commands.environ)
+    run.dir.path.mkdir()
+    run.dir.log_event("submitted", 0, job_id="17", backend="slurm")
+    run.dir.log_event("finished", 0, state="FAILED", cause="old")
+    run.dir.log_event("started", 1)
+    commands.answer("squeue", row("17", "RUNNING", 1))
+    assert run.status().state is RunState.RUNNING
+
+
+def test_the_newest_checkpoint_is_one_that_was_committed(commands, tmp_path):
+    run = Run(RunDir(tmp_path / "r"), commands.environ)
+    for step in (10, 20, 30):
+        run.dir.checkpoint(step).mkdir(parents=True)
+    assert run.status().checkpoint is None
+    for step in (10, 20):
+        (run.dir.checkpoint(step) / "manifest.json").touch()
+    assert run.status().checkpoint == str(run.dir.checkpoint(20))
 
 
 def test_a_job_in_the_queue_is_still_going(commands, prepared):

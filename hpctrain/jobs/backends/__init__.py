@@ -11,6 +11,10 @@ from hpctrain.jobs.states import JobView
 from hpctrain.rundir import RunDir
 
 
+class SubmissionUnclear(SchedulerError):
+    """Whether the scheduler took the job cannot be told: the run folder has to stay."""
+
+
 class Backend(Protocol):
     """One way to run jobs. Job ids are the backend's own words."""
 
@@ -32,6 +36,7 @@ class Backend(Protocol):
             lock: file descriptor of the run's lock, held by the caller.
 
         Raises:
+            SubmissionUnclear: the scheduler did not answer, and may have taken the job.
             SchedulerError: the scheduler refused, or cannot be reached.
         """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from datetime import datetime
 from typing import ClassVar
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.directives import directives_of
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
 from hpctrain.jobs.spec import BackendName, JobSpec
@@ -25,6 +27,10 @@ _TIMEOUT_S = 60
 _COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60, "EligibleTime": 24}
 #: A requeued job that starts within the second in which it was stopped fails with "Job credential revoked".
 _REQUEUE_PAUSE_S = 2
+
+#: What is said where a request may have arrived and only the answer is missing.
+_NO_ANSWER = "gave no answer within"
+_ANSWER_LOST = (_NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
 
 _GPUS = re.compile(r"\bgpu(?::[^,:()]+)?:(\d+)")
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
@@ -79,6 +85,12 @@ class SlurmBackend:
         try:
             answer = self._run(["sbatch", "--parsable", str(run.job_script)], environ=environ)
         except SchedulerError as error:
+            if any(words in str(error) for words in _ANSWER_LOST):
+                raise SubmissionUnclear(
+                    f"Whether the job was submitted cannot be told: {error}. It may be queued: look with "
+                    f"`squeue --me --name={shlex.quote(spec.name)}`. Where it is, leave it: the run "
+                    f"goes on in {str(run.path)!r}. Where it is not, submit again with that --run-dir."
+                ) from error
             raise SchedulerError(
                 f"The job was not submitted: {error}. "
                 "Nothing is queued; change what Slurm names and submit again."
@@ -187,7 +199,7 @@ class SlurmBackend:
         except FileNotFoundError as error:
             raise SchedulerError(f"there is no {command[0]} on the PATH") from error
         except subprocess.TimeoutExpired as error:
-            raise SchedulerError(f"{command[0]} gave no answer within {timeout_s:g} s") from error
+            raise SchedulerError(f"{command[0]} {_NO_ANSWER} {timeout_s:g} s") from error
         if done.returncode:
             raise SchedulerError(
                 f"{command[0]} says: {_words(done.stderr) or f'exit code {done.returncode}'}"
