@@ -124,12 +124,16 @@ def describe(event: dict[str, Any]) -> str | None:
             damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
             return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
         case "signal":
-            return f"attempt {attempt}: told to stop by {event.get('signal')}, after step {event.get('step')}"
+            saved = (
+                "state saved" if event.get("saved") else "nothing new was saved; the checkpoint before counts"
+            )
+            stop = f"told to stop by {event.get('signal')} after step {event.get('step')}"
+            return f"attempt {attempt}: {stop}; {saved}"
         case "failure":
             log = f" (log: {event['log']})" if event.get("log") else ""
             return f"attempt {attempt}: failure: {event.get('cause')}{log}"
         case "restart":
             return f"attempt {attempt}: the workers are started again"
         case "requeue":
-            return f"attempt {attempt}: state saved, the job goes back to the queue"
+            return f"attempt {attempt}: the job goes back to the queue"
     return None

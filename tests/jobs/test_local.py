@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from helpers import wait_for
@@ -156,6 +157,14 @@ def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
     assert list_runs(tmp_path / "nothing", {}) == []
 
 
+@pytest.mark.parametrize(
+    "look", [lambda name: find_run(name, Path(), {}), lambda name: list_runs(Path(name), {})]
+)
+def test_what_cannot_be_looked_at_is_no_run(look):
+    with pytest.raises(RunNotFound, match="File name too long"):
+        look("x" * 300)
+
+
 def test_a_folder_without_a_submission_claims_nothing(prepared, tmp_path):
     submission = prepared(run_dir="r")
     (tmp_path / "r").mkdir()
@@ -189,6 +198,19 @@ def test_the_lock_names_the_supervisor(prepared):
         assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
     run.cancel()
     wait_for(lambda: run.status().state.ended, 20, "the end")
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (True, "after step 9; state saved"),
+        (False, "after step 9; nothing new was saved; the checkpoint before counts"),
+    ],
+)
+def test_a_stop_claims_no_more_than_was_saved(saved, words):
+    event = {"attempt": 1, "kind": "signal", "signal": "SIGTERM", "step": 9, "saved": saved}
+    assert describe(event) == f"attempt 1: told to stop by SIGTERM {words}"
+    assert describe({"attempt": 1, "kind": "requeue"}) == "attempt 1: the job goes back to the queue"
 
 
 def test_a_damaged_checkpoint_is_named_while_following():
