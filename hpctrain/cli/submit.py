@@ -66,6 +66,12 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     metavar="S",
     help="Seconds before the time limit at which the ranks save.  [default: 120, or a third of the limit]",
 )
+@click.option(
+    "--max-failures",
+    type=int,
+    metavar="N",
+    help="Crashes in a row, with no new checkpoint between them, that end the run.  [default: 3]",
+)
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Account that is charged.")
 @click.option("--qos", help="Quality of service.")

@@ -40,6 +40,8 @@ class SubmitOptions(TypedDict, total=False):
     time: str
     #: Seconds before the time limit at which the ranks are told to save.
     signal_lead: int
+    #: Crashes in a row, with no new checkpoint between them, that end the run.
+    max_failures: int
     partition: str
     account: str
     qos: str
@@ -105,6 +107,7 @@ def build_spec(
         workdir=str(cwd),
         time_limit_s=None if time_limit is None else parse_duration(time_limit),
         signal_lead_s=_positive("signal-lead", options.get("signal_lead")),
+        max_failures=options.get("max_failures", JobSpec.max_failures),
         directives=_directives(options),
         template=_template(options.get("template"), cwd),
     )

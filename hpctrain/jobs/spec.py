@@ -116,7 +116,7 @@ class JobSpec:
             )
         if self.max_failures < 1:
             raise SpecError(
-                f"max_failures is {self.max_failures}, but it takes at least 1, "
+                f"max_failures is {self.max_failures} (--max-failures), but it takes at least 1, "
                 "which ends the run at its first crash."
             )
 

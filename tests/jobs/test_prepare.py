@@ -17,6 +17,11 @@ def test_a_plain_submission_needs_only_a_script(prepared, tmp_path, script):
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_number_of_failures_is_the_users(prepared):
+    assert prepared().spec.max_failures == 3
+    assert prepared(max_failures=9).spec.max_failures == 9
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -31,6 +36,7 @@ def test_a_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"tasks_per_node": 0}, "--tasks-per-node is 0"),
         ({"gpus_per_node": 2, "tasks_per_node": 3}, "3 ranks .* 2 GPUs"),
         ({"signal_lead": 0}, "--signal-lead is 0"),
+        ({"max_failures": 0}, "max_failures is 0 .--max-failures"),
         ({"time": "1", "signal_lead": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a duration"),
         ({"partition": ""}, "--partition is empty"),
@@ -43,6 +49,8 @@ def test_a_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"run_dir": "/proc/run"}, "cannot be written"),
         ({"run_dir": "train.py"}, "is a file"),
         ({"run_dir": "train.py/run"}, "is no folder"),
+        ({"run_dir": "x" * 300}, "cannot be looked at: File name too long"),
+        ({"script": "x" * 300}, "cannot be looked at: File name too long"),
         ({"run_dir": "."}, "neither empty nor a run"),
         ({"run_dir": "a\nb"}, "control character"),
         ({"env": {"1A": "x"}}, "'1A'"),
