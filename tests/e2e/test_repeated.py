@@ -9,7 +9,7 @@ import pytest
 from e2e_runs import Run, any_rank, assert_undisturbed, submit
 from helpers import assert_no_process_left, wait_for
 
-ROUNDS = 20
+ROUNDS = 10
 LOCAL = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
 SLURM = ["--nodes", "2", "--gpus-per-node", "2"]
 
