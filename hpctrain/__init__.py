@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import (
+    BrokenCheckpoint,
     CheckpointError,
     EnvironmentMismatch,
     HpctrainError,
@@ -58,6 +59,7 @@ __all__ = [
     "RunFailed",
     "WaitTimeout",
     "CheckpointError",
+    "BrokenCheckpoint",
 ]
 
 _HOMES = {

@@ -13,6 +13,7 @@ PUBLIC = {
     "Module", "Trainer", "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
     "RunFailed", "WaitTimeout", "CheckpointError",
+    "BrokenCheckpoint",
 }  # fmt: skip
 
 

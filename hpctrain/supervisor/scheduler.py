@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.errors import SpecError
 from hpctrain.jobs.duration import parse_duration
+from hpctrain.jobs.environment import outer_environment
+from hpctrain.jobs.slurm_command import job_state, run_slurm
 from hpctrain.jobs.spec import JobSpec
-
-#: Limit for one call of a Slurm command: longer than slurmctld's own MessageTimeout.
-COMMAND_LIMIT_S = 30.0
-# At the head of a line of its own, where no job name can stand.
-_JOB_STATE = re.compile(r"^\s+JobState=(\S+)", re.MULTILINE)
 
 
 class Scheduler(Protocol):
@@ -58,15 +53,17 @@ class SlurmJob:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.job_id = environ["SLURM_JOB_ID"]
+        self._environ = outer_environment(environ)
 
     def is_ending_job(self) -> bool:
         """Whether the job is in any state but running. See `Scheduler.is_ending_job`."""
-        match = _JOB_STATE.search(call_slurm(["scontrol", "show", "job", self.job_id]))
-        return match is not None and match[1] != "RUNNING"
+        return job_state(self.job_id, self._environ) not in ("RUNNING", None)
 
     def seconds_left(self) -> float | None:
         """What `squeue` says. See `Scheduler.seconds_left`."""
-        text = call_slurm(["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"]).strip()
+        text = run_slurm(
+            ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"], self._environ
+        ).strip()
         try:
             return parse_duration(text)
         except SpecError:
@@ -74,7 +71,7 @@ class SlurmJob:
 
     def requeue(self) -> bool:
         """`scontrol requeue`. See `Scheduler.requeue`."""
-        call_slurm(["scontrol", "requeue", self.job_id])
+        run_slurm(["scontrol", "requeue", self.job_id], self._environ)
         return True
 
 
@@ -110,20 +107,3 @@ class LocalJob:
         """The queue is empty, so the job starts again at once, in this process, with all its time."""
         self._begun = time.monotonic()
         return False
-
-
-def call_slurm(command: list[str]) -> str:
-    """Run a Slurm command and return its output.
-
-    Raises:
-        SchedulerError: it failed, or did not answer in time.
-    """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{command[0]} did not answer within {COMMAND_LIMIT_S:.0f} s.") from None
-    except OSError as error:
-        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}.") from error
-    if done.returncode != 0:
-        raise SchedulerError(f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()}")
-    return done.stdout

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.environment import outer_environment
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.supervisor.scheduler import COMMAND_LIMIT_S, call_slurm
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 
 #: Variables of the batch script that srun would take for options of the step.
@@ -82,6 +83,7 @@ class SrunStep:
     def __init__(self, command: list[str], environ: Mapping[str, str], job_id: str, emit: Emit) -> None:
         self._emit = emit
         self._job_id = job_id
+        self._outer = outer_environment(environ)
         self._killed = False
         self._last_words: deque[str] = deque(maxlen=5)
         self._srun = subprocess.Popen(
@@ -100,7 +102,7 @@ class SrunStep:
     def signal(self, number: signal.Signals) -> None:
         """Send `number` to every task of the job's steps."""
         for step in self._steps():
-            call_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
+            run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
 
     def kill(self) -> None:
         """End every task at once, by way of Slurm and, if that cannot be reached, by way of srun."""
@@ -123,7 +125,9 @@ class SrunStep:
         self._reader.join(COMMAND_LIMIT_S)
 
     def _steps(self) -> list[str]:
-        listed = call_slurm(["squeue", "--noheader", "--steps", f"--jobs={self._job_id}", "--format=%i"])
+        listed = run_slurm(
+            ["squeue", "--noheader", "--steps", f"--jobs={self._job_id}", "--format=%i"], self._outer
+        )
         return [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
 
     def _read(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs import Run
+from hpctrain.jobs.slurm_command import run_slurm
 from hpctrain.jobs.states import JobView, RunState, from_slurm
 from hpctrain.jobs.submit import hand_over
 from hpctrain.rundir import RunDir
@@ -178,7 +179,7 @@ def test_a_refusal_is_in_slurms_own_words_and_leaves_no_folder(commands, prepare
 def test_where_the_answer_is_lost_the_job_may_be_queued(commands, prepared, tmp_path, monkeypatch, how):
     submission = prepared(backend="slurm", run_dir="r", name="a b", environ=commands.environ)
     if how == "it hangs":
-        monkeypatch.setitem(SlurmBackend._run.__kwdefaults__, "timeout_s", 0.2)
+        monkeypatch.setitem(run_slurm.__kwdefaults__, "timeout_s", 0.2)
         (commands.folder / "sbatch").write_text("#!/bin/sh\nexec sleep 20\n")
     else:
         commands.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {how}\n", code=1)

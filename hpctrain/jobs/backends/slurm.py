@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import ClassVar
@@ -15,13 +13,13 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.directives import directives_of
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, NO_ANSWER, job_state, run_slurm
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView, RunState, from_slurm
 from hpctrain.rundir import RunDir
 
 #: A controller that is busy or restarting answers late; a probe is not worth that wait.
 _PROBE_TIMEOUT_S = 5
-_TIMEOUT_S = 60
 
 # Columns of `squeue -O`: fixed width, since no separator is safe from values. 22.05 cuts to the width.
 _COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60, "EligibleTime": 24}
@@ -29,12 +27,9 @@ _COLUMNS = {"JobID": 24, "State": 24, "RestartCnt": 12, "Reason": 60, "EligibleT
 _REQUEUE_PAUSE_S = 2
 
 #: What is said where a request may have arrived and only the answer is missing.
-_NO_ANSWER = "gave no answer within"
-_ANSWER_LOST = (_NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
+_ANSWER_LOST = (NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
 
 _GPUS = re.compile(r"\bgpu(?::[^,:()]+)?:(\d+)")
-_LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
-_JOB_STATE = re.compile(r"^\s+JobState=(\S+) Reason=(\S+)", re.MULTILINE)
 
 
 class SlurmBackend:
@@ -83,7 +78,7 @@ class SlurmBackend:
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_environment(self._environ, directives_of(spec))
         try:
-            answer = self._run(["sbatch", "--parsable", str(run.job_script)], environ=environ)
+            answer = run_slurm(["sbatch", "--parsable", str(run.job_script)], environ)
         except SchedulerError as error:
             if any(words in str(error) for words in _ANSWER_LOST):
                 raise SubmissionUnclear(
@@ -160,51 +155,18 @@ class SlurmBackend:
             words = []
         if not words:
             try:
-                found = _JOB_STATE.search(self._run(["scontrol", "show", "job", job_id]))
+                found = job_state(job_id, self._outer)
             except SchedulerError as error:
                 if "Invalid job id" not in str(error):
                     return JobView(RunState.UNKNOWN, str(error))
                 found = None
-            words = [found[1]] if found else []
+            words = [found] if found else []
         if not words:
             return JobView(RunState.FAILED, f"Slurm no longer knows job {job_id}")
         return JobView(from_slurm(words[0]), f"Slurm says {words[0]}")
 
-    def _run(
-        self,
-        command: Sequence[str],
-        *,
-        environ: Mapping[str, str] | None = None,
-        timeout_s: float = _TIMEOUT_S,
-    ) -> str:
-        """The output of one of Slurm's commands.
-
-        Raises:
-            SchedulerError: it is missing, failed or took too long; the message is in Slurm's words.
-        """
-        # Without its file Slurm's commands try again for a minute.
-        if (conf := self._environ.get("SLURM_CONF")) and not os.path.exists(conf):
-            raise SchedulerError(f"SLURM_CONF names {conf!r}, which does not exist")
-        try:
-            done = subprocess.run(
-                command,
-                env=self._outer if environ is None else environ,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
-        except FileNotFoundError as error:
-            raise SchedulerError(f"there is no {command[0]} on the PATH") from error
-        except subprocess.TimeoutExpired as error:
-            raise SchedulerError(f"{command[0]} {_NO_ANSWER} {timeout_s:g} s") from error
-        if done.returncode:
-            raise SchedulerError(
-                f"{command[0]} says: {_words(done.stderr) or f'exit code {done.returncode}'}"
-            )
-        return done.stdout
+    def _run(self, command: Sequence[str], *, timeout_s: float = COMMAND_LIMIT_S) -> str:
+        return run_slurm(command, self._outer, timeout_s=timeout_s)
 
 
 def _is_about_to_start(eligible_at: str) -> bool:
@@ -214,10 +176,3 @@ def _is_about_to_start(eligible_at: str) -> bool:
     except ValueError:
         return False
     return (begin - datetime.now()).total_seconds() <= 2 * _REQUEUE_PAUSE_S
-
-
-def _words(stderr: str) -> str:
-    """What a command of Slurm's complains about; where it gave up, only why."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    reasons = [line for line in lines if ": fatal: " in line] or lines
-    return "; ".join(_LEVEL.sub("", line) for line in reasons)
