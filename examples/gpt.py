@@ -147,7 +147,9 @@ def main() -> None:
     model = GPT(args.context, args.width, args.depth, args.heads, args.max_steps, args.lr)
     trainer.fit(model, Windows(text[held_out:], args.context), Windows(text[:held_out], args.context))
     if trainer.is_main:
-        print(f"validation loss: {trainer.metrics['val_loss']:.3f} nats a byte; the model writes:\n")
+        if trainer.metrics:
+            print(f"validation loss: {trainer.metrics['val_loss']:.3f} nats a byte")
+        print("the model writes:\n")
         print(model.write("def main(", num_bytes=400))
 
 

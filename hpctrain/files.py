@@ -92,7 +92,7 @@ def try_lock(path: Path) -> int | None:
     The lock lives as long as the returned file descriptor is open in this process or in a child
     that inherited it, so a holder that dies by any cause gives it up.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = _beyond_standard_streams(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,6 +102,13 @@ def try_lock(path: Path) -> int | None:
         os.close(fd)
         raise
     return fd
+
+
+def _beyond_standard_streams(fd: int) -> int:
+    """`fd` under a number that no child takes for its stdin, stdout or stderr, should one be closed here."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return moved
 
 
 def is_locked(path: Path) -> bool:

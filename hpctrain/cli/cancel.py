@@ -21,4 +21,6 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     elif before.state.ended:
         click.echo(f"Run {found.run_id} had ended already: {before.state}.")
     else:
-        click.echo(f"Run {found.run_id} is told to end.")
+        click.echo(
+            f"Run {found.run_id} is told to save and end; it has a minute, or what Slurm's KillWait gives."
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,7 +83,14 @@ def describe_end(status: RunStatus) -> str:
     files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
     lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
     lines += [
-        f"next         hpctrain status {handle}  |  hpctrain logs {handle}",
-        f"go on        hpctrain submit --run-dir {shlex.quote(short_path(run.path))} …",
+        f"next         {program()} status {handle}  |  {program()} logs {handle}",
     ]
     return "\n".join(lines)
+
+
+def program() -> str:
+    """What to type for `hpctrain`: its name where the shell finds it, else the path it was called by."""
+    called, found = Path(sys.argv[0]), shutil.which("hpctrain")
+    if called.name != "hpctrain" or (found is not None and Path(found).samefile(called)):
+        return "hpctrain"
+    return shlex.quote(short_path(called.absolute()))

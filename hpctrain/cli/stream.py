@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from hpctrain.cli.common import describe_end, handle_of
+from hpctrain.cli.common import describe_end, handle_of, program
 from hpctrain.jobs.follow import Notice, Text, follow
 from hpctrain.jobs.runs import Run, ended_well
 
@@ -32,8 +32,8 @@ def stream(run: Run, rank: int = 0, *, whole: bool, text_to_stderr: bool = False
     except KeyboardInterrupt:
         handle = handle_of(str(run.dir.path))
         click.echo(
-            f"\nNot looking any more; the run goes on. Look again: hpctrain logs -f {handle}  |  "
-            f"end it: hpctrain cancel {handle}",
+            f"\nNot looking any more; the run goes on. Look again: {program()} logs -f {handle}  |  "
+            f"end it: {program()} cancel {handle}",
             err=True,
         )
         sys.exit(_INTERRUPTED)

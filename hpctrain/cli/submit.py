@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.common import echo_json, handle_of, json_option, short_path
+from hpctrain.cli.common import echo_json, handle_of, json_option, program, short_path
 from hpctrain.jobs.prepare import prepare
 
 
@@ -106,6 +106,10 @@ def command(
     script: str, args: tuple[str, ...], dry_run: bool, follow: bool, as_json: bool, **options: Any
 ) -> None:
     """Submit SCRIPT as a run; ARGS reach it untouched."""
+    if dry_run and as_json:
+        raise click.UsageError(
+            "--dry-run prints a shell script and --json a JSON document: give one of them."
+        )
     given = {name: value for name, value in options.items() if value is not None}
     submission = prepare(
         script,
@@ -145,5 +149,6 @@ def command(
     elif not as_json:
         handle = handle_of(run_dir)
         click.echo(
-            f"Next: hpctrain logs -f {handle}  |  hpctrain status {handle}  |  hpctrain cancel {handle}"
+            f"Next: {program()} logs -f {handle}  |  {program()} status {handle}  |  "
+            f"{program()} cancel {handle}"
         )

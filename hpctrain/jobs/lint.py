@@ -27,6 +27,19 @@ def check_files(spec: JobSpec) -> None:
         ) from error
 
 
+def _check_syntax(script: Path) -> None:
+    """Find a script that no rank can run before it has waited in the queue."""
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise SpecError(
+            f"The script {str(script)!r} is no valid Python in line {error.lineno}: {error.msg}. "
+            "Mend it first."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"The script {str(script)!r} cannot be read as Python: {error}.") from None
+
+
 def _check_script(script: Path) -> None:
     try:
         mode = script.stat().st_mode
@@ -39,16 +52,19 @@ def _check_script(script: Path) -> None:
         raise SpecError(f"The script {str(script)!r} is {kind}. Give the path of a Python file.")
     if not os.access(script, os.R_OK):
         raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
+    if script.suffix == ".py":
+        _check_syntax(script)
 
 
 def _check_run_folder(run: RunDir) -> None:
     path = run.path
     if path.is_dir():
         names = set(os.listdir(path)) - {run.lock.name}
-        if names and run.spec.name not in names:
+        missing = {run.spec.name, run.job_script.name} - names
+        if names and missing:
             raise SpecError(
                 f"The folder {str(path)!r} (--run-dir) is neither empty nor a run: it holds "
-                f"{min(names)!r} and no {run.spec.name}. Choose another."
+                f"{min(names)!r} and no {min(missing)}. Choose another."
             )
     elif path.exists():
         raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose another.")

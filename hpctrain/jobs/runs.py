@@ -117,6 +117,11 @@ class Run:
         self.dir.cancel_request.touch()
         try:
             backend.cancel(job_id, self.dir)
+            if status.state is RunState.PENDING and self.status().state is RunState.CANCELLED:
+                # It never started, so nobody else writes down its end, and Slurm forgets it.
+                self.dir.log_event(
+                    "finished", status.attempt or 0, state="CANCELLED", exit_code=0, cause=None
+                )
         except SchedulerError:
             # It may have ended by itself in this moment, which is as good.
             if not self.status().state.ended:

@@ -20,6 +20,8 @@ _LAST_WORDS_S = 3.0
 _FOLLOW_S = 60.0
 #: Ranks that are told to stop have this long to save, where no scheduler sets a limit.
 _GRACE_S = 300.0
+#: Ranks of a cancelled run have this long; a second request to cancel ends them at once.
+_CANCEL_GRACE_S = 60.0
 #: A step that was ended by force must be gone by then.
 _KILL_LIMIT_S = 60.0
 
@@ -70,9 +72,16 @@ class Watch:
                 self.signals.append(number)
                 forward = self.scheduler.on_signal.get(number)
                 log.info("got %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else "")
-                if forward is not None and not self._killed:
-                    step.signal(forward)
-                    self._limit(_GRACE_S, f"the ranks to stop after {number.name}")
+                if self._killed or forward is None:
+                    return
+                cancels = [got for got in self.signals if got in self.scheduler.cancels]
+                if len(cancels) > 1 and number in cancels:
+                    log.info("asked to end a second time: ending the step")
+                    self._kill(step)
+                    return
+                step.signal(forward)
+                grace = _CANCEL_GRACE_S if cancels else _GRACE_S
+                self._limit(grace, f"the ranks to stop after {number.name}")
 
     def _task_ended(self, task: TaskExit) -> None:
         self.exits.append(task)

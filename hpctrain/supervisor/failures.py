@@ -110,6 +110,9 @@ def _write(run: RunDir, attempt: int, task: TaskExit, host: str) -> Failure:
         time=time.time(),
     )
     record = {**failure.__dict__, "node": host, "traceback": ""}
-    run.failures.mkdir(exist_ok=True)
-    write_atomic(run.failure(attempt, task.rank), json.dumps(record, indent=1) + "\n")
+    try:
+        run.failures.mkdir(exist_ok=True)
+        write_atomic(run.failure(attempt, task.rank), json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        print(f"hpctrain: {run.failure(attempt, task.rank)} cannot be written: {error}", flush=True)
     return failure

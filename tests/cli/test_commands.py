@@ -39,6 +39,8 @@ def test_help_names_every_command(hpctrain):
         (["submit", "x" * 300], "File name too long"),
         (["status", "x" * 300], "File name too long"),
         (["list", "--runs-dir", "x" * 300], "File name too long"),
+        (["submit", "--dry-run", "--json", "train.py"], "give one of them"),
+        (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "9999 ranks are asked for"),
         (["logs", "nothing"], "no run 'nothing'"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],
@@ -153,3 +155,30 @@ def test_looking_away_leaves_the_run_alone(hpctrain, tmp_path):
     assert json.loads(hpctrain("cancel", "r", "--json").stdout)["cancelled"] is True
     assert hpctrain("wait", "r").returncode == 4
     assert_no_process_left(tmp_path / "r")
+
+
+def test_a_script_that_is_no_python_is_refused_with_its_line(hpctrain, tmp_path):
+    (tmp_path / "bad.py").write_text("x = 1\nif x\n")
+    done = hpctrain("submit", "bad.py")
+    assert done.returncode == 2
+    assert "no valid Python in line 2" in done.stderr
+
+
+def test_a_folder_with_a_specification_of_something_else_is_no_run(hpctrain, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "spec.yaml").write_text("openapi: 3.0.0\n")
+    done = hpctrain("submit", "--backend", "local", "--run-dir", "other", "train.py")
+    assert done.returncode == 2
+    assert "neither empty nor a run" in done.stderr
+    assert (tmp_path / "other" / "spec.yaml").read_text() == "openapi: 3.0.0\n"
+
+
+def test_closed_standard_streams_do_not_cost_the_run_its_lock(hpctrain, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
+    command = f"{sys.executable} -m hpctrain submit --backend local --run-dir r slow.py <&- >&- 2>&-"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), check=True, timeout=60)
+    assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
+    refused = hpctrain("submit", "--run-dir", "r", "train.py")
+    assert "still going" in refused.stderr
+    hpctrain("cancel", "r")
+    assert_no_process_left(tmp_path / "r", timeout=30)

@@ -73,6 +73,10 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
     return LocalBackend(environ)
 
 
+#: Words of a Slurm that is there and says nothing: its login node is no place to train on.
+_SILENT = ("gave no answer within", "Unable to contact slurm controller")
+
+
 def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, list[str]]:
     """The backend for a submission, and what the user should know about the choice.
 
@@ -82,7 +86,7 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, lis
 
     Raises:
         SpecError: there is no backend of that name.
-        SchedulerError: Slurm was asked for by name and does not answer.
+        SchedulerError: Slurm was asked for by name and does not answer, or it is set up here and silent.
     """
     if asked == "local":
         return open_backend("local", environ), []
@@ -102,6 +106,11 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, lis
         raise SchedulerError(
             f"Slurm does not answer here: {trouble}. Submit from a login node of the cluster, "
             "or take --backend local to run on this machine."
+        )
+    if any(words in trouble for words in _SILENT):
+        raise SchedulerError(
+            f"Slurm is set up here, but does not answer: {trouble}. Try again later, "
+            "or take --backend local to run on this very machine."
         )
     return open_backend("local", environ), [
         f"No Slurm here ({trouble}): the run goes to this machine itself."

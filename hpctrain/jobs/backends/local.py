@@ -17,6 +17,9 @@ from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView, RunState
 from hpctrain.rundir import RunDir
 
+#: Each rank is a process with PyTorch in it: beyond this a laptop is only kept busy.
+_RANKS_PER_CPU, _LEAST_RANKS = 4, 32
+
 
 class LocalBackend:
     """Jobs on this machine. A run is alive as long as its supervisor holds the run's lock."""
@@ -27,6 +30,13 @@ class LocalBackend:
         self._environ = environ
 
     def check(self, spec: JobSpec) -> list[str]:
+        most = max(_LEAST_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
+        if spec.world_size > most:
+            raise SpecError(
+                f"{spec.world_size} ranks are asked for (--nodes, --gpus-per-node, --tasks-per-node), but "
+                f"on this machine with {os.cpu_count()} CPUs the local backend starts {most} at the most. "
+                "Ask for fewer, or submit to a cluster."
+            )
         notes = []
         if spec.directives:
             options = ", ".join(f"--{key}" for key in spec.directives)
