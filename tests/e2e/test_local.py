@@ -60,6 +60,7 @@ def test_time_limit(reference, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_kill_9_of_the_supervisor_leaves_no_rank_and_the_run_can_be_continued(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
     run.wait_for_step(14)
@@ -71,6 +72,7 @@ def test_kill_9_of_the_supervisor_leaves_no_rank_and_the_run_can_be_continued(re
     assert_undisturbed(run, reference)
 
 
+@pytest.mark.long
 def test_cancel_saves_and_leaves_no_process_and_the_run_can_be_continued_on_three_ranks(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
     run.wait_for_step(14)
@@ -104,6 +106,7 @@ def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_
     assert len(list((run.path / "samples").iterdir())) == 2
 
 
+@pytest.mark.long
 def test_a_script_started_by_hand_is_known_and_a_second_one_refused(tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
     assert run.wait() == 0

@@ -79,6 +79,7 @@ def test_cancel_leaves_no_process(slurm, tmp_path):
     assert run.events("signal")[0]["saved"] is True
 
 
+@pytest.mark.long
 def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.5)
     run.wait_for_step(2)
@@ -119,6 +120,7 @@ def test_user_error_ends_the_run_after_three_attempts_with_its_cause(slurm, tmp_
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_plain_ddp_script_with_its_own_checkpoint_is_requeued_and_finishes(slurm, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)

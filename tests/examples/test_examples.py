@@ -68,7 +68,7 @@ def test_the_demo_reaches_97_percent(tmp_path: Path) -> None:
 
 def test_gpt_alone_writes_something(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
-    assert "nats a byte; the model writes:\n\ndef main(" in output
+    assert "nats a byte\nthe model writes:\n\ndef main(" in output
 
 
 def test_gpt_loss_falls(tmp_path: Path) -> None:

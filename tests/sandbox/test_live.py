@@ -103,6 +103,7 @@ sleep 30
         wait_for(lambda: not _queue(slurm, job).startswith(("RUN", "COMPL")), 20, "the end of the job")
 
 
+@pytest.mark.long
 def test_a_lost_node_is_noticed_and_taken_back(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
     lost = slurm.nodes[2]
     log = tmp_path / "job.out"

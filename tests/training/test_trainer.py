@@ -50,10 +50,10 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_json_lines(RunDir(run).metrics)}
 
 
-def test_four_ranks_resumed_twice_are_bitwise_the_undisturbed_run(tmp_path):
+def test_four_ranks_resumed_in_mid_epoch_are_bitwise_the_undisturbed_run(tmp_path):
     # A batch of 32 is shared evenly, the epoch's last one of 13 is not.
     whole = train(tmp_path / "whole", "12", ranks=4)
-    for last_step in ("5", "9", "12"):
+    for last_step in ("5", "12"):
         parts = train(tmp_path / "parts", last_step, ranks=4)
     assert parts == whole
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
