@@ -49,9 +49,9 @@ class Supervisor:
             attempt, begun = self._run.new_attempt(), time.monotonic()
             outcome, will, cause = self._attempt(attempt)
             history = History.of(self._run.read_events())
-            action = decide(
-                history, outcome, will, self._spec.max_failures, time_is_short=self._time_is_short()
-            )
+            # Only a crash makes the time left matter, and asking for it is a call to the controller.
+            time_is_short = outcome is Outcome.FAILED and self._time_is_short()
+            action = decide(history, outcome, will, self._spec.max_failures, time_is_short=time_is_short)
             log.info("attempt %d: %s, %s: %s", attempt, outcome.value, will.value, action.value)
             match action:
                 case Action.RESTART:
