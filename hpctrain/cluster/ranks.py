@@ -33,7 +33,10 @@ class Ranks:
     master_port: int
     """TCP port at which the processes meet; 0 where there is only one process."""
     environment: str
-    """Which detector answered: `slurm`, `torchrun` or `local`."""
+    """Which detector answered; `hpctrain.cluster.detect` lists the names."""
+    meeting_key: str = ""
+    """What names this set of processes among all that may share its hosts, alike on every rank. The ports at
+    which they may meet follow from it (`hpctrain.cluster.ports`); empty where there is only one process."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """For each field, the variable (or the reasoning) that gave it."""
 

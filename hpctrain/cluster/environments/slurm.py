@@ -8,18 +8,16 @@ for ranks makes one process wait for peers that nobody starts. The mark of a ste
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping
 
 from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.cluster.ports import port_candidates
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.cluster.variables import first_of, read_int
 from hpctrain.errors import EnvironmentMismatch
 
 #: Step ids from here up are Slurm's own: batch script, external and interactive step (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-#: Ports for a rendezvous without a supervisor, below Linux's default ephemeral range (32768 and up).
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 
 _TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -64,6 +62,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         raise EnvironmentMismatch(
             f"node rank {node_rank} (SLURM_NODEID) but only {len(tasks)} nodes ({hosts_var})."
         )
+    key = _meeting_key(environ)
     address_var, port_var = first_of(environ, "MASTER_ADDR"), first_of(environ, "MASTER_PORT")
     return Ranks(
         rank=read_int(environ, "SLURM_PROCID"),
@@ -73,8 +72,9 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         node_rank=node_rank,
         num_nodes=len(tasks),
         master_addr=environ[address_var] if address_var else hosts[0],
-        master_port=read_int(environ, port_var) if port_var else _port(environ),
+        master_port=read_int(environ, port_var) if port_var else next(port_candidates(key)),
         environment="slurm",
+        meeting_key=key,
         sources={
             "rank": "SLURM_PROCID",
             "world_size": tasks_var,
@@ -105,7 +105,8 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
     return counts
 
 
-def _port(environ: Mapping[str, str]) -> int:
-    """A port that every rank of a step computes alike, and hardly any other step."""
-    key = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return _FIRST_PORT + zlib.crc32(key.encode()) % _NUM_PORTS
+def _meeting_key(environ: Mapping[str, str]) -> str:
+    """What every rank of a step knows alike, and no other step shares: array, job, step and restart."""
+    array = environ.get("SLURM_ARRAY_JOB_ID", "")
+    job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+    return f"{array}/{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
