@@ -10,6 +10,7 @@
     ├── SchedulerError            exit 3: the scheduler refused, or cannot be reached
     ├── RunFailed                 exit 4: the run ended without success
     ├── WaitTimeout               exit 1: what was waited for has not come yet
+    ├── MeetingFailed             exit 1: the ranks of a job did not find each other
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         └── BrokenCheckpoint      a part of it is missing or changed
 
@@ -63,6 +64,10 @@ class RunFailed(HpctrainError):
 
 class WaitTimeout(HpctrainError, TimeoutError):
     """What was waited for has not come within the time that was given."""
+
+
+class MeetingFailed(HpctrainError):
+    """The ranks of a job did not find each other."""
 
 
 class CheckpointError(HpctrainError):

@@ -1,0 +1,49 @@
+"""Which network interface has an address: the kernel's own list, which Python's library does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+from collections.abc import Iterator
+
+# Where Linux's structures sockaddr_in and sockaddr_in6 hold the address.
+_PLACES: dict[int, slice] = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
+
+
+class _Entry(ctypes.Structure):
+    """`struct ifaddrs`, as far as it is read here."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(ctypes.c_ubyte)),
+]
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has numeric `address` on this host; None where none has it."""
+    return next((name for name, its in _entries() if its == address), None)
+
+
+def _entries() -> Iterator[tuple[str, str]]:
+    """(interface, numeric address) of everything that getifaddrs(3) lists."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    try:
+        entry = first
+        while entry:
+            found = entry.contents
+            if found.address:
+                family = int.from_bytes(bytes(found.address[0:2]), sys.byteorder)
+                place = _PLACES.get(family)
+                if place is not None:
+                    raw = bytes(found.address[place])
+                    yield found.name.decode(), socket.inet_ntop(family, raw)
+            entry = found.next
+    finally:
+        libc.freeifaddrs(first)

@@ -1,0 +1,133 @@
+"""`meet`: what a rank calls."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from hpctrain.cluster.meeting.host import Host
+from hpctrain.cluster.meeting.port import Port, take_port
+from hpctrain.cluster.meeting.visit import Visit
+from hpctrain.cluster.meeting.words import Hello
+from hpctrain.cluster.ports import port_candidates
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.errors import MeetingFailed
+
+#: Ranks that did not find each other by then will not.
+MEETING_TIMEOUT_S = 30.0
+#: How many ports rank 0 tries. All of them taken on one host is less likely than any other mishap.
+_NUM_PORTS = 5
+#: Descriptors that a process needs besides those of its peers.
+_SPARE_FILES = 64
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks meet."""
+
+    address: str
+    """Where this rank reaches rank 0: what MASTER_ADDR has to be here."""
+    port: int
+    """Rank 0's port: what MASTER_PORT has to be, on every rank."""
+    own_address: str
+    """The address by which the other ranks' hosts know this one."""
+    held: Port | None = None
+    """On rank 0 the port itself, which listens; None elsewhere, and where no meeting was needed."""
+
+
+def meet(
+    ranks: Ranks,
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = MEETING_TIMEOUT_S,
+    remind_after_s: float | None = None,
+) -> Meeting:
+    """Find the other ranks. All ranks must call this, within `timeout_s` seconds of the first.
+
+    Where MASTER_ADDR and MASTER_PORT are both in `environ`, somebody else sees to the meeting: nothing is
+    checked, and nothing is waited for.
+
+    Args:
+        ranks: who this process is.
+        environ: the variables that `ranks` was made of.
+        timeout_s: how long to wait for the others.
+        remind_after_s: when to say on stderr what is being waited for.
+
+    Raises:
+        MeetingFailed: the ranks did not all meet; the message says who tried what.
+    """
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return Meeting(ranks.master_addr, ranks.master_port, own_address=ranks.master_addr)
+    begun = time.monotonic()
+    deadline = begun + timeout_s
+    remind_at = float("inf") if remind_after_s is None else begun + remind_after_s
+    me = Hello.of(ranks, environ)
+    name = f"rank {ranks.rank} on {me.host}"
+
+    def remind(text: str) -> None:
+        print(f"hpctrain: {name} is waiting for its peers: {text}", file=sys.stderr, flush=True)
+
+    # A port that somebody chose is the only one; what an earlier start left on it is no hindrance.
+    chosen = bool(environ.get("MASTER_PORT"))
+    key = ranks.meeting_key if ranks.world_size > 1 else f"process {me.pid}"
+    ports = [ranks.master_port] if chosen else list(islice(port_candidates(key), _NUM_PORTS))
+    visit = Visit(ranks, me, ports, environ, deadline)
+    try:
+        if not ranks.is_main:
+            place = visit.wait(remind_at, remind)
+            return Meeting(place.address, place.port, place.own_address)
+        port = take_port(ports, exclusive=not chosen)
+        if ranks.world_size == 1:
+            return Meeting("127.0.0.1", port.number, "127.0.0.1", port)
+        try:
+            host = Host(port.listener, me, deadline)
+            with _files_for(ranks.world_size), _looking_for_a_second(visit, host):
+                address = host.gather(remind_at, remind)
+        except BaseException:
+            port.close()
+            raise
+        return Meeting(address, port.number, address, port)
+    except MeetingFailed as error:
+        raise MeetingFailed(
+            f"{name} did not meet its {ranks.world_size - 1} peers; given up after "
+            f"{time.monotonic() - begun:.0f} s: {error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _looking_for_a_second(visit: Visit, host: Host) -> Iterator[None]:
+    """Meanwhile see whether another process takes itself for rank 0, too."""
+
+    def look() -> None:
+        try:
+            visit.knock_as_rank_0()
+        except MeetingFailed as error:
+            host.give_up(str(error))
+
+    threading.Thread(target=look, name="hpctrain-second-rank-0", daemon=True).start()
+    try:
+        yield
+    finally:
+        visit.end()
+
+
+@contextlib.contextmanager
+def _files_for(world_size: int) -> Iterator[None]:
+    """Meanwhile let this process have a connection to each of its peers, as far as the hard limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = world_size + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        yield
+        return
+    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
