@@ -11,6 +11,8 @@ import threading
 from collections.abc import Mapping
 
 from hpctrain.cluster import compress_hostlist
+from hpctrain.cluster.defaults import with_defaults
+from hpctrain.cluster.devices import visible_devices
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import LIFELINE_VARIABLE
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
@@ -35,12 +37,12 @@ class LocalLauncher:
     def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> LocalStep:
         """Start one process a rank. See `Launcher.start`."""
         spec = self._spec
-        job = {
-            **self._environ,
+        defaults = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // spec.world_size)),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            **self._chosen_by_user(),
-            **spec.env,
+        }
+        job = {
+            **with_defaults({**self._environ, **spec.env}, defaults),
             **variables,
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": str(self._num_steps),
@@ -53,10 +55,6 @@ class LocalLauncher:
         return LocalStep(
             command, spec.workdir, [self._task(job, rank) for rank in range(spec.world_size)], emit
         )
-
-    def _chosen_by_user(self) -> dict[str, str]:
-        names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-        return {name: self._environ[name] for name in names if name in self._environ}
 
     def _task(self, job: Mapping[str, str], rank: int) -> dict[str, str]:
         node, local_rank = divmod(rank, self._spec.tasks_per_node)
@@ -76,8 +74,8 @@ class LocalLauncher:
 def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     count = count_gpus(environ)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible.split(",") if visible is not None else [str(i) for i in range(count)])[:count]
+    listed = visible_devices(environ)
+    return [str(i) for i in range(count)] if listed is None else listed[:count]
 
 
 class LocalStep:

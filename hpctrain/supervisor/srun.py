@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from hpctrain.cluster import expand_hostlist
+from hpctrain.cluster.defaults import with_defaults
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm
@@ -72,9 +73,9 @@ class SrunLauncher:
             options.append(f"--cpus-per-task={spec.cpus_per_task}")
         # By way of env: the user's variables are for the ranks, and not for srun.
         command = ["/usr/bin/env", *(f"{name}={value}" for name, value in spec.env.items()), *command]
-        return SrunStep(
-            ["srun", *options, *command], {**threads, **self._environ, **variables}, self._job_id, emit
-        )
+        defaults = {name: value for name, value in threads.items() if name not in spec.env}
+        environ = with_defaults({**self._environ, **variables}, defaults)
+        return SrunStep(["srun", *options, *command], environ, self._job_id, emit)
 
 
 class SrunStep:

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from hpctrain.cluster.devices import visible_devices
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """The number of GPUs that a process with these variables can use; 0 where there is no driver."""
+    """The number of GPUs that processes with these variables can use; 0 where there is no driver."""
+    return count_visible(installed_gpus(), visible_devices(environ))
+
+
+def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
+    """How many of the devices in `listed`, where None stands for all, there are before the first that is not.
+
+    Args:
+        installed: UUIDs of the GPUs that are there.
+        listed: what `visible_devices` read. Whether a part of a GPU is there is not looked at.
+    """
+    if listed is None:
+        return len(installed)
+    number = 0
+    for entry in listed if installed else ():
+        is_there = (
+            int(entry) < len(installed)
+            if entry.isdecimal()
+            else entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in installed)
+        )
+        if not is_there:
+            break
+        number += 1
+    return number
+
+
+def installed_gpus() -> list[str]:
+    """UUIDs of the GPUs that this process may open, in the driver's order."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return 0
+        return []
+    uuids = []
     try:
-        installed = int(pynvml.nvmlDeviceGetCount())
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                uuids.append(str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))))
+            except pynvml.NVMLError:
+                continue  # another job's, fenced off by a cgroup
     finally:
         pynvml.nvmlShutdown()
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return installed
-    # CUDA stops reading the list at the first entry that names no device.
-    named = 0
-    for entry in visible.split(","):
-        if not entry.strip() or entry.strip().startswith("-"):
-            break
-        named += 1
-    return min(installed, named)
+    return uuids

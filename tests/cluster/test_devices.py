@@ -1,0 +1,202 @@
+"""The plan of devices: its rules, and that it fits what Slurm really shows to each task."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import run_command
+
+from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster.devices import is_mig, plan_device, sharing_allowed, visible_devices
+from hpctrain.errors import EnvironmentMismatch
+
+
+def ranks(local_rank: int = 0, local_world_size: int = 1, environment: str = "slurm") -> Ranks:
+    return Ranks(
+        rank=local_rank,
+        world_size=local_world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=0,
+        num_nodes=1,
+        master_addr="n1",
+        master_port=1,
+        environment=environment,
+        sources={"local_world_size": "SLURM_STEP_TASKS_PER_NODE"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        (None, None),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0", ["0"]),
+        ("2, 3", ["2", "3"]),
+        ("0,1,-1,2", ["0", "1"]),
+        ("1,x,2", ["1"]),
+        ("0,0", []),
+        ("01,1", []),
+        ("GPU-8932f937,GPU-1", ["GPU-8932f937", "GPU-1"]),
+        ("GPU-1,0", ["GPU-1"]),
+        ("GPU-1,GPU-1", []),
+        ("0,GPU-1", ["0"]),
+        ("MIG-a,MIG-b", ["MIG-a", "MIG-b"]),
+        ("MIG-GPU-1/1/0", ["MIG-GPU-1/1/0"]),
+    ],
+)
+def test_the_list_of_visible_devices_is_read_as_cuda_reads_it(text, entries):
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    assert visible_devices(environ) == entries
+    assert is_mig(environ) is bool(entries and entries[0].startswith("MIG"))
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,0", "0,-1,1", "0,0", "NoDevFiles", "0,x", "1gpu2,2"])
+def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
+    from torch.cuda import _parse_visible_devices
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert [str(entry) for entry in _parse_visible_devices()] == visible_devices(
+        {"CUDA_VISIBLE_DEVICES": text}
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "visible", "variables", "index", "words"),
+    [
+        # All GPUs visible.
+        ((0, 4), 4, {}, 0, "local rank, of 4 visible"),
+        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "local rank, of 4 visible"),
+        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "local rank, of 4 visible"),
+        # One visible: Slurm's, or the only one.
+        ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the one bound to this task by Slurm, of 4"),
+        ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only one visible"),
+        # Several of its own: --gpus-per-task=2.
+        ((1, 2), 2, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the first of 2 bound to this task by Slurm, of 4"),
+        # Several in common: --gpu-bind=closest.
+        ((3, 4), 2, {"SLURM_GPUS_ON_NODE": "4"}, 1, "one of 2 bound to this task by Slurm, of 4"),
+        # None.
+        ((0, 4), 0, {}, None, "no driver shows a GPU"),
+        (
+            (0, 4),
+            0,
+            {"CUDA_VISIBLE_DEVICES": "NoDevFiles"},
+            None,
+            "CUDA_VISIBLE_DEVICES='NoDevFiles' shows none",
+        ),
+        (
+            (0, 4),
+            0,
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            None,
+            "no driver shows a GPU, though CUDA_VISIBLE_DEVICES=0,1",
+        ),
+        # CUDA shows one part of a GPU, whatever is listed.
+        ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only one visible"),
+    ],
+)
+def test_plan(place, visible, variables, index, words):
+    plan = plan_device(ranks(*place), variables, visible)
+    assert plan.index == index
+    assert words in plan.source
+    assert str(plan) == ("cpu" if index is None else f"cuda:{index}")
+
+
+def test_what_slurm_says_of_a_task_around_another_launcher_is_not_believed():
+    """An agent of torchrun runs in a step of one task; its ranks see what it sees."""
+    assert plan_device(ranks(1, 2, "torchrun"), {"SLURM_GPUS_ON_NODE": "4"}, 2).index == 1
+
+
+@pytest.mark.parametrize(("visible", "on_node"), [(2, "2"), (2, None), (1, "1")])
+def test_more_ranks_than_gpus_is_an_error_with_both_numbers_on_every_rank(visible, on_node):
+    environ = {"SLURM_GPUS_ON_NODE": on_node} if on_node else {}
+    for local_rank in range(3):
+        with pytest.raises(EnvironmentMismatch) as caught:
+            plan_device(ranks(local_rank, 3), environ, visible)
+        message = str(caught.value)
+        assert "3 ranks on this node (SLURM_STEP_TASKS_PER_NODE)" in message
+        assert f"only {visible} GPU" in message
+        assert "--gpus-per-node=3" in message
+        assert "HPCTRAIN_SHARE_GPUS=1" in message
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HPCTRAIN_SHARE_GPUS": "1"},
+        {"SLURMD_TRES_BIND": "gpu:single:2"},
+        {"SLURM_NTASKS_PER_GPU": "2"},
+        {"SLURM_NTASKS_PER_TRES": "2"},
+        {"SLURM_SHARDS_ON_NODE": "4"},
+    ],
+)
+def test_who_asked_for_it_shares_gpus_in_turn(variables):
+    indexes = [plan_device(ranks(i, 4), variables, 2).index for i in range(4)]
+    assert indexes == [0, 1, 0, 1]
+    assert "modulo 2" in plan_device(ranks(0, 4), variables, 2).source
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"HPCTRAIN_SHARE_GPUS": ""},
+        {"HPCTRAIN_SHARE_GPUS": "0", "SLURM_NTASKS_PER_GPU": "2"},
+        {"SLURMD_TRES_BIND": "gpu:single:1"},
+        {"SLURMD_TRES_BIND": "gpu:map_gpu:0,1"},
+        {"SLURM_NTASKS_PER_GPU": "1"},
+    ],
+)
+def test_who_did_not_ask_for_it_does_not_share(variables):
+    assert sharing_allowed(variables) is None
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused():
+    with pytest.raises(EnvironmentMismatch, match="HPCTRAIN_SHARE_GPUS is 'yes'"):
+        sharing_allowed({"HPCTRAIN_SHARE_GPUS": "yes"})
+
+
+SHAPES = [
+    "--nodes=2 --gpus-per-node=2 --ntasks-per-node=2",
+    "--nodes=2 --gpus-per-node=2 --ntasks-per-node=1",
+    "--nodes=2 --ntasks=4 --ntasks-per-node=2 --gpus=4",
+    "--nodes=2 --ntasks-per-node=2 --gres=gpu:2",
+    "--nodes=2 --ntasks=4 --gpus-per-task=1",
+    "--nodes=2 --ntasks=2 --gpus-per-task=2",
+    "--nodes=1 --gpus-per-node=2 --ntasks-per-gpu=1",
+    "--nodes=1 --gpus-per-node=2 --ntasks-per-gpu=2",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=closest",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=none",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=per_task:1",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=map_gpu:0,1",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=map_gpu:1,0",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=mask_gpu:1,3",
+    "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic",
+]
+#: Slurm's GPUs of a node, which hold what it calls 0 and 1.
+GPUS_PER_NODE = 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tasks_of_a_node_get_gpus_of_their_own_wherever_slurm_gave_them_such(slurm, shape, tmp_path):
+    # The suite keeps GPUs out of sight by a variable that a step of --gpu-bind=none would inherit.
+    command = ["env", "--unset=CUDA_VISIBLE_DEVICES", "srun", *shape.split(), f"--output={tmp_path}/%t"]
+    run_command([*command, "env", "--null"], slurm.env)
+    tasks = [
+        dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
+        for path in tmp_path.iterdir()
+    ]
+    taken: dict[str, list[str]] = {}
+    for environ in tasks:
+        # What the driver would show there: the entries that Slurm wrote, or all of the node.
+        listed = visible_devices(environ)
+        seen = listed if listed is not None else [str(i) for i in range(GPUS_PER_NODE)]
+        plan = plan_device(detect(environ), environ, len(seen))
+        assert plan.index is not None
+        taken.setdefault(environ["SLURMD_NODENAME"], []).append(seen[plan.index])
+    assert len(tasks) == sum(len(on_node) for on_node in taken.values())
+    share = 2 if "--ntasks-per-gpu=2" in shape else 1
+    for on_node in taken.values():
+        assert all(on_node.count(gpu) == share for gpu in on_node), taken

@@ -1,0 +1,137 @@
+"""Ranks that agree on their devices; where no GPU is at hand, the driver is faked."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from hpctrain.cluster import Ranks
+from hpctrain.errors import HpctrainError
+from hpctrain.runtime import device as module
+from hpctrain.runtime.device import Agreement, agree_on_device, choose_device, visible_uuids
+
+
+def ranks(rank: int, world_size: int, **fields: object) -> Ranks:
+    values = {
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": rank,
+        "local_world_size": world_size,
+        "node_rank": 0,
+        "num_nodes": 1,
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "environment": "slurm",
+    }
+    return Ranks(**{**values, **fields})
+
+
+def agree(everybody: list[Ranks], environs: list[dict[str, str]]) -> list[Agreement | HpctrainError]:
+    """What each rank gets out of `agree_on_device`, all of them at once."""
+    store = HashStore()
+    results: dict[int, Agreement | HpctrainError] = {}
+
+    def one(index: int) -> None:
+        try:
+            results[index] = agree_on_device(everybody[index], environs[index], store)
+        except HpctrainError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(everybody))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [results[index] for index in range(len(everybody))]
+
+
+@pytest.fixture
+def fake_driver(monkeypatch):
+    """A driver that shows the GPUs in the variable GPUS, a letter each."""
+    monkeypatch.setattr(module, "visible_uuids", lambda environ: tuple(environ["GPUS"]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def gpus(*letters: str, **more: str) -> list[dict[str, str]]:
+    return [{"GPUS": text, "SLURMD_NODENAME": "n1", **more} for text in letters]
+
+
+def test_without_gpus_it_is_the_cpu():
+    environs = [{"SLURMD_NODENAME": "n1"}] * 3
+    agreed = agree([ranks(i, 3) for i in range(3)], environs)
+    assert agreed == [Agreement(torch.device("cpu"), False)] * 3
+    assert choose_device(ranks(0, 3), {}) == torch.device("cpu")
+
+
+def test_with_a_faked_driver_every_rank_takes_the_gpu_of_its_local_rank(fake_driver):
+    agreed = agree([ranks(i, 3) for i in range(3)], gpus("abc", "abc", "abc"))
+    assert agreed == [Agreement(torch.device("cuda", i), False) for i in range(3)]
+    assert choose_device(ranks(2, 3), *gpus("abc")) == torch.device("cuda", 2)
+
+
+def test_with_a_faked_driver_tasks_bound_to_the_closest_gpus_in_turn_find_one_each(fake_driver):
+    environs = gpus("ab", "cd", "ab", "cd", SLURM_GPUS_ON_NODE="4")
+    agreed = agree([ranks(i, 4) for i in range(4)], environs)
+    taken = [environ["GPUS"][result.device.index] for environ, result in zip(environs, agreed, strict=True)]
+    assert sorted(taken) == list("abcd")
+
+
+def test_with_a_faked_driver_two_ranks_on_one_gpu_are_told_to_all(fake_driver):
+    errors = agree([ranks(i, 3) for i in range(3)], gpus("a", "b", "a"))
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 0 on n1 and rank 2 on n1 would both compute on GPU a" in str(errors[0])
+
+
+@pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
+def test_with_a_faked_driver_gpus_are_shared_where_it_is_asked_for(fake_driver, variables):
+    agreed = agree([ranks(i, 3) for i in range(3)], gpus("a", "b", "a", **variables))
+    assert agreed == [Agreement(torch.device("cuda", 0), True)] * 3
+
+
+def test_with_a_faked_driver_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
+    everybody = [
+        ranks(0, 4, local_rank=0, local_world_size=1, node_rank=0, num_nodes=2),
+        *(ranks(i, 4, local_rank=i - 1, local_world_size=3, node_rank=1, num_nodes=2) for i in (1, 2, 3)),
+    ]
+    environs = [*gpus("ab"), *gpus("cd", "cd", "cd", SLURMD_NODENAME="n2")]
+    errors = agree(everybody, environs)
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 1 on n2: 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(errors[0])
+
+
+def test_two_processes_of_one_rank_are_told_apart():
+    store = HashStore()
+    store.set("seats/1", '{"pid": 7, "host": "n9"}')
+    with pytest.raises(
+        HpctrainError, match=r"Process 7 on n9 and process \d+ on n1 both take themselves for rank 1"
+    ):
+        agree_on_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
+
+
+def test_ranks_that_do_not_come_are_named():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(HpctrainError, match=r"rank \[1-2\] of 3 did not come within 0 s of rank 0"):
+        agree_on_device(ranks(0, 3), {}, store)
+
+
+@pytest.mark.gpu
+def test_the_uuid_is_the_drivers():
+    import os
+
+    from hpctrain.telemetry.gpus import count_gpus, installed_gpus
+
+    seen = visible_uuids(os.environ)
+    assert len(seen) == count_gpus(os.environ)
+    assert set(seen) <= set(installed_gpus())
+
+
+@pytest.mark.gpu
+def test_the_device_is_torchs_current_one():
+    import os
+
+    assert choose_device(ranks(0, 1), os.environ).index == torch.cuda.current_device()
