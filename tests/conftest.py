@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "slurm" in getattr(item, "fixturenames", ()):
+        if {"slurm", "accounting"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("slurm")
     if config.getoption("--long") or "long" in config.getoption("-m"):
         return
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("slurm"):
-        _need_slurm()
+        _need_slurm(accounting="accounting" in getattr(item, "fixturenames", ()))
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -59,9 +59,19 @@ def slurm() -> Iterator[sandbox.Sandbox]:
 
     Tests share it: cancel what you submitted, start again what you killed.
     """
-    _need_slurm()
+    yield from _sandbox(f"{_SANDBOX_PREFIX}{os.getpid()}")
+
+
+@pytest.fixture(scope="session")
+def accounting() -> Iterator[sandbox.Sandbox]:
+    """As `slurm`, with slurmdbd and its database: a cluster on which `sacct` works."""
+    yield from _sandbox(f"{_SANDBOX_PREFIX}a{os.getpid()}", accounting=True)
+
+
+def _sandbox(name: str, *, accounting: bool = False) -> Iterator[sandbox.Sandbox]:
+    _need_slurm(accounting=accounting)
     _remove_abandoned()
-    box = sandbox.up(f"{_SANDBOX_PREFIX}{os.getpid()}", nodes=4, gpus_per_node=2, cpus_per_node=8)
+    box = sandbox.up(name, nodes=4, gpus_per_node=2, cpus_per_node=8, accounting=accounting)
     try:
         yield box
     finally:
@@ -88,9 +98,9 @@ def _leaves_nothing_behind() -> Iterator[None]:
     assert not left, f"the test left child processes: {left}"
 
 
-def _need_slurm() -> None:
+def _need_slurm(*, accounting: bool = False) -> None:
     try:
-        require()
+        require(accounting=accounting)
     except UserError as error:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI=true, so Slurm must be here: {error}", pytrace=False)
@@ -100,8 +110,8 @@ def _need_slurm() -> None:
 def _remove_abandoned() -> None:
     """Take down the sandboxes of test sessions that were killed."""
     for name in sandbox.names():
-        pid = name.removeprefix(_SANDBOX_PREFIX)
-        if pid != name and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+        pid = name.removeprefix(_SANDBOX_PREFIX).removeprefix("a")
+        if name.startswith(_SANDBOX_PREFIX) and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             sandbox.down(name)
 
 

@@ -19,8 +19,9 @@ _name_option = click.option("--name", default="default", show_default=True, help
 def command() -> None:
     """Run a real Slurm cluster on this machine, to learn Slurm and to test with.
 
-    Needs Linux, root and the packages slurm-wlm and munge. Its nodes are daemons of this machine, its
-    GPUs are device files that stand for some; scheduler, queue, preemption and job steps are Slurm's own.
+    Needs Linux, root and the packages slurm-wlm and munge; with --accounting slurmdbd and mariadb-server,
+    too. Its nodes are daemons of this machine, its GPUs are device files that stand for some; scheduler,
+    queue, preemption and job steps are Slurm's own.
     """
 
 
@@ -29,28 +30,44 @@ def command() -> None:
 @click.option("--gpus-per-node", default=2, show_default=True, help="Pretend GPUs of each node.")
 @click.option("--cpus-per-node", default=8, show_default=True, help="CPUs that each node claims to have.")
 @click.option("--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL.")
+@click.option("--accounting", is_flag=True, help="Keep records, so that sacct works: slurmdbd and a MariaDB.")
 @_name_option
 @json_option
 def up(
-    nodes: int, gpus_per_node: int, cpus_per_node: int, preempt_grace: int, name: str, as_json: bool
+    nodes: int,
+    gpus_per_node: int,
+    cpus_per_node: int,
+    preempt_grace: int,
+    accounting: bool,
+    name: str,
+    as_json: bool,
 ) -> None:
     """Start a sandbox and wait until its nodes take jobs."""
     start = time.monotonic()
-    was_there = sandbox.find(name) is not None
+    found = sandbox.find(name)
+    dead = [label for label, pid in found.daemons().items() if pid is None] if found else []
     box = sandbox.up(
         name,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         cpus_per_node=cpus_per_node,
         preempt_grace_s=preempt_grace,
+        accounting=accounting,
     )
     if as_json:
-        echo_json({**_facts(box), "was_up": was_there})
+        echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})
         return
-    how = "was up already" if was_there else f"is up after {time.monotonic() - start:.1f} s"
+    if found and not dead:
+        how = "was up already"
+    else:
+        how = f"is up after {time.monotonic() - start:.1f} s"
+    if dead:
+        how += f" (started again: {', '.join(dead)})"
     click.echo(f"Sandbox {name} {how}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
     click.echo("  partitions   preemptible (default); urgent, whose jobs take nodes from preemptible ones")
+    if box.shape.accounting:
+        click.echo(f"  accounting   sacct and sacctmgr work; records lie in {box.plan.accounting}")
     click.echo(f"  files, logs  {box.plan.folder}")
     selection = "" if name == "default" else f" --name {name}"
     click.echo(f'\nUse it in this shell, or with `eval "$(hpctrain sandbox env{selection})"`:')
@@ -66,15 +83,16 @@ def up(
 @_name_option
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """Show the daemons, nodes and partitions of a sandbox."""
+    """Show the daemons, nodes and partitions of a sandbox; ends with 2 where there is none."""
     box = sandbox.find(name)
-    if as_json:
-        echo_json(_facts(box) if box else {"name": name, "up": False, "sandboxes": sandbox.names()})
-        return
     if box is None:
-        click.echo(_not_there(name))
-        return
+        if as_json:
+            echo_json({"name": name, "up": False, "sandboxes": sandbox.names()})
+        raise UserError(_not_there(name))
     facts = _facts(box)
+    if as_json:
+        echo_json(facts)
+        return
     click.echo(f"Sandbox {name}: {box.shape}; files and logs in {facts['folder']}")
     click.echo("\nDaemons")
     for daemon, pid in facts["daemons"].items():
@@ -104,12 +122,14 @@ def env(name: str) -> None:
 @_name_option
 @json_option
 def down(name: str, as_json: bool) -> None:
-    """Cancel the jobs of a sandbox, stop its daemons, and remove all of it."""
+    """Cancel the jobs of a sandbox, stop its daemons, remove all of it; ends with 2 where there is none."""
     was_there = sandbox.down(name)
     if as_json:
         echo_json({"name": name, "was_there": was_there})
-    else:
-        click.echo(f"Sandbox {name} is down; nothing of it is left." if was_there else _not_there(name))
+    if not was_there:
+        raise UserError(_not_there(name))
+    if not as_json:
+        click.echo(f"Sandbox {name} is down; nothing of it is left.")
 
 
 def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
@@ -124,6 +144,7 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
         "gpus_per_node": box.shape.gpus_per_node,
         "cpus_per_node": box.shape.cpus_per_node,
         "preempt_grace_s": box.shape.preempt_grace_s,
+        "accounting": box.shape.accounting,
         "partitions": ["preemptible", "urgent"],
         "folder": str(box.plan.folder),
         "env": box.env,

@@ -25,10 +25,10 @@ def allocate(folder: Path, shape: Shape) -> Plan:
     free_run: list[int] = []
     for port in _PORTS:
         free_run = [*free_run, port] if port not in taken and _is_free(port) else []
-        if blocks and len(free_run) == shape.nodes + 1:
+        if blocks and len(free_run) == shape.num_ports:
             return Plan(folder, shape, free_run[0], min(blocks))
     raise SchedulerError(
-        f"{len(others)} sandboxes are here, and {shape.nodes + 1} free ports in a row between {_PORTS[0]} and"
+        f"{len(others)} sandboxes are here, and {shape.num_ports} free ports in a row between {_PORTS[0]} and"
         f" {_PORTS[-1]} are not: take down a sandbox that is no longer needed"
     )
 

@@ -123,11 +123,14 @@ class Sandbox:
         try:
             states = self.node_states()
         except SchedulerError as error:
-            return f"{error}{all_daemons[1].last_words()}"
+            controller = next(daemon for daemon in all_daemons if daemon.label == "slurmctld")
+            return f"{error}{controller.last_words()}"
         for daemon in all_daemons:
             state = states.get(daemon.node or "", "unknown")
             if daemon.node and state not in _READY:
                 return f"node {daemon.node} is {state}{daemon.last_words()}"
+        if self.shape.accounting and not commands.is_registered(self.plan):
+            return "the controller has not told slurmdbd of itself"
         return None
 
     def _slurmd(self, node: str) -> Daemon:

@@ -39,6 +39,16 @@ def node_states(plan: Plan) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
+def is_registered(plan: Plan) -> bool:
+    """Whether slurmdbd knows where the controller listens, so that it takes its records.
+
+    Raises:
+        SchedulerError: slurmdbd does not answer.
+    """
+    command = ("sacctmgr", "--noheader", "--parsable2", "list", "cluster", plan.name, "format=ControlPort")
+    return run(plan, *command).strip() == str(plan.port)
+
+
 def jobs(plan: Plan) -> list[str]:
     """Ids of the jobs that wait, run or are being cleaned up after."""
     return run(plan, "squeue", "--noheader", "--all", "--format=%A").split()

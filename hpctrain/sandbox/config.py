@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.sandbox.accounting import slurm_conf_lines
 from hpctrain.sandbox.plan import Plan
 
 #: Seconds between SIGTERM and SIGKILL when a job is cancelled or its time is up.
@@ -28,8 +29,7 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}\
 JobCompType=jobcomp/none
 
 # Whole CPUs and GPUs are handed out; several jobs share a node. Jobs start within a second.
@@ -84,10 +84,11 @@ def slurm_conf(plan: Plan, host: str, memory_mib: int) -> str:
         spool=plan.spool,
         logs=plan.logs,
         kill_wait=KILL_WAIT_S,
+        accounting=slurm_conf_lines(plan),
         gpus="GresTypes=gpu\n" if gpus else "",
         k=_span(1, plan.shape.nodes),
         block=plan.block,
-        ports=_span(plan.ports[1], plan.ports[-1]),
+        ports=_span(plan.node_ports[0], plan.node_ports[-1]),
         cpus=plan.shape.cpus_per_node,
         memory_mib=memory_mib,
         gres=f" Gres=gpu:{gpus}" if gpus else "",

@@ -37,6 +37,8 @@ class Shape:
     cpus_per_node: int = 8
     #: Seconds between the SIGTERM of a preemption and the SIGKILL.
     preempt_grace_s: int = 30
+    #: Whether slurmdbd and a database keep records, so that `sacct` works.
+    accounting: bool = False
 
     def __post_init__(self) -> None:
         for field, (unit, low, high) in _LIMITS.items():
@@ -50,7 +52,13 @@ class Shape:
         return (
             f"{self.nodes} node{'s' if self.nodes > 1 else ''} × ({self.cpus_per_node} CPUs,"
             f" {self.gpus_per_node} GPUs), {self.preempt_grace_s} s grace"
+            f"{', accounting' if self.accounting else ''}"
         )
+
+    @property
+    def num_ports(self) -> int:
+        """One for the controller, one a node, and one for slurmdbd where there is accounting."""
+        return 1 + self.nodes + self.accounting
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Plan:
     """One sandbox as it was laid out: nothing here starts, reads or writes but `save` and `load`.
 
     The controller listens on `port`. Node k, counted from 1, is called `NAME-k` and has the address
-    `127.26.<block>.k`; its slurmd listens on `port` + k.
+    `127.26.<block>.k`; its slurmd listens on `port` + k. Slurmdbd has the port after the last node's.
     """
 
     folder: Path
@@ -77,7 +85,16 @@ class Plan:
     @property
     def ports(self) -> range:
         """All ports of this sandbox, the controller's first."""
-        return range(self.port, self.port + self.shape.nodes + 1)
+        return range(self.port, self.port + self.shape.num_ports)
+
+    @property
+    def node_ports(self) -> range:
+        return range(self.port + 1, self.port + 1 + self.shape.nodes)
+
+    @property
+    def slurmdbd_port(self) -> int:
+        """Listened on only where there is accounting."""
+        return self.node_ports[-1] + 1
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -119,6 +136,24 @@ class Plan:
     @property
     def logs(self) -> Path:
         return self.folder / "log"
+
+    @property
+    def accounting(self) -> Path:
+        """Belongs to MariaDB and slurmdbd: data, socket, logs."""
+        return self.folder / "accounting"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.accounting / "socket"
+
+    @property
+    def slurmdbd_conf(self) -> Path:
+        """Slurmdbd looks for it beside `slurm.conf`, and nowhere else."""
+        return self.conf.with_name("slurmdbd.conf")
+
+    @property
+    def slurmdbd_log(self) -> Path:
+        return self.accounting / "slurmdbd.log"
 
     def save(self) -> None:
         record = {"shape": asdict(self.shape), "port": self.port, "block": self.block}

@@ -5,17 +5,34 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Sequence
 
 from hpctrain.errors import UserError
 
 #: Where the daemons and commands of the packages lie; root's own PATH may lack the sbin folders.
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+#: Further programs of a sandbox with accounting; the last one belongs to MariaDB's clients.
+_ACCOUNTING_PROGRAMS = (
+    "slurmdbd",
+    "sacct",
+    "sacctmgr",
+    "mariadbd",
+    "mariadb-install-db",
+    "my_print_defaults",
+)
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
 
-def require(system: str = platform.system(), uid: int | None = None, search_path: str = SEARCH_PATH) -> None:
-    """Check that a sandbox can be started here.
+def require(
+    system: str = platform.system(),
+    uid: int | None = None,
+    search_path: str = SEARCH_PATH,
+    *,
+    accounting: bool = False,
+) -> None:
+    """Check that a sandbox can be started here; with `accounting`, one that keeps records.
 
     Raises:
         UserError: not Linux, not root, or a program is missing; the message says what to do.
@@ -25,11 +42,16 @@ def require(system: str = platform.system(), uid: int | None = None, search_path
             f"a sandbox needs Linux and this is {system}: run it in a Linux container or virtual machine;"
             " `hpctrain submit --backend local` works here without one"
         )
-    missing = [program for program in _PROGRAMS if not shutil.which(program, path=search_path)]
-    if missing:
+    if missing := _missing(_PROGRAMS, search_path):
         raise UserError(
             f"a sandbox needs Slurm and {', '.join(missing)} is not installed: on Debian and Ubuntu,"
             " `apt-get install slurm-wlm munge`"
+        )
+    if accounting and (missing := _missing(_ACCOUNTING_PROGRAMS, search_path)):
+        raise UserError(
+            f"a sandbox with accounting needs slurmdbd and MariaDB, and {', '.join(missing)} is not"
+            " installed: on Debian and Ubuntu, `apt-get install slurmdbd mariadb-server`; without"
+            " --accounting a sandbox needs neither"
         )
     uid = os.geteuid() if uid is None else uid
     if uid != 0:
@@ -37,3 +59,7 @@ def require(system: str = platform.system(), uid: int | None = None, search_path
             f"a sandbox needs root (this is user {uid}), for it makes device files and adds its nodes to"
             " /etc/hosts: try again with sudo"
         )
+
+
+def _missing(programs: Sequence[str], search_path: str) -> list[str]:
+    return [program for program in programs if not shutil.which(program, path=search_path)]

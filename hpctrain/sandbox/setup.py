@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox import hosts
+from hpctrain.sandbox.accounting import lay_out as lay_out_accounting
 from hpctrain.sandbox.allocate import allocate
 from hpctrain.sandbox.cluster import Sandbox
 from hpctrain.sandbox.config import gres_conf, slurm_conf
@@ -31,6 +32,7 @@ def up(
     gpus_per_node: int = 2,
     cpus_per_node: int = 8,
     preempt_grace_s: int = 30,
+    accounting: bool = False,
     limit_s: float = 60.0,
 ) -> Sandbox:
     """Start a sandbox and wait until all its nodes take jobs.
@@ -42,9 +44,9 @@ def up(
         UserError: this machine cannot host a sandbox, or one of that name has another shape.
         SchedulerError: a daemon did not come up within `limit_s` seconds; of a new sandbox nothing is left.
     """
-    shape = Shape(nodes, gpus_per_node, cpus_per_node, preempt_grace_s)
+    shape = Shape(nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting)
     folder = folder_of(name)
-    require()
+    require(accounting=accounting)
     with locked(ROOT):
         plan = Plan.load(folder)
         if plan is not None:
@@ -83,6 +85,8 @@ def _lay_out(folder: Path, shape: Shape) -> Plan:
     (plan.munge / "key").chmod(0o400)
     for path in (plan.munge, plan.munge / "key"):
         shutil.chown(path, MUNGE_USER, MUNGE_USER)
+    if shape.accounting:
+        lay_out_accounting(plan)
     try:
         for device in plan.devices:
             os.mknod(device, 0o666 | stat.S_IFCHR, _DEVICE)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,19 +68,26 @@ def test_the_whole_way(name: str) -> None:
     assert status["daemons"][f"slurmd {name}-2"] is None
     assert "not running" in _run("status", "--name", name).stdout
 
+    again = _run("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1").stdout
+    assert f"(started again: slurmd {name}-2): 2 nodes" in again
+    assert "was up already" not in again
+
     assert _json("down", "--name", name) == {"name": name, "was_there": True}
-    assert _json("down", "--name", name) == {"name": name, "was_there": False}
 
 
-def test_status_of_none_says_how_to_get_one() -> None:
-    document = _json("status", "--name", "absent")
-    assert (document["name"], document["up"]) == ("absent", False)
-    assert "There is no sandbox absent" in _run("status", "--name", "absent").stdout
+@pytest.mark.parametrize("command", ["status", "env", pytest.param("down", marks=pytest.mark.slurm)])
+def test_none_of_that_name_is_an_error_that_says_how_to_get_one(command: str) -> None:
+    with pytest.raises(UserError, match=r"There is no sandbox absent.*sandbox up"):
+        _run(command, "--name", "absent")
 
 
-def test_there_is_nothing_to_export_of_none() -> None:
-    with pytest.raises(UserError, match="There is no sandbox absent"):
-        _run("env", "--name", "absent")
+@pytest.mark.slurm
+def test_what_is_said_of_none_in_json() -> None:
+    for verb, document in (("status", {"name": "absent", "up": False}), ("down", {"was_there": False})):
+        words = [sys.executable, "-m", "hpctrain", "sandbox", verb, "--name", "absent", "--json"]
+        done = run_command(words, check=False)
+        assert done.returncode == 2
+        assert document.items() <= json.loads(done.stdout).items()
 
 
 def test_bad_input_is_refused() -> None:

@@ -14,7 +14,7 @@ from helpers import run_command, wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import config, hosts, setup
+from hpctrain.sandbox import config, daemons, hosts, setup
 from hpctrain.sandbox.plan import ROOT, folder_of
 from hpctrain.sandbox.processes import Process, processes
 
@@ -257,3 +257,54 @@ def test_files_are_for_all_users_but_the_key_is_not(slurm: sandbox.Sandbox) -> N
         path.name: path.stat().st_mode & 0o777 for path in (ROOT, plan.conf, plan.munge, plan.munge / "key")
     }
     assert modes == {ROOT.name: 0o755, "slurm.conf": 0o644, "munge": 0o755, "key": 0o400}
+
+
+def _records(box: sandbox.Sandbox, job: str) -> list[str]:
+    """The states of a job in accounting."""
+    return run_command(["sacct", "-nXP", "-o", "State", "-j", job], box.env).stdout.split()
+
+
+def test_accounting_keeps_its_own_records_outlives_its_daemons_and_goes(
+    accounting: sandbox.Sandbox, name: str, tmp_path: Path
+) -> None:
+    box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
+    assert {"mariadbd", "slurmdbd"} < set(box.daemons())
+    assert None not in box.daemons().values()
+    for daemon in ("mariadbd", "slurmdbd"):
+        assert os.stat(f"/proc/{box.daemons()[daemon]}").st_uid != 0
+    job = _sbatch(box, "exit 3", tmp_path / "job.out")
+    wait_for(lambda: _records(box, job) == ["FAILED"], 20, "the record of the job")
+    users = run_command(["sacct", "-nXP", "-S", "now-1hours", "-o", "Cluster"], accounting.env).stdout.split()
+    assert name not in users
+
+    pids = box.daemons()
+    for process in processes():
+        if process.pid in (pids["mariadbd"], pids["slurmdbd"]):
+            process.kill()
+    wait_for(lambda: box.daemons()["slurmdbd"] is None, 5, "the end of slurmdbd")
+    assert None not in sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True).daemons().values()
+    assert _records(box, job) == ["FAILED"]
+    box.down()
+    assert _of(name) == []
+    assert not folder_of(name).exists()
+    assert None not in accounting.daemons().values()
+
+
+def test_a_database_that_does_not_come_up_is_named_with_its_log(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        daemons, "mariadbd_argv", lambda plan: ("mariadbd", "--no-defaults", "--datadir=/nowhere")
+    )
+    with pytest.raises(
+        SchedulerError, match=r"mariadbd ended; its log .*mariadbd\.log ends:\n(.*\n)*.*/nowhere"
+    ):
+        sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
+    assert _of(name) == []
+    assert not folder_of(name).exists()
+
+
+def test_without_accounting_sacct_says_so(slurm: sandbox.Sandbox) -> None:
+    done = run_command(["sacct"], slurm.env, check=False)
+    assert done.returncode == 1
+    assert "accounting storage is disabled" in done.stderr

@@ -11,6 +11,8 @@ from hpctrain.sandbox.config import gres_conf, slurm_conf
 from hpctrain.sandbox.plan import Plan, Shape, existing, folder_of, names
 from hpctrain.sandbox.requirements import require
 
+PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
+
 
 def _plan(folder: Path, **shape: int) -> Plan:
     return Plan(folder, Shape(**shape), port=26800, block=7)
@@ -42,21 +44,26 @@ def test_nodes_ports_and_addresses_belong_together(tmp_path: Path) -> None:
     assert plan.nodes == ["box-1", "box-2", "box-3"]
     assert plan.addresses == {"box-1": "127.26.7.1", "box-2": "127.26.7.2", "box-3": "127.26.7.3"}
     assert list(plan.ports) == [26800, 26801, 26802, 26803]
+    plan = _plan(tmp_path / "box", nodes=3, accounting=True)
+    assert (list(plan.node_ports), plan.slurmdbd_port) == ([26801, 26802, 26803], 26804)
+    assert list(plan.ports) == [26800, 26801, 26802, 26803, 26804]
 
 
 def test_the_longest_path_fits_into_a_unix_socket() -> None:
-    plan = _plan(folder_of("a" * 15), nodes=64)
+    plan = _plan(folder_of("a" * 15), nodes=64, accounting=True)
     node = plan.nodes[-1]
     # What slurmstepd makes for the batch step of the job with the highest id that Slurm gives by default.
     socket_path = plan.spool / node / f"{node}_67043328.4294967291"
     assert len(str(socket_path)) <= 107
     assert len(str(plan.munge_socket)) <= 107
+    assert len(str(plan.database_socket)) <= 107
 
 
 def test_a_plan_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, nodes=2, preempt_grace_s=0)
-    plan.save()
-    assert Plan.load(tmp_path) == plan
+    for accounting in (False, True):
+        plan = _plan(tmp_path, nodes=2, preempt_grace_s=0, accounting=accounting)
+        plan.save()
+        assert Plan.load(tmp_path) == plan
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"shape": {"nodes": 0}, "port": 1, "block": 1}'])
@@ -67,12 +74,12 @@ def test_half_a_plan_is_no_plan(tmp_path: Path, content: str) -> None:
 
 def test_sandboxes_side_by_side_share_no_port_and_no_address(tmp_path: Path) -> None:
     plans = []
-    for name in ("one", "two", "three"):
+    for name, accounting in (("one", False), ("two", True), ("three", False)):
         (tmp_path / name).mkdir()
-        plan = allocate(tmp_path / name, Shape(nodes=5))
+        plan = allocate(tmp_path / name, Shape(nodes=5, accounting=accounting))
         plan.save()
         plans.append(plan)
-    assert len({port for plan in plans for port in plan.ports}) == 3 * 6
+    assert len({port for plan in plans for port in plan.ports}) == 3 * 6 + 1
     assert len({address for plan in plans for address in plan.addresses.values()}) == 3 * 5
     assert names(tmp_path) == ["one", "three", "two"]
 
@@ -103,6 +110,16 @@ def test_config_names_nodes_devices_and_partitions(tmp_path: Path) -> None:
     assert f"NodeName=box-[1-4] Name=gpu File={tmp_path}/box/dev/nvidia[0-1]" in gres_conf(plan)
 
 
+def test_config_names_slurmdbd_only_where_there_is_one(tmp_path: Path) -> None:
+    conf = slurm_conf(_plan(tmp_path / "box"), "here", 4096)
+    assert "AccountingStorageType=accounting_storage/none\n" in conf
+    assert "AccountingStoragePort" not in conf
+    conf = slurm_conf(_plan(tmp_path / "box", accounting=True), "here", 4096)
+    assert "AccountingStorageType=accounting_storage/slurmdbd\n" in conf
+    assert "AccountingStoragePort=26805\n" in conf
+    assert "Port=[26801-26804] " in conf
+
+
 def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
     plan = _plan(tmp_path / "box", nodes=1, gpus_per_node=1)
     assert "NodeName=box-[1] " in slurm_conf(plan, "here", 4096)
@@ -123,18 +140,21 @@ def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
 def test_what_a_machine_lacks_is_said(
     tmp_path: Path, system: str, uid: int, search_path: str | None, says: str
 ) -> None:
-    for program in (
-        "munged",
-        "slurmctld",
-        "slurmd",
-        "sbatch",
-        "scancel",
-        "scontrol",
-        "sinfo",
-        "squeue",
-        "srun",
-    ):
+    for program in PROGRAMS:
         (tmp_path / program).touch(mode=0o755)
     where = str(tmp_path) if search_path == "programs" else search_path or ""
     with pytest.raises(UserError, match=says):
         require(system, uid, where)
+
+
+def test_what_accounting_lacks_is_said_and_only_to_those_who_want_it(tmp_path: Path) -> None:
+    for program in (*PROGRAMS, "slurmdbd", "sacct", "sacctmgr"):
+        (tmp_path / program).touch(mode=0o755)
+    require("Linux", 0, str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"mariadbd, .* is not installed.*apt-get install slurmdbd mariadb-server"
+    ):
+        require("Linux", 0, str(tmp_path), accounting=True)
+    for program in ("mariadbd", "mariadb-install-db", "my_print_defaults"):
+        (tmp_path / program).touch(mode=0o755)
+    require("Linux", 0, str(tmp_path), accounting=True)

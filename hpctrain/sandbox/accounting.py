@@ -1,0 +1,136 @@
+"""Accounting of a sandbox: a MariaDB of its own, and the slurmdbd that keeps Slurm's records in it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from hpctrain.errors import SchedulerError
+from hpctrain.sandbox.plan import Plan
+from hpctrain.sandbox.requirements import SEARCH_PATH
+
+#: The user that Debian's packages of Slurm make: MariaDB refuses to run as root, and slurmdbd is asked to.
+ACCOUNTING_USER = "slurm"
+
+#: Where the database library looks for a server on this host.
+SOCKET_VARIABLE = "MYSQL_UNIX_PORT"
+
+_INSTALL_LIMIT_S = 60.0
+
+_SLURMDBD_CONF = """\
+# Written by `hpctrain sandbox up`; `man slurmdbd.conf` explains each line.
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+DbdHost=localhost
+DbdPort={port}
+SlurmUser={user}
+LogFile={log}
+PidFile={folder}/slurmdbd.pid
+
+# By way of a Unix socket, which tells the database who we are: there is no password.
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser={user}
+StorageLoc=slurm
+"""
+
+_SLURM_CONF = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=localhost
+AccountingStoragePort={port}
+AccountingStoragePass={munge_socket}
+JobAcctGatherType=jobacct_gather/linux
+"""
+
+_NO_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+"""
+
+
+def slurm_conf_lines(plan: Plan) -> str:
+    """What `slurm.conf` says about accounting."""
+    if not plan.shape.accounting:
+        return _NO_ACCOUNTING
+    return _SLURM_CONF.format(port=plan.slurmdbd_port, munge_socket=plan.munge_socket)
+
+
+def lay_out(plan: Plan) -> None:
+    """Make the folder of the accounting, an empty database in it, and `slurmdbd.conf`.
+
+    Raises:
+        SchedulerError: the database could not be made; the message is MariaDB's.
+    """
+    plan.accounting.mkdir()
+    plan.accounting.chmod(0o755)
+    shutil.chown(plan.accounting, ACCOUNTING_USER, ACCOUNTING_USER)
+    conf = _SLURMDBD_CONF.format(
+        munge_socket=plan.munge_socket,
+        port=plan.slurmdbd_port,
+        user=ACCOUNTING_USER,
+        log=plan.slurmdbd_log,
+        folder=plan.accounting,
+    )
+    plan.slurmdbd_conf.write_text(conf, encoding="utf-8")
+    # Slurmdbd insists on both: such a file may hold a password.
+    plan.slurmdbd_conf.chmod(0o600)
+    shutil.chown(plan.slurmdbd_conf, ACCOUNTING_USER, ACCOUNTING_USER)
+    _install_database(plan)
+
+
+def mariadbd_argv(plan: Plan) -> tuple[str, ...]:
+    """The command that serves the database, on a Unix socket alone."""
+    return (
+        "mariadbd",
+        *_storage(plan),
+        f"--socket={plan.database_socket}",
+        f"--pid-file={plan.accounting}/mariadbd.pid",
+        "--skip-networking",
+        # What slurmdbd recommends; its roll-up holds locks for long.
+        "--innodb-lock-wait-timeout=900",
+    )
+
+
+def _storage(plan: Plan) -> tuple[str, ...]:
+    return (
+        "--no-defaults",
+        f"--datadir={plan.accounting}/data",
+        # Small and quick: what a power cut may cost here is a sandbox.
+        "--innodb-log-file-size=8M",
+        "--innodb-buffer-pool-size=32M",
+        "--innodb-flush-log-at-trx-commit=2",
+        "--aria-sync-log-dir=NEVER",
+        "--sync-frm=0",
+        # Containers and many sandboxes soon run out of the kernel's slots for it.
+        "--innodb-use-native-aio=0",
+    )
+
+
+def _install_database(plan: Plan) -> None:
+    command = [
+        "mariadb-install-db",
+        *_storage(plan),
+        "--auth-root-authentication-method=socket",
+        f"--auth-root-socket-user={ACCOUNTING_USER}",
+        "--skip-test-db",
+        "--skip-name-resolve",
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            env={"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
+            user=ACCOUNTING_USER,
+            group=ACCOUNTING_USER,
+            extra_groups=[],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_INSTALL_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"mariadb-install-db did not end within {_INSTALL_LIMIT_S:.0f} s") from None
+    if done.returncode:
+        words = " ".join((done.stderr + done.stdout).split())
+        raise SchedulerError(f"mariadb-install-db failed with exit code {done.returncode}: {words}")
