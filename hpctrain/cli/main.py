@@ -11,7 +11,18 @@ from hpctrain import __version__
 from hpctrain.errors import HpctrainError
 
 #: Subcommands in the order of the help; each lives in the module of its name as `command`.
-_COMMANDS = ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "sandbox")
+_COMMANDS = (
+    "submit",
+    "status",
+    "list",
+    "logs",
+    "wait",
+    "cancel",
+    "requeue",
+    "env",
+    "exec",
+    "sandbox",
+)
 
 
 class _LazyGroup(click.Group):

@@ -14,7 +14,7 @@ from helpers import assert_no_process_left, environment, wait_for
 def test_help_names_every_command(hpctrain):
     done = hpctrain("--help")
     assert done.returncode == 0
-    for name in ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "sandbox"):
+    for name in ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "env", "exec", "sandbox"):
         assert f"\n  {name} " in done.stdout
 
 

@@ -22,7 +22,14 @@ print(*sys.modules, file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["submit", "--dry-run", "--backend", "local", "train.py"], ["status", "r"], ["list"]]
+    "args",
+    [
+        ["--help"],
+        ["submit", "--dry-run", "--backend", "local", "train.py"],
+        ["status", "r"],
+        ["list"],
+        ["env"],
+    ],
 )
 def test_no_command_imports_torch(hpctrain, tmp_path, args):
     if args[0] == "status":

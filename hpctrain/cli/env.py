@@ -1,0 +1,71 @@
+"""`hpctrain env`: who this process is among its peers, and which variable says so."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+
+import click
+
+from hpctrain.cli.common import echo_json, json_option
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.devices import plan_device
+from hpctrain.cluster.hosts import host_name
+
+#: Fields of `Ranks` in the order of the table.
+_FIELDS = (
+    "rank",
+    "local_rank",
+    "node_rank",
+    "num_nodes",
+    "world_size",
+    "local_world_size",
+    "master_addr",
+    "master_port",
+)
+_TITLES = {"num_nodes": "nodes", "master_addr": "master address"}
+
+
+@click.command("env")
+@json_option
+@click.option("--shell", "as_shell", is_flag=True, help="Print export lines for torch's env://, for eval.")
+def command(as_json: bool, as_shell: bool) -> None:
+    """Show who this process is among its peers: rank, world size, device, …, each with its source.
+
+    In a job script, for a program that is to find its rank by itself:
+
+        srun sh -c 'eval "$(hpctrain env --shell)"; exec ./program'
+
+    `hpctrain exec` does so too, and finds a port that is free.
+    """
+    if as_json and as_shell:
+        raise click.UsageError("--json prints a JSON document and --shell shell commands: give one of them.")
+    environ = os.environ
+    ranks = detect(environ)
+    if as_shell:
+        for variable, text in ranks.torch_variables().items():
+            click.echo(f"export {variable}={shlex.quote(text)}")
+        return
+    facts = _facts(ranks, environ)
+    if as_json:
+        echo_json({name: {"value": value, "source": source} for name, (value, source) in facts.items()})
+        return
+    width = max(len(str(value)) for value, _ in facts.values())
+    for name, (value, source) in facts.items():
+        title = _TITLES.get(name, name.replace("_", " "))
+        click.echo(f"{title:<17} {value!s:<{width}}  {source}".rstrip())
+
+
+def _facts(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, tuple[int | str, str]]:
+    """Value and source of each line of the table."""
+    from hpctrain.telemetry.gpus import count_gpus
+
+    plan = plan_device(ranks, environ, count_gpus(environ))
+    found_by = ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "found by its variables"
+    return {
+        **{name: (getattr(ranks, name), ranks.sources.get(name, found_by)) for name in _FIELDS},
+        "device": (str(plan), plan.source),
+        "host": (host_name(environ), "SLURMD_NODENAME" if environ.get("SLURMD_NODENAME") else "the kernel"),
+        "environment": (ranks.environment, ranks.sources.get("environment", found_by)),
+    }

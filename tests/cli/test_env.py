@@ -1,0 +1,104 @@
+"""`hpctrain env`: values and their sources."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+from click.testing import CliRunner
+from helpers import run_command
+
+from hpctrain.cli.main import cli
+from hpctrain.telemetry import gpus
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_outside_of_any_job_it_is_one_process(hpctrain):
+    done = hpctrain("env")
+    assert done.returncode == 0
+    rows = {line[:18].strip(): line[18:].split() for line in done.stdout.splitlines()}
+    assert (rows["rank"][0], rows["world size"][0], rows["environment"][0]) == ("0", "1", "local")
+    assert rows["device"][0] == "cpu"
+    assert all(len(words) > 1 for words in rows.values()), "each line has its source"
+
+
+def test_json_has_value_and_source_of_each(hpctrain):
+    facts = json.loads(hpctrain("env", "--json", env=TORCHRUN).stdout)
+    assert {name: fact["value"] for name, fact in facts.items() if name != "host"} == {
+        "rank": 5,
+        "local_rank": 1,
+        "node_rank": 1,
+        "num_nodes": 2,
+        "world_size": 8,
+        "local_world_size": 4,
+        "master_addr": "n1",
+        "master_port": 29500,
+        "device": "cpu",
+        "environment": "torchrun",
+    }
+    assert facts["rank"]["source"] == "RANK"
+    assert facts["node_rank"]["source"] == "GROUP_RANK"
+    assert facts["device"]["source"] == "CUDA_VISIBLE_DEVICES='' shows none"
+    assert all(fact["source"] for fact in facts.values())
+
+
+@pytest.mark.parametrize(
+    "address", ["n1", "a b", "$(touch pwned)", "'; touch pwned; '", "`touch pwned`", "a\nb"]
+)
+def test_shell_lines_can_be_evaluated_whatever_they_hold(hpctrain, tmp_path, address):
+    lines = hpctrain("env", "--shell", env={**TORCHRUN, "MASTER_ADDR": address}).stdout
+    expected = {**TORCHRUN, "MASTER_ADDR": address, "NODE_RANK": "1"}
+    script = f'eval {shlex.quote(lines)}; printf "%s|" ' + " ".join(f'"${name}"' for name in expected)
+    done = run_command(["sh", "-euc", script], cwd=tmp_path)
+    assert done.stdout.split("|")[:-1] == list(expected.values())
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--shell",)])
+def test_a_contradiction_ends_with_2_and_nothing_to_evaluate(hpctrain, options):
+    done = hpctrain("env", *options, env={**TORCHRUN, "RANK": "8"})
+    assert done.returncode == 2
+    assert "rank 8 (RANK)" in done.stderr
+    assert done.stdout == ""
+
+
+def test_one_form_at_a_time(hpctrain):
+    done = hpctrain("env", "--json", "--shell")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "give one of them" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "code", "words"),
+    [(4, 0, "cuda:1"), (2, 2, "4 ranks on this node (LOCAL_WORLD_SIZE), but only 2 GPUs")],
+)
+def test_with_a_faked_driver_the_device_is_the_planned_one(monkeypatch, visible, code, words):
+    monkeypatch.setattr(gpus, "count_gpus", lambda environ: visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    done = CliRunner().invoke(cli, ["env"], env=TORCHRUN)
+    assert done.exit_code == code
+    assert words in done.output
+
+
+def test_in_a_step_of_slurm_every_task_sees_its_own(slurm, tmp_path):
+    step = ["srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1", f"--output={tmp_path}/%t"]
+    run_command([*step, sys.executable, "-m", "hpctrain", "env", "--json"], slurm.env)
+    seen = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert [facts["rank"]["value"] for facts in seen] == [0, 1, 2, 3]
+    assert [facts["local_rank"]["value"] for facts in seen] == [0, 1, 0, 1]
+    assert len({facts["host"]["value"] for facts in seen}) == 2
+    assert {facts["host"]["value"] for facts in seen} <= set(slurm.nodes)
+    assert {facts["environment"]["value"] for facts in seen} == {"slurm"}
+    # The sandbox's GPUs have no driver, but Slurm hands them out.
+    assert [facts["device"]["source"][-1] for facts in seen] == ["0", "1", "0", "1"]
