@@ -1,19 +1,144 @@
 from __future__ import annotations
 
+import pytest
+
+from hpctrain.cluster.defaults import with_defaults
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
 
+USERS = {
+    "PATH": "/bin",
+    "SLURM_CONF": "/etc/slurm.conf",
+    "SLURM_CLUSTERS": "a",
+    "SLURM_JWT": "token",
+    "SBATCH_ACCOUNT": "mine",
+    "SALLOC_ACCOUNT": "mine",
+    "OMP_NUM_THREADS": "4",
+    "HPCTRAIN_SHARE_GPUS": "1",
+}
 
-def test_a_job_around_the_submission_leaves_no_trace_but_the_cluster_does():
-    environ = {
-        "PATH": "/bin",
-        "SLURM_CONF": "/etc/slurm.conf",
+#: What is around a submission, as Slurm, torchrun, Open MPI, MPICH, horovodrun and submitit write it.
+AROUND = {
+    "a rank of hpctrain": {
+        "HPCTRAIN_RUN_DIR": "/other",
+        "HPCTRAIN_ATTEMPT": "3",
+        "HPCTRAIN_LIFELINE_FD": "5",
+        "RANK": "3",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    },
+    "an allocation": {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_MEM_PER_CPU": "100",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_TRES_PER_TASK": "cpu:1",
+        "SLURM_EXPORT_ENV": "NONE",
+        "SBATCH_MEM_BIND": "local",
+        "SBATCH_MEM_BIND_TYPE": "local",
+        "SPANK__SLURM_SPANK_OPTION_x": "1",
+        "_SLURM_SPANK_OPTION_pyxis_container_image": "x",
+    },
+    "a step": {
         "SLURM_JOB_ID": "1",
         "SLURM_CPU_BIND": "mask",
+        "SLURMD_TRES_BIND": "gpu:none",
+        "SRUN_DEBUG": "3",
+    },
+    "an array": {"SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "1"},
+    "leftovers of a step": {"SLURM_CPU_BIND": "mask", "SLURM_STEP_ID": "0"},
+    "formats": {
         "SQUEUE_FORMAT": "%i",
-        "RANK": "3",
-        "HPCTRAIN_RUN_DIR": "/other",
-    }
-    assert outer_environment(environ) == {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
+        "SINFO_FORMAT": "%i",
+        "SACCT_FORMAT": "x",
+        "SLURM_TIME_FORMAT": "relative",
+    },
+    "torchrun": {
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "0",
+        "ROLE_WORLD_SIZE": "2",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "x",
+    },
+    "mpirun of Open MPI": {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_MCA_pmix": "^s1,s2,cray,isolated",
+        "OMPI_MCA_orte_num_nodes": "1",
+        "PMIX_RANK": "1",
+        "PMIX_NAMESPACE": "862715905",
+    },
+    "srun --mpi=pmix": {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.1.0"},
+    "mpiexec of MPICH": {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "PMI_FD": "6",
+        "HYDI_CONTROL_FD": "7",
+        "MPI_LOCALNRANKS": "2",
+        "MPI_LOCALRANKID": "1",
+        "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "n1",
+    },
+    "horovodrun": {
+        "HOROVOD_RANK": "0",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_HOSTNAME": "n1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
+        "HOROVOD_CONTROLLER": "gloo",
+    },
+    "submitit": {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOCAL_GLOBALID": "0"},
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_around_the_submission_leaves_no_trace(around):
+    environ = {**USERS, **AROUND[around]}
+    assert outer_environment(environ) == USERS
+    assert sbatch_environment(environ, []) == USERS
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "1"},
+        {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"},
+        {"HOROVOD_TIMELINE": "t.json"},
+        {"MPIR_CVAR_CH4_NETMOD": "ofi"},
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"SBATCH_MEM_BIND": "local"},
+    ],
+)
+def test_settings_of_the_users_stay(settings):
+    environ = {**USERS, **settings}
+    assert sbatch_environment(environ, []) == environ
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"])
+def test_gpus_of_the_job_around_are_not_those_of_the_next_but_of_what_is_started_here(name):
+    environ = {"SLURM_JOB_ID": "1", name: "2,3"}
+    assert sbatch_environment(environ, []) == {}
+    assert outer_environment(environ) == {name: "2,3"}
+
+
+def test_what_hpctrain_chose_for_its_ranks_is_not_the_choice_of_a_job_that_they_submit():
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert outer_environment(with_defaults({"PATH": "/bin"}, defaults)) == {"PATH": "/bin"}
+    assert outer_environment(with_defaults(USERS, defaults)) == USERS
+    twice = with_defaults(with_defaults({}, {"OMP_NUM_THREADS": "1"}), {"GLOO_SOCKET_IFNAME": "lo"})
+    assert outer_environment(twice) == {}
+
+
+def test_torchruns_choice_of_one_thread_does_not_slow_down_the_next_job():
+    environ = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+    assert outer_environment(environ) == {}
+    assert outer_environment({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_what_the_script_says_wins_over_variables_of_sbatch():
