@@ -31,6 +31,13 @@ def command() -> None:
 @click.option("--cpus-per-node", default=8, show_default=True, help="CPUs that each node claims to have.")
 @click.option("--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL.")
 @click.option("--accounting", is_flag=True, help="Keep records, so that sacct works: slurmdbd and a MariaDB.")
+@click.option("--gpu-type", default="", metavar="TYPE", help="What Slurm calls the GPUs, such as a100.")
+@click.option(
+    "--conf",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A line of slurm.conf, such as JobRequeue=0, for the place of ours with that key; may be repeated.",
+)
 @_name_option
 @json_option
 def up(
@@ -39,6 +46,8 @@ def up(
     cpus_per_node: int,
     preempt_grace: int,
     accounting: bool,
+    gpu_type: str,
+    conf: tuple[str, ...],
     name: str,
     as_json: bool,
 ) -> None:
@@ -53,6 +62,8 @@ def up(
         cpus_per_node=cpus_per_node,
         preempt_grace_s=preempt_grace,
         accounting=accounting,
+        gpu_type=gpu_type,
+        settings=conf,
     )
     if as_json:
         echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})

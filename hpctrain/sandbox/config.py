@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hpctrain.sandbox.accounting import slurm_conf_lines
 from hpctrain.sandbox.plan import Plan
 
@@ -62,7 +64,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE
 
 _GRES_CONF = """\
 AutoDetect=off
-NodeName={name}-[{k}] Name=gpu File={devices}
+NodeName={name}-[{k}] Name=gpu {type}File={devices}
 """
 
 
@@ -74,8 +76,8 @@ def slurm_conf(plan: Plan, host: str, memory_mib: int) -> str:
         host: this machine's host name, short.
         memory_mib: memory that each node claims to have.
     """
-    gpus = plan.shape.gpus_per_node
-    return _SLURM_CONF.format(
+    gpus, kind = plan.shape.gpus_per_node, plan.shape.gpu_type
+    text = _SLURM_CONF.format(
         name=plan.name,
         host=host,
         port=plan.port,
@@ -91,9 +93,12 @@ def slurm_conf(plan: Plan, host: str, memory_mib: int) -> str:
         ports=_span(plan.node_ports[0], plan.node_ports[-1]),
         cpus=plan.shape.cpus_per_node,
         memory_mib=memory_mib,
-        gres=f" Gres=gpu:{gpus}" if gpus else "",
+        gres=f" Gres=gpu:{f'{kind}:' if kind else ''}{gpus}" if gpus else "",
         grace=plan.shape.preempt_grace_s,
     )
+    for line in plan.shape.settings:
+        text = _with(text, line)
+    return text
 
 
 def gres_conf(plan: Plan) -> str:
@@ -101,7 +106,17 @@ def gres_conf(plan: Plan) -> str:
     if not plan.devices:
         return ""
     files = plan.devices[0].with_name(f"nvidia[{_span(0, len(plan.devices) - 1)}]")
-    return _GRES_CONF.format(name=plan.name, k=_span(1, plan.shape.nodes), devices=files)
+    kind = f"Type={plan.shape.gpu_type} " if plan.shape.gpu_type else ""
+    return _GRES_CONF.format(name=plan.name, k=_span(1, plan.shape.nodes), type=kind, devices=files)
+
+
+def _with(text: str, line: str) -> str:
+    """The configuration with a line, in the place of the one for the same key or partition, or at its end."""
+    key = line.partition("=")[0]
+    head = rf"{re.escape(line.split()[0])}\s" if key.lower() == "partitionname" else f"{key}="
+    ours = re.compile(rf"^{head}.*$", re.MULTILINE | re.IGNORECASE)
+    changed, number = ours.subn(lambda _: line, text)
+    return changed if number else f"{text}{line}\n"
 
 
 def _span(first: int, last: int) -> str:

@@ -15,6 +15,8 @@ from hpctrain.files import write_atomic
 ROOT = Path("/var/lib/hpctrain-sandbox")
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?")
+_GPU_TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_SETTING = re.compile(r"(?!NodeName=)[A-Za-z]\w*=[^\n]*", re.ASCII | re.IGNORECASE)
 #: What each number of a shape counts, the least and the most of it.
 _LIMITS = {
     "nodes": ("nodes", 1, 64),
@@ -39,20 +41,36 @@ class Shape:
     preempt_grace_s: int = 30
     #: Whether slurmdbd and a database keep records, so that `sacct` works.
     accounting: bool = False
+    #: What Slurm calls the GPUs, such as `a100`; empty for no name.
+    gpu_type: str = ""
+    #: Lines of `slurm.conf` that take the place of ours, or are added to them.
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", tuple(self.settings))  # JSON has lists alone
         for field, (unit, low, high) in _LIMITS.items():
             value = getattr(self, field)
             if not low <= value <= high:
                 raise SpecError(
                     f"a sandbox has {low} to {high} {unit}, but {value} was asked for: choose another number"
                 )
+        if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
+            raise SpecError(
+                f"{self.gpu_type!r} cannot be a type of GPUs: take letters, digits and _, as in a100"
+            )
+        for line in self.settings:
+            if not _SETTING.fullmatch(line):
+                raise SpecError(
+                    f"{line!r} is no line for a sandbox's slurm.conf: write Key=Value, as in JobRequeue=0;"
+                    " nodes have options of their own"
+                )
 
     def __str__(self) -> str:
+        kind = f" {self.gpu_type}" if self.gpu_type else ""
         return (
             f"{self.nodes} node{'s' if self.nodes > 1 else ''} × ({self.cpus_per_node} CPUs,"
-            f" {self.gpus_per_node} GPUs), {self.preempt_grace_s} s grace"
-            f"{', accounting' if self.accounting else ''}"
+            f" {self.gpus_per_node}{kind} GPUs), {self.preempt_grace_s} s grace"
+            f"{', accounting' if self.accounting else ''}{''.join(f', {line}' for line in self.settings)}"
         )
 
     @property

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import SpecError, UserError
@@ -33,6 +34,8 @@ def up(
     cpus_per_node: int = 8,
     preempt_grace_s: int = 30,
     accounting: bool = False,
+    gpu_type: str = "",
+    settings: Sequence[str] = (),
     limit_s: float = 60.0,
 ) -> Sandbox:
     """Start a sandbox and wait until all its nodes take jobs.
@@ -40,11 +43,22 @@ def up(
     One of the same shape that is there already is kept with its jobs; those of its daemons that ended are
     started again.
 
+    Args:
+        name: what it is called.
+        nodes: number of nodes.
+        gpus_per_node: pretend GPUs of each.
+        cpus_per_node: CPUs that each claims to have.
+        preempt_grace_s: seconds from SIGTERM to SIGKILL at a preemption.
+        accounting: whether it keeps records, so that `sacct` works.
+        gpu_type: what Slurm calls the GPUs.
+        settings: lines of `slurm.conf` for the place of ours with the same key, or of the same partition.
+        limit_s: seconds within which it has to be up.
+
     Raises:
         UserError: this machine cannot host a sandbox, or one of that name has another shape.
         SchedulerError: a daemon did not come up within `limit_s` seconds; of a new sandbox nothing is left.
     """
-    shape = Shape(nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting)
+    shape = Shape(nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting, gpu_type, tuple(settings))
     folder = folder_of(name)
     require(accounting=accounting)
     with locked(ROOT):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from hpctrain.sandbox.requirements import require
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
 
 
-def _plan(folder: Path, **shape: int) -> Plan:
+def _plan(folder: Path, **shape: Any) -> Plan:
     return Plan(folder, Shape(**shape), port=26800, block=7)
 
 
@@ -26,9 +27,13 @@ def _plan(folder: Path, **shape: int) -> Plan:
         ({"gpus_per_node": -1}, "0 to 16 GPUs a node, but -1"),
         ({"cpus_per_node": 0}, "1 to 256 CPUs a node, but 0"),
         ({"preempt_grace_s": -5}, "seconds of grace"),
+        ({"gpu_type": "a:100"}, "'a:100' cannot be a type of GPUs"),
+        ({"settings": ("JobRequeue",)}, "'JobRequeue' is no line"),
+        ({"settings": ("A=b\nC=d",)}, "is no line"),
+        ({"settings": ("NodeName=x CPUs=1",)}, "nodes have options of their own"),
     ],
 )
-def test_impossible_shapes_are_refused_with_both_numbers(wrong: dict[str, int], named: str) -> None:
+def test_impossible_shapes_are_refused_with_both_numbers(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(SpecError, match=named):
         Shape(**wrong)
 
@@ -118,6 +123,20 @@ def test_config_names_slurmdbd_only_where_there_is_one(tmp_path: Path) -> None:
     assert "AccountingStorageType=accounting_storage/slurmdbd\n" in conf
     assert "AccountingStoragePort=26805\n" in conf
     assert "Port=[26801-26804] " in conf
+
+
+def test_settings_take_the_place_of_lines_or_are_added(tmp_path: Path) -> None:
+    lines = ("jobrequeue=0", "PartitionName=urgent Nodes=ALL MaxTime=3", "PartitionName=urgently Nodes=ALL")
+    plan = _plan(tmp_path / "box", gpu_type="a100", settings=lines)
+    ours, conf = (slurm_conf(_plan(tmp_path / "box"), "here", 4096), slurm_conf(plan, "here", 4096))
+    changed = [line for line in conf.splitlines() if line not in ours.splitlines()]
+    assert [line for line in changed if not line.startswith("NodeName=")] == list(lines)
+    assert " Gres=gpu:a100:2 " in conf
+    assert "JobRequeue=1" not in conf
+    assert "Name=gpu Type=a100 File=" in gres_conf(plan)
+    plan.folder.mkdir()
+    plan.save()
+    assert Plan.load(plan.folder) == plan
 
 
 def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
