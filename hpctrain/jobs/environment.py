@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpctrain.cluster.defaults import names_of_defaults
-from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.rundir import ARRAY_TASK_VARIABLE, ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE
 
 #: Variables of Slurm that say where the cluster is; all other SLURM_* speak of the job around this
 #: process, and a job submitted from within a job must not inherit them.
@@ -25,6 +25,7 @@ _RANK_VARIABLES = frozenset(
     {
         RUN_DIR_VARIABLE,
         ATTEMPT_VARIABLE,
+        ARRAY_TASK_VARIABLE,
         LIFELINE_VARIABLE,
         "RANK",
         "LOCAL_RANK",
@@ -67,7 +68,9 @@ _DEVICE_VARIABLES = frozenset(
 )
 
 # Variables of sbatch(1), section INPUT ENVIRONMENT VARIABLES, whose names do not follow the option's.
-_SBATCH_VARIABLES = {"mem": "MEM_PER_NODE", "time": "TIMELIMIT"}
+_SBATCH_VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
+#: Of these sbatch takes one only, so one in the script overrules the variables of all.
+_MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
 
 #: Variables of sbatch that would take back what every run rests on.
 _OVERRULED = frozenset(
@@ -105,6 +108,11 @@ def outer_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def sbatch_variable(key: str) -> str:
+    """The variable by which sbatch takes the option `key`, given by its long name."""
+    return "SBATCH_" + _SBATCH_VARIABLES.get(key, key.upper().replace("-", "_"))
+
+
 def sbatch_environment(environ: Mapping[str, str], directives: Collection[str]) -> dict[str, str]:
     """The variables for sbatch, which takes SBATCH_* over what stands in the script.
 
@@ -112,8 +120,8 @@ def sbatch_environment(environ: Mapping[str, str], directives: Collection[str]) 
     default for anything else, such as SBATCH_ACCOUNT, stays. So does a CUDA_VISIBLE_DEVICES of the user's,
     but not one that a job around this process set for its own GPUs.
     """
-    written = {"SBATCH_" + _SBATCH_VARIABLES.get(key, key.upper().replace("-", "_")) for key in directives}
-    left_out = _OVERRULED | written
+    written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
+    left_out = _OVERRULED | set(map(sbatch_variable, written))
     if "SLURM_JOB_ID" in environ:
         left_out |= _DEVICE_VARIABLES
     return {name: value for name, value in outer_environment(environ).items() if name not in left_out}
