@@ -18,6 +18,10 @@ from hpctrain.cluster.hosts import host_name
 from hpctrain.cluster.seats import Seat, check_places, deal_gpus
 from hpctrain.errors import EnvironmentMismatch, HpctrainError
 
+_READ_KEY = "read"
+#: Those that have come read an answer within milliseconds of it.
+_READ_LIMIT_S = 5.0
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -53,6 +57,7 @@ def agree_on_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> A
             store.set(_answer_key(rank), text)
     answer = json.loads(store.get(_answer_key(ranks.rank)))
     if "error" in answer:
+        _let_all_read(ranks, store)
         raise HpctrainError(answer["error"])
     return Agreement(_take(answer["index"]), answer["shared"])
 
@@ -114,6 +119,15 @@ def _gather_seats(world_size: int, store: Store) -> list[Seat]:
             "Their logs may tell why."
         ) from error
     return [_read_seat(text) for text in store.multi_get(keys)]
+
+
+def _let_all_read(ranks: Ranks, store: Store) -> None:
+    """Keep rank 0, and with it a store of its own, until its peers know what is wrong."""
+    num_read = store.add(_READ_KEY, 1)
+    deadline = time.monotonic() + _READ_LIMIT_S
+    while ranks.is_main and num_read < ranks.world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        num_read = store.add(_READ_KEY, 0)
 
 
 def _read_seat(text: bytes) -> Seat:

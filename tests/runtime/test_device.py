@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
 import pytest
 import torch
+from helpers import environment
 from torch.distributed import HashStore
 
 from hpctrain.cluster import Ranks
@@ -112,17 +116,49 @@ def test_two_processes_of_one_rank_are_told_apart():
         agree_on_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
 
 
-def test_ranks_that_do_not_come_are_named():
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(HpctrainError, match=r"rank \[1-2\] of 3 did not come within 0 s of rank 0"):
         agree_on_device(ranks(0, 3), {}, store)
 
 
+def test_both_of_two_processes_at_one_place_learn_of_it_before_either_leaves(tmp_path):
+    """Rank 0 hosts the store, so it must not leave first."""
+    script = (
+        "import os; from hpctrain.cluster import detect; from hpctrain.runtime.process_group import join\n"
+    )
+    script += "join(detect(os.environ), os.environ)"
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURMD_NODENAME": "n1",
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment({**step, "SLURM_PROCID": str(rank)}),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in both:
+        _, words = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert (
+            "HpctrainError: rank 0 on n1 takes itself for local rank 0 of node 0, and rank 1 on n1" in words
+        )
+
+
 @pytest.mark.gpu
 def test_the_uuid_is_the_drivers():
-    import os
-
     from hpctrain.telemetry.gpus import count_gpus, installed_gpus
 
     seen = visible_uuids(os.environ)
@@ -132,6 +168,4 @@ def test_the_uuid_is_the_drivers():
 
 @pytest.mark.gpu
 def test_the_device_is_torchs_current_one():
-    import os
-
     assert choose_device(ranks(0, 1), os.environ).index == torch.cuda.current_device()
