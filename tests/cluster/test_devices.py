@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from helpers import run_command
 
+from hpctrain import sandbox
 from hpctrain.cluster import Ranks, detect
 from hpctrain.cluster.devices import is_mig, plan_device, sharing_allowed, visible_devices
+from hpctrain.cluster.seats import Seat, check_places, deal_gpus
 from hpctrain.errors import EnvironmentMismatch
 
 
@@ -175,28 +181,61 @@ SHAPES = [
     "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=mask_gpu:1,3",
     "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic",
 ]
-#: Slurm's GPUs of a node, which hold what it calls 0 and 1.
-GPUS_PER_NODE = 2
+#: On one node of four GPUs: two for each task, alone or with another task, in turn or one after the other.
+SHAPES_OF_FOUR = [
+    ("--ntasks=2 --gpus-per-task=2", True),
+    ("--ntasks=4 --gpus-per-node=4 --gpu-bind=mask_gpu:0x3,0x3,0xc,0xc", True),
+    # The variables of a task do not tell which others see the same GPUs: the ranks have to.
+    ("--ntasks=4 --gpus-per-node=4 --gpu-bind=mask_gpu:0x3,0xc,0x3,0xc", False),
+]
+
+
+def seats_of_step(env: dict[str, str], shape: str, gpus_per_node: int, folder: Path) -> list[Seat]:
+    """Start a step of that shape; what its tasks would tell each other, were Slurm's GPUs real ones."""
+    # The suite keeps GPUs out of sight by a variable that a step of --gpu-bind=none would inherit.
+    command = ["env", "--unset=CUDA_VISIBLE_DEVICES", "srun", *shape.split(), f"--output={folder}/%t"]
+    run_command([*command, "env", "--null"], env)
+    seats = []
+    for path in folder.iterdir():
+        environ = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
+        # What the driver would show there: the entries that Slurm wrote, or all of the node.
+        listed = visible_devices(environ)
+        seen = listed if listed is not None else [str(i) for i in range(gpus_per_node)]
+        ranks, node = detect(environ), environ["SLURMD_NODENAME"]
+        uuids = tuple(f"{node}:{entry}" for entry in seen)
+        index = plan_device(ranks, environ, len(seen)).index
+        seats.append(Seat(ranks.rank, ranks.node_rank, ranks.local_rank, node, uuids, index))
+    seats.sort(key=lambda seat: seat.rank)
+    check_places(seats)
+    return seats
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tasks_of_a_node_get_gpus_of_their_own_wherever_slurm_gave_them_such(slurm, shape, tmp_path):
-    # The suite keeps GPUs out of sight by a variable that a step of --gpu-bind=none would inherit.
-    command = ["env", "--unset=CUDA_VISIBLE_DEVICES", "srun", *shape.split(), f"--output={tmp_path}/%t"]
-    run_command([*command, "env", "--null"], slurm.env)
-    tasks = [
-        dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
-        for path in tmp_path.iterdir()
-    ]
-    taken: dict[str, list[str]] = {}
-    for environ in tasks:
-        # What the driver would show there: the entries that Slurm wrote, or all of the node.
-        listed = visible_devices(environ)
-        seen = listed if listed is not None else [str(i) for i in range(GPUS_PER_NODE)]
-        plan = plan_device(detect(environ), environ, len(seen))
-        assert plan.index is not None
-        taken.setdefault(environ["SLURMD_NODENAME"], []).append(seen[plan.index])
-    assert len(tasks) == sum(len(on_node) for on_node in taken.values())
+def test_tasks_get_gpus_of_their_own_wherever_slurm_gave_them_such(slurm, shape, tmp_path):
+    seats = seats_of_step(slurm.env, shape, slurm.shape.gpus_per_node, tmp_path)
+    taken = [seat.gpu for seat in seats]
     share = 2 if "--ntasks-per-gpu=2" in shape else 1
-    for on_node in taken.values():
-        assert all(on_node.count(gpu) == share for gpu in on_node), taken
+    assert all(gpu is not None and taken.count(gpu) == share for gpu in taken), seats
+
+
+@pytest.fixture(scope="module")
+def node_of_four() -> Iterator[sandbox.Sandbox]:
+    name = f"four-{os.getpid()}"
+    try:
+        yield sandbox.up(name, nodes=1, gpus_per_node=4)
+    finally:
+        sandbox.down(name)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(("shape", "plan_is_enough"), SHAPES_OF_FOUR)
+def test_tasks_with_several_gpus_each_take_one_that_no_other_takes(
+    node_of_four, shape, plan_is_enough, tmp_path
+):
+    seats = seats_of_step(node_of_four.env, shape, 4, tmp_path)
+    assert {len(seat.gpus) for seat in seats} == {2}
+    assert (len({seat.gpu for seat in seats}) == len(seats)) is plan_is_enough
+    deal = deal_gpus(seats, may_share=False)
+    assert len({seat.gpus[deal.indexes[seat.rank]] for seat in seats}) == len(seats)
+    if "--gpus-per-task" in shape:
+        assert deal.indexes == {0: 0, 1: 0}
