@@ -3,48 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 
-from hpctrain.cluster.environments import local, slurm, torchrun
+from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
+from hpctrain.cluster.launched import means_this_host
 from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_int
 from hpctrain.errors import EnvironmentMismatch
 
-#: Overrides the search: the name of the environment to believe.
-ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
-
+#: Whatever starts processes by means of another stands before that other.
 _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
-    "slurm": slurm.detect,
     "torchrun": torchrun.detect,
+    "horovod": horovod.detect,
+    "openmpi": openmpi.detect,
+    "mpich": mpich.detect,
+    "submitit": submitit.detect,
+    "slurm": slurm.detect,
     "local": local.detect,
 }
+
+#: Variables that speak of ranks and that anybody may have set, with what they must be equal to.
+_SPOKEN_OF = {
+    "RANK": "rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_RANK": "local_rank",
+    "LOCAL_WORLD_SIZE": "local_world_size",
+    "NODE_RANK": "node_rank",
+    "GROUP_RANK": "node_rank",
+    "GROUP_WORLD_SIZE": "num_nodes",
+}
+#: Set by `srun --mpi=pmi2` for a task. Below another launcher they are the outer one's.
+_SPOKEN_OF_BY_PMI = {"PMI_RANK": "rank", "PMI_SIZE": "world_size"}
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
     """Ranks of this process, from the variables in `environ` alone.
 
-    `HPCTRAIN_ENVIRONMENT` names an environment and ends the search. Otherwise torchrun's own mark
-    (TORCHELASTIC_RUN_ID) wins, since torchrun under srun starts several ranks in one task; then a job
-    step of Slurm; then RANK and WORLD_SIZE as any launcher sets them; then a single process.
+    `HPCTRAIN_ENVIRONMENT` names an environment and ends the search. Otherwise the innermost launcher wins,
+    since one that was started by another gives ranks of its own, and the variables of the outer one stay:
+    mpirun starts its daemons with srun, and people start torchrun so, and SLURM_PROCID then is the number of
+    the daemon or of the agent. Hence this order, with the mark of each:
+
+    1. `torchrun`: TORCHELASTIC_RUN_ID, with RANK and WORLD_SIZE
+    2. `horovod`: HOROVOD_RANK and HOROVOD_SIZE
+    3. `openmpi`: OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE
+    4. `mpich`: PMI_RANK and MPI_LOCALRANKID
+    5. `submitit`: SUBMITIT_LOCAL_JOB_ID
+    6. `slurm`: SLURM_PROCID and the SLURM_STEP_ID of a step of srun
+    7. `torchrun` again, without its mark: RANK and WORLD_SIZE, which anybody may have set
+    8. `local`: none of these, so a single process
+
+    What was found must not be contradicted. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
+    GROUP_RANK and GROUP_WORLD_SIZE have to say the same where they are set, and a launcher on one host inside
+    a job step of several tasks is refused: either each task would train alone, or the variables are those of
+    an outer job. MASTER_ADDR and MASTER_PORT are taken as they are.
 
     Raises:
-        EnvironmentMismatch: variables contradict each other, a part is missing, or
-            HPCTRAIN_ENVIRONMENT names an environment that is unknown or is not this one.
+        EnvironmentMismatch: variables contradict each other, a part is missing, or HPCTRAIN_ENVIRONMENT
+            names an environment that is unknown or is not this one.
     """
     wanted = environ.get(ENVIRONMENT_VARIABLE)
     if wanted:
         return _detect_as(wanted, environ)
-    order = ["slurm", "torchrun", "local"]
-    if "TORCHELASTIC_RUN_ID" in environ:
-        order = ["torchrun", "local"]
-    return next(ranks for name in order if (ranks := _DETECTORS[name](environ)) is not None)
+    order = list(_DETECTORS)
+    if not environ.get(torchrun.MARK):
+        order.remove("torchrun")
+        order.insert(order.index("local"), "torchrun")
+    found = next(ranks for name in order if (ranks := _DETECTORS[name](environ)) is not None)
+    if found.environment != "torchrun":
+        _check_what_others_say(found, environ)
+    _check_outer(found, order[order.index(found.environment) + 1 :], environ)
+    return found
 
 
 def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     detector = _DETECTORS.get(name)
     if detector is None:
-        raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}; known are {', '.join(_DETECTORS)}.")
+        close = get_close_matches(name, _DETECTORS, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(_DETECTORS)}."
+        raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}, which is no environment. {hint}")
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
             f"{ENVIRONMENT_VARIABLE} is {name!r}, but the variables of that environment are not set here."
         )
     return ranks
+
+
+def _check_what_others_say(found: Ranks, environ: Mapping[str, str]) -> None:
+    spoken_of = _SPOKEN_OF
+    if found.environment in {"slurm", "local"}:
+        spoken_of = {**_SPOKEN_OF, **_SPOKEN_OF_BY_PMI}
+    for variable, field in spoken_of.items():
+        value = getattr(found, field)
+        if environ.get(variable) and read_int(environ, variable) != value:
+            others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
+            raise EnvironmentMismatch(
+                f"{variable} is {environ[variable]}, but {field.replace('_', ' ')} is {value} "
+                f"({found.sources[field]}). {believe(found.environment, *others)}"
+            )
+
+
+def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) -> None:
+    """Refuse a launcher on one host that runs in each of several tasks of another launcher."""
+    if found.num_nodes > 1 or not means_this_host(found.master_addr) or found.environment == "local":
+        return
+    if found.environment == "openmpi" and openmpi.started_by_a_daemon(environ):
+        return
+    for name in others:
+        try:
+            outer = _DETECTORS[name](environ)
+        except EnvironmentMismatch:
+            continue  # Whatever it is, it is not what this process goes by.
+        if outer is None or outer.world_size == 1:
+            continue
+        if (outer.rank, outer.world_size) != (found.rank, found.world_size):
+            raise EnvironmentMismatch(
+                f"rank {found.rank} of {found.world_size} on this host alone ({found.sources['rank']}, "
+                f"{found.sources['world_size']}; {found.environment}), inside process {outer.rank} of "
+                f"{outer.world_size} ({outer.sources['rank']}, {outer.sources['world_size']}; "
+                f"{outer.environment}). Start {found.environment} once for all hosts. "
+                f"{believe(found.environment, outer.environment)}"
+            )

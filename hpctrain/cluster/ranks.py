@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hpctrain.cluster.variables import believe
 from hpctrain.errors import EnvironmentMismatch
 
 
@@ -44,17 +45,18 @@ class Ranks:
         self._check("rank", "world_size")
         self._check("local_rank", "local_world_size")
         self._check("node_rank", "num_nodes")
-        if self.local_world_size > self.world_size:
+        elsewhere = self.world_size - self.local_world_size
+        if elsewhere < self.num_nodes - 1 or (self.num_nodes == 1 and elsewhere):
             raise EnvironmentMismatch(
-                f"{self._told('local_world_size')} is more than {self._told('world_size')}. "
-                "Unset what an outer job left behind, or start with srun or torchrun."
+                f"{self._told('local_world_size')} and {self._told('num_nodes')} do not go with "
+                f"{self._told('world_size')}. {believe('local')}"
             )
 
     def _check(self, index: str, count: str) -> None:
         if not 0 <= getattr(self, index) < getattr(self, count):
             raise EnvironmentMismatch(
                 f"{self._told(index)} does not lie in 0 … {count} - 1, for {self._told(count)}. "
-                "Unset what an outer job left behind, or start with srun or torchrun."
+                f"{believe('local')}"
             )
 
     def _told(self, name: str) -> str:

@@ -1,10 +1,13 @@
-"""Reading numbers out of an environment, with errors that name the variable."""
+"""Reading an environment, with errors that name the variable."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from hpctrain.errors import EnvironmentMismatch
+
+#: Overrides the search: the name of the environment to believe.
+ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
 
 
 def first_of(environ: Mapping[str, str], *names: str) -> str | None:
@@ -19,11 +22,18 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
         EnvironmentMismatch: the variable is missing or holds no whole number.
     """
     text = environ.get(name)
-    if text is None:
+    if not text:
         raise EnvironmentMismatch(
-            f"{name} is not set, though its neighbours are. Start with srun or torchrun."
+            f"{name} is not set, though its neighbours are: this is a part of what a launcher sets. Start "
+            f"with srun, torchrun or mpirun; or set {ENVIRONMENT_VARIABLE}=local for a process that is alone."
         )
     try:
         return int(text)
     except ValueError:
         raise EnvironmentMismatch(f"{name} is {text!r}, which is not a whole number.") from None
+
+
+def believe(*environments: str) -> str:
+    """The way out of a contradiction, as the last sentence of its message."""
+    choices = " or ".join(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
+    return f"Unset what is left over from elsewhere, or say what to believe: {choices}."

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hpctrain.cluster.launched import LOOPBACK
 from hpctrain.cluster.ranks import Ranks
 
+_FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_addr")
 
-def detect(environ: Mapping[str, str]) -> Ranks | None:  # noqa: ARG001 (as every environment)
+
+def detect(environ: Mapping[str, str]) -> Ranks:
     """Rank 0 of 1."""
+    if environ.get("SLURM_JOB_ID"):
+        why = f"alone: inside Slurm job {environ['SLURM_JOB_ID']}, but in no step of srun"
+    else:
+        why = "alone: no launcher's variables"
     return Ranks(
         rank=0,
         world_size=1,
@@ -16,8 +23,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:  # noqa: ARG001 (as ever
         local_world_size=1,
         node_rank=0,
         num_nodes=1,
-        master_addr="127.0.0.1",
+        master_addr=LOOPBACK,
         master_port=0,
         environment="local",
-        sources={"rank": "no job step and no RANK in the environment"},
+        sources={**dict.fromkeys(_FIELDS, why), "master_port": "not needed for one process"},
     )

@@ -1,0 +1,72 @@
+"""Ranks that Hydra gave: the `mpiexec` of MPICH, Intel MPI and their kin.
+
+PMI_RANK and PMI_SIZE alone are no mark of it, for `srun --mpi=pmi2` sets them, too, to the values of the
+step; MPI_LOCALRANKID is. Inside a Slurm job Hydra starts a proxy on each node that it uses, with an srun of
+one task a node, so SLURM_PROCID and its like describe the proxy, and SLURM_NODEID is the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.variables import read_int
+
+_NAMES = Names(
+    rank="PMI_RANK",
+    world_size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_world_size="MPI_LOCALNRANKS",
+)
+_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def detect(environ: Mapping[str, str]) -> Ranks | None:
+    """Ranks of this process of an `mpiexec`, or None outside of one.
+
+    Raises:
+        EnvironmentMismatch: variables contradict each other, or there are several nodes and they do not tell
+            which is which.
+    """
+    if not (environ.get(_NAMES.rank) and environ.get(_NAMES.local_rank)):
+        return None
+    # Hydra tells no process which run it belongs to. Two runs that start at the same moment in the same
+    # folder compute the same port; their ranks 0 find each other out when they meet.
+    if environ.get("SLURM_STEP_ID"):
+        step = "/".join(environ.get(name, "") for name in _STEP)
+        key = (step, ", ".join(_STEP))
+    else:
+        key = (f"{environ.get('PWD', '')}/{environ.get(_NAMES.world_size)}", f"PWD and {_NAMES.world_size}")
+    return ranks_of(environ, "mpich", _NAMES, key=key, nodes=lambda: _nodes(environ))
+
+
+def _nodes(environ: Mapping[str, str]) -> Nodes:
+    found = _nodes_of_proxies(environ)
+    if found is None or (read_int(environ, _NAMES.rank) == 0 and found.node_rank != 0):
+        raise unknown_nodes(
+            "mpiexec",
+            _NAMES,
+            environ,
+            "Start with srun, or pass what is missing: mpiexec -hosts HOST0,HOST1 -genv MASTER_ADDR HOST0 "
+            "-genv GROUP_WORLD_SIZE 2 -n N -env NODE_RANK 0 PROGRAM : -n N -env NODE_RANK 1 PROGRAM.",
+        )
+    return found
+
+
+def _nodes_of_proxies(environ: Mapping[str, str]) -> Nodes | None:
+    """The nodes of the step in which Hydra's proxies run, or None where there is no such step."""
+    num_nodes = environ.get("SLURM_STEP_NUM_NODES")
+    if not num_nodes or environ.get("SLURM_STEP_NUM_TASKS") != num_nodes:
+        return None
+    return Nodes(
+        read_int(environ, "SLURM_NODEID"),
+        read_int(environ, "SLURM_STEP_NUM_NODES"),
+        expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))[0],
+        {
+            "node_rank": "SLURM_NODEID",
+            "num_nodes": "SLURM_STEP_NUM_NODES",
+            "master_addr": "first of SLURM_STEP_NODELIST",
+        },
+    )

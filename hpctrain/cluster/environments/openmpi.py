@@ -1,0 +1,119 @@
+"""Ranks that Open MPI's `mpirun` gave.
+
+It tells rank and place on the node, and little about the nodes. OMPI_COMM_WORLD_NODE_RANK is no index of a
+node, whatever its name says: it is the process's index among all of its node. Which node this is shows in
+two places: in a Slurm job in Slurm's own list, elsewhere in the number of the daemon that started the
+process (OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0). Neither tells which nodes are in use when
+some are left idle, so either holds only where all are.
+
+Read off Open MPI 4.1. Version 5 sets no OMPI_MCA_orte_* variables; on one node that makes no difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.variables import believe, first_of, read_int
+from hpctrain.errors import EnvironmentMismatch
+
+_NAMES = Names(
+    rank="OMPI_COMM_WORLD_RANK",
+    world_size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_NUM_NODES = "OMPI_MCA_orte_num_nodes"
+_NUM_DAEMONS = "OMPI_MCA_ess_base_num_procs"
+_DAEMON = "OMPI_MCA_orte_local_daemon_uri"
+_MPIRUN = "OMPI_MCA_orte_hnp_uri"
+_NUM_PROCESSES = "OMPI_MCA_orte_ess_num_procs"
+
+# As in 1669005312.1;tcp://10.0.0.2,192.168.0.2:41441;tcp6://[fd00::2]:43493
+_DAEMON_NUMBER = re.compile(r"\d+\.(\d+);")
+_ADDRESS = re.compile(r"tcp://(\d+\.\d+\.\d+\.\d+)")
+
+
+def detect(environ: Mapping[str, str]) -> Ranks | None:
+    """Ranks of this process of an `mpirun`, or None outside of one.
+
+    Raises:
+        EnvironmentMismatch: variables contradict each other, or there are several nodes and they do not tell
+            which is which.
+    """
+    if not (environ.get(_NAMES.rank) and environ.get(_NAMES.world_size)):
+        return None
+    if environ.get(_NUM_PROCESSES) and environ[_NUM_PROCESSES] != environ[_NAMES.world_size]:
+        raise EnvironmentMismatch(
+            f"world size {environ[_NAMES.world_size]} ({_NAMES.world_size}) but "
+            f"{environ[_NUM_PROCESSES]} processes ({_NUM_PROCESSES}). {believe('slurm', 'local')}"
+        )
+    job = first_of(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+    return ranks_of(
+        environ,
+        "openmpi",
+        _NAMES,
+        key=(environ[job] if job else "", job or "nothing but the port range"),
+        nodes=lambda: _nodes(environ),
+    )
+
+
+def started_by_a_daemon(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun started this process by way of a daemon of its own, which under Slurm is a job step."""
+    return _daemon_number(environ) > 0
+
+
+def _nodes(environ: Mapping[str, str]) -> Nodes:
+    found = _nodes_of_slurm_job(environ) if environ.get("SLURM_JOB_NODELIST") else _nodes_by_daemon(environ)
+    if found is None or (read_int(environ, _NAMES.rank) == 0 and found.node_rank != 0):
+        raise unknown_nodes(
+            "mpirun",
+            _NAMES,
+            environ,
+            "Start it on one of the nodes, with ranks on all of them and rank 0 on the first; or start with "
+            "srun; or pass what is missing: mpirun -x MASTER_ADDR=HOST0 -x GROUP_WORLD_SIZE=2 -n N "
+            "-x NODE_RANK=0 PROGRAM : -n N -x NODE_RANK=1 PROGRAM.",
+        )
+    return found
+
+
+def _nodes_of_slurm_job(environ: Mapping[str, str]) -> Nodes | None:
+    hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+    name = environ.get("SLURMD_NODENAME")
+    if name not in hosts or environ.get(_NUM_NODES) != str(len(hosts)):
+        return None
+    return Nodes(
+        hosts.index(name),
+        len(hosts),
+        hosts[0],
+        {
+            "node_rank": "SLURMD_NODENAME in SLURM_JOB_NODELIST",
+            "num_nodes": _NUM_NODES,
+            "master_addr": "first of SLURM_JOB_NODELIST",
+        },
+    )
+
+
+def _nodes_by_daemon(environ: Mapping[str, str]) -> Nodes | None:
+    number, address = _daemon_number(environ), _ADDRESS.search(environ.get(_MPIRUN, ""))
+    # mpirun's own children are told nothing of the daemons, but then the first node is in use, and is theirs.
+    if number < 0 or address is None or (number and environ.get(_NUM_DAEMONS) != environ.get(_NUM_NODES)):
+        return None
+    return Nodes(
+        number,
+        read_int(environ, _NUM_NODES),
+        address[1],
+        {
+            "node_rank": f"number in {_DAEMON}",
+            "num_nodes": _NUM_NODES,
+            "master_addr": f"address in {_MPIRUN}",
+        },
+    )
+
+
+def _daemon_number(environ: Mapping[str, str]) -> int:
+    match = _DAEMON_NUMBER.match(environ.get(_DAEMON, ""))
+    return int(match[1]) if match else -1
