@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import SchedulerError
@@ -20,34 +21,86 @@ _JOB_STATE = re.compile(r"^\s+JobState=(\S+)", re.MULTILINE)
 
 
 def run_slurm(
-    command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = COMMAND_LIMIT_S,
+    text: str = "",
+    with_stderr: bool = False,
 ) -> str:
     """The output of `command`, run with the variables of `environ` alone.
+
+    Args:
+        command: one of Slurm's.
+        environ: all variables that it gets.
+        timeout_s: seconds after which it is given up.
+        text: what it reads from its standard input.
+        with_stderr: whether what it says on stderr is wanted, too.
 
     Raises:
         SchedulerError: it is missing, failed or took too long; the message is in Slurm's words.
     """
+    begun = time.monotonic()
+    with _start(command, environ) as process:
+        out, err = _end(process, command[0], begun, timeout_s, text)
+    return out + (err if with_stderr else "")
+
+
+def run_side_by_side(
+    commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
+) -> list[str | SchedulerError]:
+    """The output of each command, all run at once; in the place of one that failed, its error."""
+    begun = time.monotonic()
+    processes: list[subprocess.Popen[str] | SchedulerError] = []
+    for command in commands:
+        try:
+            processes.append(_start(command, environ))
+        except SchedulerError as error:
+            processes.append(error)
+    answers: list[str | SchedulerError] = []
+    for command, process in zip(commands, processes, strict=True):
+        if isinstance(process, SchedulerError):
+            answers.append(process)
+            continue
+        try:
+            with process:
+                answers.append(_end(process, command[0], begun, timeout_s)[0])
+        except SchedulerError as error:
+            answers.append(error)
+    return answers
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
     # Without its file Slurm's commands try again for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
         raise SchedulerError(f"SLURM_CONF names {conf!r}, which does not exist")
     try:
-        done = subprocess.run(
+        return subprocess.Popen(
             command,
             env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            timeout=timeout_s,
-            check=False,
         )
     except FileNotFoundError as error:
         raise SchedulerError(f"there is no {command[0]} on the PATH") from error
-    except subprocess.TimeoutExpired as error:
-        raise SchedulerError(f"{command[0]} {NO_ANSWER} {timeout_s:g} s") from error
-    if done.returncode:
-        raise SchedulerError(f"{command[0]} says: {_words(done.stderr) or f'exit code {done.returncode}'}")
-    return done.stdout
+
+
+def _end(
+    process: subprocess.Popen[str], name: str, begun: float, timeout_s: float, text: str = ""
+) -> tuple[str, str]:
+    try:
+        out, err = process.communicate(text, timeout=max(0.0, begun + timeout_s - time.monotonic()))
+    except BaseException as error:
+        process.kill()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise SchedulerError(f"{name} {NO_ANSWER} {timeout_s:g} s") from error
+    if process.returncode:
+        raise SchedulerError(f"{name} says: {_words(err) or f'exit code {process.returncode}'}")
+    return out, err
 
 
 def job_state(job_id: str, environ: Mapping[str, str]) -> str | None:
