@@ -21,17 +21,21 @@ EventKind = Literal[
     "restart",
     "shrink",
     "requeue",
+    "seen",
     "finished",
 ]
 
 #: Variables that tell a rank where its run lives and which start this is.
 RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
+#: The number of the task of a job array that a rank belongs to.
+ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
 #: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
+_TASK_FOLDER = re.compile(r"task-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,16 @@ class RunDir:
     """The folder of one run. Holds paths only; nothing is created by looking at it."""
 
     path: Path
+
+    @property
+    def array(self) -> RunDir | None:
+        """The folder of the job array that this is a task of; None where this is no task's."""
+        return RunDir(self.path.parent) if _TASK_FOLDER.fullmatch(self.path.name) else None
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name; that of a task of a job array stands behind the array's."""
+        return f"{self.path.parent.name}/{self.path.name}" if self.array else self.path.name
 
     @property
     def spec(self) -> Path:
@@ -104,6 +118,18 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
+
+    def task(self, index: int | str) -> RunDir:
+        """The folder of one task of a job array: a whole run folder inside that of the array.
+
+        Args:
+            index: the task's number, or a symbol that stands for it.
+        """
+        return RunDir(self.path / f"task-{index}")
+
+    def tasks(self) -> list[int]:
+        """Numbers of the tasks of a job array, ascending; none where this is a single run."""
+        return _numbered(self.path, _TASK_FOLDER)
 
     def attempts(self) -> list[int]:
         """Numbers of all starts of the workers so far, ascending."""

@@ -23,12 +23,19 @@ T = TypeVar("T")
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Our environment without what a scheduler or a run put there, and with `extra`, such as `slurm.env`.
 
-    `hpctrain` is importable in it, installed or not; GPUs of this machine are out of sight, so that a test
-    does the same everywhere.
+    `hpctrain` is importable in it, installed or not; GPUs of this machine, and what site and user have
+    configured, are out of sight, so that a test does the same everywhere.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_SCHEDULER_VARIABLES)}
     paths = [str(REPOSITORY), *filter(None, [kept.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HPCTRAIN_SITE_CONFIG": "",
+        "XDG_CONFIG_HOME": "/nonexistent",
+        **(extra or {}),
+    }
 
 
 def run_command(

@@ -12,6 +12,7 @@ from hpctrain.errors import HpctrainError
 
 #: Subcommands in the order of the help; each lives in the module of its name as `command`.
 _COMMANDS = (
+    "init",
     "submit",
     "status",
     "list",

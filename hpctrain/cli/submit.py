@@ -5,13 +5,53 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.common import echo_json, handle_of, json_option, program, short_path
-from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.config import COMMAND_LINE, resolve
+from hpctrain.jobs.option import Option
+from hpctrain.jobs.options import options
+from hpctrain.jobs.prepare import Submission, prepare
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs import Run
+
+
+def heading(param: click.Parameter) -> str:
+    """The heading under which an option of `submit` is shown."""
+    known = options()
+    return known[param.name].group if param.name in known else "This submission"
+
+
+class _Submit(click.Command):
+    """Shows its options in groups, as the table has them."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for title, members in groupby(params, heading):
+            with formatter.section(title):
+                formatter.write_dl([row for param in members if (row := param.get_help_record(ctx))])
+
+
+def _click_option(option: Option) -> click.Option:
+    """The option on the command line. Values stay texts: they are read as those of files are."""
+    text = option.about.help + (f"  [default: {option.default}]" if option.default else "")
+    if option.kind.flag:
+        return click.Option([f"{option.flag}/--no-{option.flag[2:]}"], default=None, help=text)
+    if option.kind.pairs:
+        callback = _directives if option.name == "sbatch" else _pairs
+        return click.Option(
+            [option.flag],
+            multiple=True,
+            callback=callback,
+            metavar=option.metavar,
+            help=f"{text} May be repeated.",
+        )
+    return click.Option([option.flag], metavar=option.metavar, help=text)
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
@@ -31,67 +71,17 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     return _pairs(ctx, param, [value if "=" in value else f"{value}=" for value in named])
 
 
-@click.command("submit", context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", metavar="N", help="Number of nodes.  [default: 1]")
+@click.command("submit", cls=_Submit, context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--gpus-per-node",
-    type=int,
-    metavar="G",
-    help="GPUs, and ranks, on each node; 0 runs on CPUs.  [default: 0]",
-)
-@click.option(
-    "--tasks-per-node", type=int, metavar="T", help="Ranks on each node of a run on CPUs.  [default: 1]"
-)
-@click.option("--cpus-per-task", type=int, metavar="C", help="CPUs of each rank.")
-@click.option("--name", help="Name of the job.  [default: the script's]")
-@click.option(
-    "--backend",
-    metavar="auto|slurm|local",
-    help="Where to run; auto takes Slurm where it answers.  [default: auto]",
-)
-@click.option(
-    "--run-dir",
-    metavar="PATH",
-    help="Folder of the run; that of an ended run continues it.  [default: runs/<run id>]",
-)
-@click.option(
-    "--template",
-    metavar="NAME|PATH",
-    help="Template of the batch script.  [default: ddp, or cpu without GPUs]",
-)
-@click.option("--time", metavar="TIME", help="Time limit: minutes, HH:MM:SS, D-HH:MM:SS, …")
-@click.option(
-    "--signal-lead",
-    type=int,
-    metavar="S",
-    help="Seconds before the time limit at which the ranks save.  [default: 120, or a third of the limit]",
-)
-@click.option(
-    "--max-failures",
-    type=int,
-    metavar="N",
-    help="Crashes in a row, with no new checkpoint between them, that end the run.  [default: 3]",
-)
-@click.option("--partition", help="Slurm partition.")
-@click.option("--account", help="Account that is charged.")
-@click.option("--qos", help="Quality of service.")
-@click.option("--constraint", help="Features that the nodes must have.")
-@click.option("--exclude", metavar="NODES", help="Nodes not to take.")
-@click.option("--dependency", help="Jobs to wait for, in Slurm's notation, such as afterok:123.")
-@click.option("--mem", metavar="SIZE", help="Memory of each node, such as 64G.")
-@click.option(
-    "--sbatch",
+    "--set",
+    "assignments",
     multiple=True,
-    callback=_directives,
     metavar="KEY=VALUE",
-    help="Any other option of sbatch; may be repeated.",
+    help="Any option by its name in files; wins over all else. KEY= takes back what a file says. May be "
+    "repeated.",
 )
 @click.option(
-    "--env",
-    multiple=True,
-    callback=_pairs,
-    metavar="KEY=VALUE",
-    help="A variable for the ranks; may be repeated.",
+    "--explain", is_flag=True, help="Print the value of each option and where it was given, and do nothing."
 )
 @click.option(
     "--dry-run", is_flag=True, help="Print the batch script that would be submitted, and do nothing."
@@ -103,22 +93,32 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
-    script: str, args: tuple[str, ...], dry_run: bool, follow: bool, as_json: bool, **options: Any
+    script: str,
+    args: tuple[str, ...],
+    assignments: tuple[str, ...],
+    explain: bool,
+    dry_run: bool,
+    follow: bool,
+    as_json: bool,
+    **asked: Any,
 ) -> None:
     """Submit SCRIPT as a run; ARGS reach it untouched."""
-    if dry_run and as_json:
-        raise click.UsageError(
-            "--dry-run prints a shell script and --json a JSON document: give one of them."
-        )
-    given = {name: value for name, value in options.items() if value is not None}
-    submission = prepare(
-        script,
-        args,
-        given,  # type: ignore[arg-type]  # click's options are named as the fields of SubmitOptions
-        environ=os.environ,
-        cwd=Path.cwd(),
-        python=sys.executable,
-    )
+    if dry_run and (as_json or explain):
+        what = "--json a JSON document" if as_json else "--explain a table"
+        raise click.UsageError(f"--dry-run prints a shell script and {what}: give one of them.")
+    # Click's options are named as the fields of SubmitOptions.
+    where: Any = {
+        "source": COMMAND_LINE,
+        "assignments": assignments,
+        "environ": os.environ,
+        "cwd": Path.cwd(),
+    }
+    if explain:
+        from hpctrain.cli.explain import show
+
+        show(resolve(asked, **where), as_json=as_json)  # type: ignore[arg-type]
+        return
+    submission = prepare(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
     for note in submission.notes:
         click.echo(note, err=True)
     if dry_run:
@@ -126,21 +126,17 @@ def command(
         return
     from hpctrain.jobs.submit import hand_over
 
-    run = hand_over(submission)
-    run_dir = submission.spec.run_dir
+    _report(hand_over(submission), submission, follow=follow, as_json=as_json)
+
+
+def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) -> None:
+    """Say what was submitted, and look at it where that is asked for."""
+    run_dir, backend = submission.spec.run_dir, submission.backend.name
     if as_json:
-        echo_json(
-            {
-                "run_id": run.run_id,
-                "job_id": run.job_id,
-                "run_dir": run_dir,
-                "backend": submission.backend.name,
-            }
-        )
+        echo_json({"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend})
     else:
         click.echo(
-            f"Run {run.run_id}: job {run.job_id} ({submission.backend.name}), folder {short_path(run_dir)}",
-            err=follow,
+            f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
         )
     if follow:
         from hpctrain.cli.stream import stream
@@ -152,3 +148,6 @@ def command(
             f"Next: {program()} logs -f {handle}  |  {program()} status {handle}  |  "
             f"{program()} cancel {handle}"
         )
+
+
+command.params[:0] = map(_click_option, options().values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def check_files(spec: JobSpec) -> None:
     """
     _check_script(Path(spec.script))
     try:
-        _check_run_folder(RunDir(Path(spec.run_dir)))
+        _check_run_folder(RunDir(Path(spec.run_dir)), is_array=spec.array is not None)
     except OSError as error:
         raise SpecError(
             f"The run folder {spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
@@ -56,9 +57,10 @@ def _check_script(script: Path) -> None:
         _check_syntax(script)
 
 
-def _check_run_folder(run: RunDir) -> None:
+def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
     path = run.path
     if path.is_dir():
+        _check_kind(run, is_array=is_array)
         names = set(os.listdir(path)) - {run.lock.name}
         missing = {run.spec.name, run.job_script.name} - names
         if names and missing:
@@ -80,3 +82,28 @@ def _check_run_folder(run: RunDir) -> None:
             f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is not yours to "
             "write in. Choose another."
         )
+
+
+def _check_kind(run: RunDir, *, is_array: bool) -> None:
+    """A single run does not go on as an array, nor the other way round: their folders differ."""
+    array = RunDir(run.path.parent)
+    if array.spec.exists() and (task := _task_number(run)) in array.tasks():
+        raise SpecError(
+            f"{str(run.path)!r} (--run-dir) is a task of a job array. To continue it, submit with "
+            f"--run-dir {shlex.quote(str(array.path))} --array {task}."
+        )
+    if is_array and run.spec.exists() and not run.tasks():
+        raise SpecError(
+            f"The run in {str(run.path)!r} (--run-dir) is a single one, and cannot go on as a job array "
+            "(--array). Leave out --array, or choose another folder."
+        )
+    if not is_array and run.tasks():
+        raise SpecError(
+            f"{str(run.path)!r} (--run-dir) holds a job array. Say with --array which tasks to continue, or "
+            "choose another folder."
+        )
+
+
+def _task_number(run: RunDir) -> int | None:
+    number = run.path.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() and RunDir(run.path.parent).task(number) == run else None

@@ -1,164 +1,258 @@
-"""From the options of a submission, as a user gives them, to a `JobSpec` with every default filled in."""
+"""Every option of a submission: its name, type and meaning, in one table.
+
+The command line, `SubmitOptions` in Python, the keys of `hpctrain.yaml`, what `hpctrain init` writes and
+the tables of the documentation are all made from it. A new option is one more field of a group below.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Literal, TypedDict, get_type_hints
 
-from hpctrain.errors import SpecError
-from hpctrain.jobs.directives import check_directive
-from hpctrain.jobs.duration import parse_duration
-from hpctrain.jobs.spec import CONTROL_CHARACTER, BackendName, JobSpec
-
-#: Options that are passed on to Slurm as directives of the same name.
-DIRECTIVE_OPTIONS = ("partition", "account", "qos", "constraint", "exclude", "dependency", "mem")
-
-#: Where runs live, under the folder in which they are submitted.
-RUNS_FOLDER = "runs"
-
-_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
-_LONGEST_NAME_IN_ID = 40
+from hpctrain.jobs.option import About, Kind, Option
+from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, GpuDirective, JobSpec
 
 
-class SubmitOptions(TypedDict, total=False):
+def is_template_path(value: str) -> bool:
+    """Whether a value of `template` is a path, and not the name of a shipped template."""
+    return "/" in value or value.endswith(".j2")
+
+
+class _Size(TypedDict, total=False):
+    """Size of the run."""
+
+    nodes: Annotated[int | str, About(metavar="N", default=JobSpec.nodes, help="Number of nodes.")]
+    gpus_per_node: Annotated[
+        int | str,
+        About(
+            metavar="[TYPE:]G",
+            default=JobSpec.gpus_per_node,
+            help="GPUs of each node, one rank each, and their type where it matters: h100:8. 0 runs on CPUs.",
+        ),
+    ]
+    tasks_per_node: Annotated[
+        int,
+        About(metavar="T", default_words="one a GPU, or 1", help="Ranks on each node of a run on CPUs."),
+    ]
+    cpus_per_task: Annotated[int, About(metavar="C", example="8", help="CPUs of each rank.")]
+    mem: Annotated[
+        int | str,
+        About(
+            metavar="SIZE",
+            example="64G",
+            directive=True,
+            help="Memory of each node, in megabytes or with one of K, M, G, T behind it; 0 for all of it.",
+        ),
+    ]
+    mem_per_cpu: Annotated[
+        int | str, About(metavar="SIZE", example="4G", directive=True, help="Memory for each CPU.")
+    ]
+    mem_per_gpu: Annotated[
+        int | str, About(metavar="SIZE", example="80G", directive=True, help="Memory for each GPU.")
+    ]
+    exclusive: Annotated[
+        bool | Literal["user", "mcs"],
+        About(
+            directive=True,
+            help="Share the nodes with no other job; in a file also user or mcs, as in sbatch.",
+        ),
+    ]
+
+
+class _Run(TypedDict, total=False):
+    """The run itself."""
+
+    name: Annotated[str, About(default_words="the script's", help="Name of the job.")]
+    run_dir: Annotated[
+        str | os.PathLike[str],
+        About(
+            metavar="PATH",
+            default_words="runs/<run id>",
+            help="Folder of the run; that of an ended run continues it.",
+            is_path=lambda _: True,
+        ),
+    ]
+    backend: Annotated[
+        Literal["auto", "slurm", "local"],
+        About(default="auto", help="Where to run; auto takes Slurm where it answers."),
+    ]
+    template: Annotated[
+        str | os.PathLike[str],
+        About(
+            metavar="NAME|PATH",
+            default_words="ddp, or cpu without GPUs",
+            help="Template of the batch script; what has a / or ends in .j2 is a path.",
+            is_path=is_template_path,
+        ),
+    ]
+    env: Annotated[
+        Mapping[str, str],
+        About(
+            metavar="NAME=VALUE",
+            example="NCCL_DEBUG: INFO",
+            help="A variable for the ranks.",
+        ),
+    ]
+    max_failures: Annotated[
+        int,
+        About(
+            metavar="N",
+            default=JobSpec.max_failures,
+            help="Crashes in a row, with no new checkpoint between them, that end the run.",
+        ),
+    ]
+
+
+class _Time(TypedDict, total=False):
+    """Time."""
+
+    time: Annotated[
+        int | str,
+        About(
+            metavar="TIME",
+            example="12:00:00",
+            default_words="the partition's",
+            help="Time limit of the job: minutes, HH:MM:SS, D-HH:MM:SS, or unlimited.",
+        ),
+    ]
+    signal_lead: Annotated[
+        int,
+        About(
+            metavar="SECONDS",
+            default_words=f"{DEFAULT_SIGNAL_LEAD_S}, or a third of the limit",
+            help="How long before the time limit the ranks are told to save.",
+        ),
+    ]
+    begin: Annotated[
+        str,
+        About(metavar="TIME", example="now+1hour", directive=True, help="Do not start the job earlier."),
+    ]
+
+
+class _Queue(TypedDict, total=False):
+    """Place in the queue."""
+
+    partition: Annotated[str, About(example="gpu", directive=True, help="Partitions to choose from.")]
+    account: Annotated[str, About(example="physics", directive=True, help="Account that is charged.")]
+    qos: Annotated[str, About(example="long", directive=True, help="Quality of service.")]
+    reservation: Annotated[
+        str, About(example="workshop", directive=True, help="Reservation whose nodes to take.")
+    ]
+    dependency: Annotated[
+        str,
+        About(
+            metavar="KIND:RUN|JOB",
+            example="afterok:digits-20261121-052813-cc6c",
+            directive=True,
+            help="What has to happen first, in sbatch's notation; a run's id or folder may stand for a job.",
+        ),
+    ]
+    nice: Annotated[
+        int,
+        About(metavar="N", example="100", directive=True, help="Take N off the priority of the job."),
+    ]
+    licenses: Annotated[
+        str,
+        About(metavar="NAME[:N],…", example="fluent:2", directive=True, help="Licences that the job takes."),
+    ]
+
+
+class _Nodes(TypedDict, total=False):
+    """Choice of nodes."""
+
+    constraint: Annotated[
+        str, About(example="ib&ssd", directive=True, help="Features that the nodes must have.")
+    ]
+    nodelist: Annotated[
+        str,
+        About(
+            metavar="NODES", example="n[01-04]", directive=True, help="Nodes that have to be among the job's."
+        ),
+    ]
+    exclude: Annotated[
+        str, About(metavar="NODES", example="n[07,12]", directive=True, help="Nodes not to take.")
+    ]
+    switches: Annotated[
+        int | str,
+        About(
+            metavar="N[@TIME]",
+            example="1@02:00:00",
+            directive=True,
+            help="Leaf switches that may connect the nodes at most, and how long to wait for that.",
+        ),
+    ]
+    gres: Annotated[
+        str,
+        About(
+            metavar="NAME[:N],…",
+            example="nvme:1",
+            directive=True,
+            help="Other generic resources of each node than GPUs.",
+        ),
+    ]
+    gpu_directive: Annotated[
+        GpuDirective,
+        About(
+            default=JobSpec.gpu_directive,
+            help="The option of sbatch by which this site is asked for GPUs.",
+        ),
+    ]
+
+
+class _Words(TypedDict, total=False):
+    """Words about the job."""
+
+    mail_type: Annotated[
+        str,
+        About(metavar="EVENT,…", example="END,FAIL", directive=True, help="What to send mails about."),
+    ]
+    mail_user: Annotated[
+        str, About(metavar="ADDRESS", example="me@example.org", directive=True, help="Who gets the mails.")
+    ]
+    comment: Annotated[str, About(example="ablation 3", directive=True, help="A comment on the job.")]
+
+
+class _Rest(TypedDict, total=False):
+    """All the rest."""
+
+    sbatch: Annotated[
+        Mapping[str, str],
+        About(
+            metavar="KEY[=VALUE]",
+            example="hint: nomultithread",
+            help="An option of sbatch that has none here, by its long name.",
+        ),
+    ]
+
+
+class _Sources(TypedDict, total=False):
+    """Where options come from."""
+
+    config: Annotated[
+        str | os.PathLike[str],
+        About(metavar="FILE", in_files=False, help="A file of options, which wins over all others."),
+    ]
+    profile: Annotated[
+        str,
+        About(metavar="NAME", in_files=False, help="The section of this name under profiles: in the files."),
+    ]
+
+
+class SubmitOptions(_Size, _Run, _Time, _Queue, _Nodes, _Words, _Rest, _Sources, total=False):
     """Everything that can be asked of a submission besides the script and its arguments."""
 
-    nodes: int | str
-    gpus_per_node: int
-    tasks_per_node: int
-    cpus_per_task: int
-    name: str
-    #: `auto`, `slurm` or `local`.
-    backend: str
-    run_dir: str | os.PathLike[str]
-    template: str
-    #: Slurm's notation: minutes, HH:MM:SS, D-HH:MM:SS, …
-    time: str
-    #: Seconds before the time limit at which the ranks are told to save.
-    signal_lead: int
-    #: Crashes in a row, with no new checkpoint between them, that end the run.
-    max_failures: int
-    partition: str
-    account: str
-    qos: str
-    constraint: str
-    exclude: str
-    dependency: str
-    mem: str
-    #: Any other option of sbatch, by its long name.
-    sbatch: Mapping[str, str]
-    #: More variables for the ranks.
-    env: Mapping[str, str]
+
+_GROUPS = (_Size, _Run, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
 
 
-def check_names(options: Mapping[str, Any]) -> None:
-    """See to it that every option exists.
-
-    Raises:
-        SpecError: one does not.
-    """
-    for name in options:
-        if name not in SubmitOptions.__annotations__:
-            from difflib import get_close_matches
-
-            close = get_close_matches(name, SubmitOptions.__annotations__, 1)
-            hint = (
-                f"Did you mean {close[0]!r}?"
-                if close
-                else f"Take some of {', '.join(SubmitOptions.__annotations__)}."
-            )
-            raise SpecError(f"submit() has no option {name!r}. {hint}")
-
-
-def build_spec(
-    script: str | os.PathLike[str],
-    args: Sequence[str],
-    options: SubmitOptions,
-    *,
-    backend: BackendName,
-    cwd: Path,
-    python: str,
-) -> JobSpec:
-    """Fill in the defaults and check what can be checked without looking at the machine.
-
-    Raises:
-        SpecError: an option is wrong, or contradicts another.
-    """
-    path = cwd / script
-    name = options.get("name", CONTROL_CHARACTER.sub("-", path.stem))
-    time_limit = options.get("time")
-    return JobSpec(
-        script=os.path.normpath(path),
-        args=tuple(map(str, args)),
-        env=dict(options.get("env", {})),
-        name=name,
-        run_id=(run_dir := _run_dir(options, name, cwd)).name,
-        run_dir=str(run_dir),
-        backend=backend,
-        nodes=_parse_nodes(options.get("nodes", 1)),
-        gpus_per_node=options.get("gpus_per_node", 0),
-        tasks_per_node=_positive("tasks-per-node", options.get("tasks_per_node")),
-        cpus_per_task=options.get("cpus_per_task"),
-        python=python,
-        workdir=str(cwd),
-        time_limit_s=None if time_limit is None else parse_duration(time_limit),
-        signal_lead_s=_positive("signal-lead", options.get("signal_lead")),
-        max_failures=options.get("max_failures", JobSpec.max_failures),
-        directives=_directives(options),
-        template=_template(options.get("template"), cwd),
-    )
-
-
-def _positive(option: str, value: int | None) -> int:
-    """A number that has to be positive where it is given; 0 where it is not."""
-    if value is None:
-        return 0
-    if value < 1:
-        raise SpecError(f"--{option} is {value}, but it takes at least 1.")
-    return value
-
-
-def _run_dir(options: SubmitOptions, name: str, cwd: Path) -> Path:
-    if (asked := options.get("run_dir")) is not None:
-        return Path(os.path.normpath(cwd / asked))
-    stem = _NOT_IN_ID.sub("-", name)[:_LONGEST_NAME_IN_ID].strip("-.") or "run"
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return cwd / RUNS_FOLDER / f"{stem}-{stamp}-{os.urandom(2).hex()}"
-
-
-def _parse_nodes(value: int | str) -> int:
-    if isinstance(value, int):
-        return value
-    if re.fullmatch(r"\d+\s*[:-]\s*\d+", value):
-        raise SpecError(f"--nodes {value}: elastic node ranges are not supported yet. Give one number.")
-    try:
-        return int(value)
-    except ValueError:
-        raise SpecError(f"--nodes {value!r} is not a number. Give the number of nodes, such as 2.") from None
-
-
-def _directives(options: SubmitOptions) -> dict[str, str]:
-    given: Mapping[str, object] = options
-    directives = {key: str(given[key]) for key in DIRECTIVE_OPTIONS if given.get(key) is not None}
-    for key, value in directives.items():
-        if not value:
-            raise SpecError(f"--{key} is empty. Give it a value, or leave it out.")
-    for key, value in options.get("sbatch", {}).items():
-        check_directive(key)
-        if key in directives and directives[key] != value:
-            raise SpecError(
-                f"--{key} is {directives[key]!r}, but --sbatch gives {key} as {value!r}. Give one of them."
-            )
-        directives[key] = value
-    return directives
-
-
-def _template(asked: str | None, cwd: Path) -> str | None:
-    """A name stays a name; what looks like a path becomes absolute."""
-    if asked is not None and ("/" in asked or asked.endswith(".j2")):
-        return os.path.normpath(cwd / asked)
-    return asked
+@cache
+def options() -> dict[str, Option]:
+    """All options by name, in the order in which they are shown."""
+    found = {}
+    for group in _GROUPS:
+        for name, hint in get_type_hints(group, include_extras=True).items():
+            kind, (about,) = Kind.of(hint.__origin__), hint.__metadata__
+            found[name] = Option(name, str(group.__doc__).rstrip("."), kind, about)
+    return found

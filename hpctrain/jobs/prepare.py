@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import Backend, choose_backend
+from hpctrain.jobs.build import RUNS_FOLDER, build_spec
+from hpctrain.jobs.config import PYTHON, Settings, resolve
+from hpctrain.jobs.given import Source
 from hpctrain.jobs.lint import check_files
-from hpctrain.jobs.options import SubmitOptions, build_spec, check_names
+from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.render import render
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.spec import BackendName, JobSpec
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,65 @@ def prepare(
     args: Sequence[str],
     options: SubmitOptions,
     *,
+    source: Source = PYTHON,
+    assignments: Sequence[str] = (),
     environ: Mapping[str, str],
     cwd: Path,
     python: str,
 ) -> Submission:
     """Decide and check everything about a job; nothing is written and nothing submitted.
 
+    Args:
+        script: the Python script that every rank runs.
+        args: its command-line arguments.
+        options: what is asked for; files of options say the rest.
+        source: where `options` come from.
+        assignments: texts of the form KEY=VALUE, which win over all else.
+        environ: the variables of the submission.
+        cwd: the folder in which the script is to run.
+        python: the interpreter of supervisor and ranks.
+
     Raises:
         SpecError: the job cannot be done as asked.
         SchedulerError: Slurm was asked for by name and does not answer.
     """
-    check_names(options)
-    backend, notes = choose_backend(options.get("backend", "auto"), environ)
-    spec = build_spec(script, args, options, backend=backend.name, cwd=cwd, python=python)
+    settings = resolve(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
+    try:
+        return _prepare(script, args, settings, environ, cwd, python)
+    except SpecError as error:
+        if places := settings.places_of(str(error)):
+            raise SpecError(f"{error} ({places})") from error
+        raise
+
+
+def _prepare(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    settings: Settings,
+    environ: Mapping[str, str],
+    cwd: Path,
+    python: str,
+) -> Submission:
+    asked = settings.options
+    backend, notes = choose_backend(asked.get("backend", "auto"), environ)
+    notes += _resolve_runs(asked, backend.name, cwd, environ)
+    spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python)
     check_files(spec)
     notes += backend.check(spec)
     return Submission(spec, render(spec), tuple(notes), backend, environ)
+
+
+def _resolve_runs(
+    asked: SubmitOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
+) -> list[str]:
+    """Put jobs in the place of runs on which the job depends; only Slurm can wait for one."""
+    if backend != "slurm" or "dependency" not in asked:
+        return []
+    from hpctrain.jobs.dependency import resolve_dependency
+
+    resolved, notes = resolve_dependency(asked["dependency"], cwd / RUNS_FOLDER, environ)
+    if resolved:
+        asked["dependency"] = resolved
+    else:
+        del asked["dependency"]
+    return notes

@@ -7,7 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.directives import check_directive, directive_lines, directives_of, quote_directive
+from hpctrain.jobs.array import MOST_TASKS, Array
+from hpctrain.jobs.directives import directive_lines, directives_of, quote_directive
+from hpctrain.jobs.extra_directives import check_extra
 
 words = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))
 
@@ -81,17 +83,97 @@ def test_directives_of_a_job(make_spec):
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    ("fields", "lines"),
     [
-        ("nodes", "Use --nodes"),
-        ("array", "not supported yet"),
-        ("signal", "Use --signal-lead"),
-        ("gres", "Use --gpus-per-node"),
-        ("test-only", "Use --dry-run"),
-        ("partitoin", "Did you mean 'partition'"),
-        ("comment=x --uid", "no option"),
+        ({}, []),
+        ({"gpus_per_node": 2}, ["gres=gpu:2"]),
+        ({"gpus_per_node": 2, "gpu_type": "h100"}, ["gres=gpu:h100:2"]),
+        ({"gpus_per_node": 2, "gpu_directive": "gpus-per-node"}, ["gpus-per-node=2"]),
+        (
+            {"gpus_per_node": 2, "gpu_type": "h100", "gpu_directive": "gpus-per-node"},
+            ["gpus-per-node=h100:2"],
+        ),
+        ({"directives": {"gres": "nvme:1"}}, ["gres=nvme:1"]),
+        ({"gpus_per_node": 2, "directives": {"gres": "nvme:1"}}, ["gres=gpu:2,nvme:1"]),
+        (
+            {"gpus_per_node": 2, "gpu_directive": "gpus-per-node", "directives": {"gres": "nvme:1"}},
+            ["gpus-per-node=2", "gres=nvme:1"],
+        ),
     ],
 )
-def test_reserved_and_unknown_directives_name_what_to_use(key, words):
+def test_gpus_are_asked_for_as_the_site_wants_it(make_spec, fields, lines):
+    asked = directive_lines(directives_of(make_spec(**fields)))
+    assert [line.removeprefix("#SBATCH --") for line in asked if "gpu" in line or "gres" in line] == lines
+
+
+def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
+    directives = directives_of(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
+    assert (directives["array"], directives["output"]) == (
+        "0-3%2",
+        "/home/me/100%%j/task-%a/logs/slurm.log",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"nodes": "2"}, "Use --nodes"),
+        ({"partition": "x"}, "--sbatch partition has an option of its own. Use --partition"),
+        ({"mail-type": "END"}, "Use --mail-type"),
+        ({"array": "0-3"}, "not supported yet"),
+        ({"cpus-per-gpu": "3"}, "Use --cpus-per-task"),
+        ({"signal": "B:USR1"}, "Use --signal-lead"),
+        ({"gpus": "2"}, "Use --gpus-per-node"),
+        ({"test-only": ""}, "Use --dry-run"),
+        ({"mail_type": "x"}, "Did you mean 'mail-type'"),
+        ({"hlod": "x"}, "Did you mean 'hold'"),
+        ({"comment=x --uid": ""}, "no option"),
+        ({"hold": "no"}, "'no', but it is a flag"),
+    ],
+)
+def test_what_sbatch_is_given_another_way_is_refused_and_names_it(given, words):
     with pytest.raises(SpecError, match=words):
-        check_directive(key)
+        check_extra(given)
+
+
+def test_other_options_of_sbatch_are_passed_on_and_flags_have_no_value():
+    given = {"hint": "nomultithread", "hold": "true", "contiguous": "", "profile": "task"}
+    assert check_extra(given) == {"hint": "nomultithread", "hold": "", "contiguous": "", "profile": "task"}
+
+
+@pytest.mark.parametrize(
+    ("text", "indices", "throttle"),
+    [
+        ("0-3", (0, 1, 2, 3), 0),
+        ("7", (7,), 0),
+        ("0-19%4", tuple(range(20)), 4),
+        ("1,3,5-7", (1, 3, 5, 6, 7), 0),
+        ("0-30:10%1", (0, 10, 20, 30), 1),
+        ("3,1,1-2", (1, 2, 3), 0),
+    ],
+)
+def test_tasks_of_an_array(text, indices, throttle):
+    assert Array.parse(text) == Array(indices, throttle)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is no range"),
+        ("a", "'a' is no range"),
+        ("0-", "'0-' is no range"),
+        ("-3", "'-3' is no range"),
+        ("3-1", "'3-1' is empty"),
+        ("0-4:0", "'0-4:0' is empty"),
+        ("0-3%", "'' after % is no number"),
+        ("0-3%0", "'0' after % is no number"),
+        ("0-3%x", "'x' after % is no number"),
+        ("0-3%1%2", "'1%2' after % is no number"),
+        ("٣", "no range"),
+        (f"0-{MOST_TASKS}", f"more than {MOST_TASKS} tasks"),
+        ("0-99999999999", "Slurm counts to"),
+    ],
+)
+def test_what_is_no_array(text, words):
+    with pytest.raises(SpecError, match=words):
+        Array.parse(text)

@@ -149,3 +149,10 @@ def test_what_the_script_says_wins_over_variables_of_sbatch():
         "SBATCH_ACCOUNT": "mine",
     }
     assert sbatch_environment(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
+
+
+def test_a_memory_in_the_script_overrules_the_variables_of_all_its_kinds():
+    environ = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1"}
+    assert sbatch_environment(environ, ["mem-per-cpu"]) == {}
+    assert sbatch_environment(environ, ["switches"]) == environ
+    assert sbatch_environment({"SBATCH_REQ_SWITCH": "1"}, ["switches"]) == {}

@@ -39,10 +39,14 @@ def test_the_number_of_failures_is_the_users(prepared):
         ({"max_failures": 0}, "max_failures is 0 .--max-failures"),
         ({"time": "1", "signal_lead": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a duration"),
-        ({"partition": ""}, "--partition is empty"),
-        ({"partition": "a", "sbatch": {"partition": "b"}}, "'a', .*'b'"),
-        ({"sbatch": {"array": "0-3"}}, "not supported yet"),
-        ({"backend": "slrm"}, "Did you mean 'slurm'"),
+        ({"partition": ""}, "partition .* is empty"),
+        ({"sbatch": {"partition": "b"}}, "Use --partition"),
+        ({"mem": 1, "mem_per_cpu": "2"}, "--mem 1 and --mem-per-cpu 2"),
+        ({"exclusive": True, "sbatch": {"oversubscribe": ""}}, "--exclusive and --oversubscribe"),
+        ({"gpus_per_node": "h100"}, "'h100', but it takes a number, such as 8 or h100:8"),
+        ({"gpus_per_node": "h100:x"}, "'h100:x', but"),
+        ({"nodes": 1.5}, r"nodes .submit... is 1.5, but it takes a whole number"),
+        ({"backend": "slrm"}, "'slrm', but it takes auto, slurm or local"),
         ({"template": "dpd"}, "Did you mean 'ddp'"),
         ({"template": "./mine"}, "no template"),
         ({"nodez": 2}, "Did you mean 'nodes'"),
@@ -62,6 +66,31 @@ def test_bad_input_is_refused_in_words_and_leaves_nothing(prepared, tmp_path, op
     with pytest.raises(SpecError, match=words):
         hand_over(prepared(**options))
     assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_options_reach_the_specification(prepared):
+    spec = prepared(
+        gpus_per_node="h100:1",
+        gpu_directive="gpus-per-node",
+        exclusive="user",
+        mem=100,
+        nice=-3,
+        mail_type="END,FAIL",
+        sbatch={"hold": "", "hint": "compute_bound"},
+        time=90,
+    ).spec
+    assert (spec.gpu_type, spec.gpus_per_node, spec.gpu_directive) == ("h100", 1, "gpus-per-node")
+    assert spec.time_limit_s == 5400
+    assert spec.directives == {
+        "mem": "100",
+        "exclusive": "user",
+        "nice": "-3",
+        "mail-type": "END,FAIL",
+        "hold": "",
+        "hint": "compute_bound",
+    }
+    assert prepared(exclusive=True).spec.directives == {"exclusive": ""}
+    assert prepared(exclusive=False).spec.directives == {}
 
 
 def test_slurm_by_name_has_to_answer(prepared, tmp_path):

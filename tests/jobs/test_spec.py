@@ -55,11 +55,39 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"name": ""}, "empty"),
         ({"template": "/a\nb.j2"}, "template"),
         ({"directives": {"comment": "a\n#SBATCH --uid=0"}}, "value of --comment"),
+        ({"gpu_directive": "gpus"}, "no gpu-directive 'gpus' .* gres, gpus-per-node"),
+        ({"gpus_per_node": 1, "gpu_type": "h:1"}, "'h:1' is no type of GPU"),
+        ({"gpu_type": "h100"}, "type h100 are asked for, but their number is 0"),
+        ({"array": "x"}, "no job array"),
+        ({"array": "0-3", "run_dir": "/a\\b"}, "has a backslash"),
+        ({"directives": {"mem": "1", "mem-per-cpu": "2"}}, "--mem 1 and --mem-per-cpu 2 exclude each other"),
+        ({"directives": {"mem": "1", "mem-per-gpu": "2"}}, "--mem 1 and --mem-per-gpu 2"),
+        ({"directives": {"mem-per-cpu": "1", "mem-per-gpu": "2"}}, "--mem-per-cpu 1 and --mem-per-gpu 2"),
+        ({"directives": {"mem-per-gpu": "2"}}, "--mem-per-gpu 2 is given for a run without GPUs"),
+        ({"directives": {"exclusive": "", "oversubscribe": ""}}, "--exclusive and --oversubscribe"),
+        ({"directives": {"gres": "nvme:1,gpu:h100:2"}}, "--gres nvme:1,gpu:h100:2 names GPUs"),
+        ({"directives": {"gres": "gpu"}}, "names GPUs"),
+        ({"directives": {"nodelist": "n[1-3]", "exclude": "m1,n3"}}, "asks for the node n3, but"),
+        ({"directives": {"nodelist": "n[1-3]"}}, r"names 3 nodes, .* but 1 are asked for .--nodes."),
+        ({"directives": {"exclude": "n[1-"}}, "--exclude is no list of nodes"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_values_in_question(make_spec, fields, words):
     with pytest.raises(SpecError, match=words):
         make_spec(**fields)
+
+
+def test_a_list_of_nodes_may_be_a_file_or_shorter_than_the_job(make_spec):
+    directives = {"nodelist": "./nodes", "exclude": "./nodes"}
+    assert make_spec(directives=directives).directives == directives
+    assert make_spec(nodes=2, directives={"nodelist": "n1", "exclude": "n2"}).nodes == 2
+
+
+def test_a_task_of_an_array_is_a_run_of_its_own(make_spec):
+    array = make_spec(array="0-3%2", nodes=2)
+    task = array.task(3)
+    assert (task.run_id, task.run_dir) == ("train-1/task-3", "/home/me/runs/train-1/task-3")
+    assert (task.array, task.array_task, task.nodes) == (None, 3, 2)
 
 
 def test_defaults_depend_on_what_is_given(make_spec):

@@ -1,0 +1,127 @@
+"""From the options of a submission, as they were settled, to a `JobSpec` with every default filled in."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.duration import parse_duration
+from hpctrain.jobs.extra_directives import check_extra
+from hpctrain.jobs.options import SubmitOptions, is_template_path, options
+from hpctrain.jobs.spec import BackendName, JobSpec
+from hpctrain.jobs.spec_checks import CONTROL_CHARACTER
+
+#: Where runs live, under the folder in which they are submitted.
+RUNS_FOLDER = "runs"
+
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
+_LONGEST_NAME_IN_ID = 40
+
+
+def build_spec(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    given: SubmitOptions,
+    *,
+    backend: BackendName,
+    cwd: Path,
+    python: str,
+) -> JobSpec:
+    """Fill in the defaults and check what can be checked without looking at the machine.
+
+    Args:
+        script: the Python script, a path seen from `cwd`.
+        args: its command-line arguments.
+        given: options as `Settings.options` has them.
+        backend: where the job will run.
+        cwd: the folder in which the script is to run.
+        python: the interpreter of supervisor and ranks.
+
+    Raises:
+        SpecError: an option is wrong, or contradicts another.
+    """
+    path = cwd / script
+    name = given.get("name", CONTROL_CHARACTER.sub("-", path.stem))
+    gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
+    time_limit = given.get("time")
+    return JobSpec(
+        script=os.path.normpath(path),
+        args=tuple(map(str, args)),
+        env=dict(given.get("env", {})),
+        name=name,
+        run_id=(run_dir := _run_dir(given, name, cwd)).name,
+        run_dir=str(run_dir),
+        backend=backend,
+        array=None if (array := given.get("array")) is None else str(array),
+        nodes=_nodes(given.get("nodes", JobSpec.nodes)),
+        gpus_per_node=gpus_per_node,
+        gpu_type=gpu_type,
+        gpu_directive=given.get("gpu_directive", JobSpec.gpu_directive),
+        tasks_per_node=_positive("tasks-per-node", given.get("tasks_per_node")),
+        cpus_per_task=given.get("cpus_per_task"),
+        python=python,
+        workdir=str(cwd),
+        time_limit_s=None if time_limit is None else parse_duration(str(time_limit)),
+        signal_lead_s=_positive("signal-lead", given.get("signal_lead")),
+        max_failures=given.get("max_failures", JobSpec.max_failures),
+        directives=_directives(given),
+        template=_template(given.get("template"), cwd),
+    )
+
+
+def _positive(option: str, value: int | None) -> int:
+    """A number that has to be positive where it is given; 0 where it is not."""
+    if value is None:
+        return 0
+    if value < 1:
+        raise SpecError(f"--{option} is {value}, but it takes at least 1.")
+    return value
+
+
+def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
+    if (asked := given.get("run_dir")) is not None:
+        return Path(os.path.normpath(cwd / asked))
+    stem = _NOT_IN_ID.sub("-", name)[:_LONGEST_NAME_IN_ID].strip("-.") or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return cwd / RUNS_FOLDER / f"{stem}-{stamp}-{os.urandom(2).hex()}"
+
+
+def _nodes(value: int | str) -> int:
+    if isinstance(value, int):
+        return value
+    if re.fullmatch(r"\d+\s*[:-]\s*\d+", value):
+        raise SpecError(f"--nodes {value}: elastic node ranges are not supported yet. Give one number.")
+    raise SpecError(f"--nodes {value!r} is not a number. Give the number of nodes, such as 2.")
+
+
+def _gpus(value: int | str) -> tuple[str | None, int]:
+    """Type and number of GPUs, from `h100:8` or a number alone."""
+    if isinstance(value, int):
+        return None, value
+    gpu_type, _, number = value.rpartition(":")
+    if not gpu_type or not (number.isascii() and number.isdecimal()):
+        raise SpecError(f"--gpus-per-node is {value!r}, but it takes a number, such as 8 or h100:8.")
+    return gpu_type, int(number)
+
+
+def _directives(given: SubmitOptions) -> dict[str, str]:
+    values = cast(Mapping[str, object], given)
+    named = {
+        option.flag[2:]: "" if value is True else str(value)
+        for name, option in options().items()
+        if option.about.directive and (value := values.get(name)) not in (None, False)
+    }
+    return named | check_extra(given.get("sbatch", {}))
+
+
+def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:
+    """A name stays a name; what looks like a path becomes absolute."""
+    if asked is None:
+        return None
+    text = os.fspath(asked)
+    return os.path.normpath(cwd / text) if is_template_path(text) else text

@@ -1,0 +1,134 @@
+"""What stands in a file of options, on which line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.given import PROFILES, Given, Source, find_option, wrong_value
+from hpctrain.jobs.option import Option
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What stands in a file of options."""
+
+    path: Path
+    plain: list[Given] = field(default_factory=list)
+    profiles: dict[str, list[Given]] = field(default_factory=dict)
+
+
+def read_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
+    """Read and check a file of options.
+
+    Args:
+        path: the file.
+        environ: tells what `~` stands for in it.
+
+    Raises:
+        SpecError: it cannot be read, is no valid YAML, has an unknown key, or a value of a wrong type.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file)
+    except OSError as error:
+        raise SpecError(
+            f"The file of options {str(path)!r} cannot be read: {error.strerror}. Check its path and mode."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise SpecError(f"{path}{line} is not valid YAML: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path} is not valid YAML: {error}.") from error
+    return _Reader(path, environ).file(root)
+
+
+class _Reader:
+    """Turns the nodes of a file into values, each with its line."""
+
+    def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
+        self._path, self._environ = path, environ
+
+    def file(self, root: yaml.Node | None) -> ConfigFile:
+        found = ConfigFile(self._path)
+        if root is None or _is_null(root):
+            return found
+        for key, line, node in self._entries(root, "the file"):
+            if key != PROFILES:
+                found.plain.extend(self._option(key, node, line, None))
+            elif not _is_null(node):
+                for name, _, section in self._entries(node, PROFILES):
+                    found.profiles[name] = list(self._section(name, section))
+        return found
+
+    def _section(self, profile: str, node: yaml.Node) -> Iterator[Given]:
+        if not _is_null(node):
+            for key, line, value in self._entries(node, f"the profile {profile!r}"):
+                yield from self._option(key, value, line, profile)
+
+    def _option(self, key: str, node: yaml.Node, line: int, profile: str | None) -> Iterator[Given]:
+        source = Source("", self._path, line, profile)
+        option = find_option(key, f"{source}: ")
+        if not option.kind.pairs:
+            yield Given(key, self._value(key, node, source, option), source)
+        elif _is_null(node):
+            yield Given(key, None, source)
+        else:
+            for name, entry_line, entry in self._entries(node, key):
+                where = Source("", self._path, entry_line, profile)
+                yield Given(f"{key}.{name}", self._text(f"{key}.{name}", entry, where), where)
+
+    def _value(self, key: str, node: yaml.Node, source: Source, option: Option) -> Any:
+        if (text := self._text(key, node, source)) is None:
+            return None
+        try:
+            value = option.kind.take(text)
+        except ValueError:
+            raise SpecError(f"{source}: {wrong_value(key, text, option)}") from None
+        is_path = option.about.is_path is not None and option.about.is_path(text)
+        return self._anchored(text) if is_path else value
+
+    def _text(self, key: str, node: yaml.Node, source: Source) -> str | None:
+        """A value as it was written: 12:30:00 is no number here, nor is `on` a truth value."""
+        if _is_null(node):
+            return None
+        if not isinstance(node, yaml.ScalarNode):
+            what = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+            raise SpecError(f"{source}: {key} is {what}, but it takes a single value.")
+        return str(node.value)
+
+    def _anchored(self, text: str) -> str:
+        if text.startswith("~/") and (home := self._environ.get("HOME")):
+            return os.path.join(home, text[2:])
+        return os.path.join(self._path.parent, text)
+
+    def _entries(self, node: yaml.Node, what: str) -> Iterator[tuple[str, int, yaml.Node]]:
+        """Keys of a mapping, each with its line and value; a key that comes twice is refused."""
+        lines: dict[str, int] = {}
+        line = node.start_mark.line + 1
+        if not isinstance(node, yaml.MappingNode):
+            raise SpecError(f"{self._path}:{line}: {what} has to hold lines of the form `key: value`.")
+        for key_node, value in node.value:
+            line = key_node.start_mark.line + 1
+            key = key_node.value
+            if not isinstance(key, str):
+                raise SpecError(f"{self._path}:{line}: a key has to be a single word.")
+            if key in lines:
+                raise SpecError(
+                    f"{self._path}:{line}: {key!r} stands in line {lines[key]} already. Give it once."
+                )
+            lines[key] = line
+            yield key, line, value
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == "tag:yaml.org,2002:null")

@@ -1,0 +1,102 @@
+"""`--dependency`, in which a run may stand for its job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.runs import find_run
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.status import RunStatus
+
+_ANY_END = (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
+#: Kinds of sbatch(1), and the ends of a run that fulfil each; None where no end does.
+_FULFILLED_BY = {
+    "after": _ANY_END,
+    "afterany": _ANY_END,
+    "afterburstbuffer": None,
+    "aftercorr": (RunState.COMPLETED,),
+    "afternotok": (RunState.FAILED, RunState.CANCELLED),
+    "afterok": (RunState.COMPLETED,),
+    "expand": None,
+    "singleton": None,
+}
+_JOB = re.compile(r"\d+(_\d+|_\*)?(\+\d+)?", re.ASCII)
+#: A run, and the minutes after it that `after` may ask for.
+_RUN = re.compile(r"(.+?)(\+\d+)?", re.ASCII | re.DOTALL)
+
+
+def resolve_dependency(text: str, runs_dir: Path, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The dependency with jobs in the place of runs, and what the user should know about it.
+
+    A run that has ended as wanted is left out, for Slurm forgets jobs that have ended; nothing may be left.
+
+    Args:
+        text: in sbatch's notation.
+        runs_dir: where run ids are looked up.
+        environ: variables that Slurm's commands run under.
+
+    Raises:
+        SpecError: it is malformed, or can never be fulfilled.
+        RunNotFound: it names a run that is not there.
+    """
+    one_suffices = "?" in text
+    separator = "?" if one_suffices else ","
+    parts: list[str] = []
+    notes: list[str] = []
+    impossible: list[SpecError] = []
+    for part in text.split(separator):
+        kind, *names = part.split(":")
+        ends = _fulfilled_by(kind, text)
+        jobs = []
+        for name in names:
+            if _JOB.fullmatch(name):
+                jobs.append(name)
+                continue
+            status, delay = _status(f"{kind}:{name}", name, runs_dir, environ)
+            if ends is None or not status.state.ended:
+                jobs.append(f"{status.job_id}{delay}")
+            elif status.state in ends:
+                notes.append(f"--dependency {kind}:{name}: this run is {status.state}; nothing to wait for.")
+                if one_suffices:
+                    return "", notes
+            else:
+                impossible.append(
+                    SpecError(
+                        f"--dependency {kind}:{name}: this run is {status.state}, so the job would wait "
+                        "forever. Continue that run first, or leave the dependency out."
+                    )
+                )
+        if jobs or not names:
+            parts.append(":".join([kind, *jobs]))
+    if impossible and not (one_suffices and parts):
+        raise impossible[0]
+    return separator.join(parts), notes
+
+
+def _fulfilled_by(kind: str, text: str) -> tuple[RunState, ...] | None:
+    if kind in _FULFILLED_BY:
+        return _FULFILLED_BY[kind]
+    from difflib import get_close_matches
+
+    close = get_close_matches(kind, _FULFILLED_BY, 1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(_FULFILLED_BY)}."
+    raise SpecError(f"--dependency {text!r}: there is no kind of dependency {kind!r}. {hint}")
+
+
+def _status(where: str, name: str, runs_dir: Path, environ: Mapping[str, str]) -> tuple[RunStatus, str]:
+    """Where the run of that name stands, and the delay behind the name."""
+    match = _RUN.fullmatch(name)
+    if match is None:
+        raise SpecError(f"--dependency {where!r} names no job and no run. Give one, such as afterok:123.")
+    status = find_run(match[1], runs_dir, environ).status()
+    if status.job_id is None:
+        raise SpecError(f"--dependency {where}: this run has never been submitted.")
+    if status.backend != "slurm":
+        raise SpecError(
+            f"--dependency {where}: this run is on this machine and not in Slurm's queue, so no job can "
+            "wait for it. Wait for it with hpctrain wait, and submit then."
+        )
+    return status, match[2] or ""

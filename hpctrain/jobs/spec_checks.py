@@ -1,0 +1,170 @@
+"""What has to hold of a specification, whoever made it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.contradictions import check_directives
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.spec import JobSpec
+
+#: Slurm keeps the lead of `--signal` in 16 bits.
+_LONGEST_SIGNAL_LEAD_S = 65535
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
+#: Characters that cannot stand in a line of a batch script.
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def check_spec(spec: JobSpec) -> None:
+    """See to it that a job of this specification can run, and that every word of it arrives untouched.
+
+    Raises:
+        SpecError: a value is out of its range, contradicts another, or cannot arrive untouched.
+    """
+    _check_array(spec)
+    _check_shape(spec)
+    _check_time(spec)
+    check_directives(spec.directives, nodes=spec.nodes, gpus_per_node=spec.gpus_per_node)
+    _check_words(spec)
+
+
+def _check_array(spec: JobSpec) -> None:
+    if spec.array is None:
+        return
+    # Imported where it is needed: most runs are no array, and submit has to start at once.
+    from hpctrain.jobs.array import Array
+
+    Array.parse(spec.array)
+    if "\\" in spec.run_dir:
+        # In a file name pattern a backslash switches off the symbol for the task's number.
+        raise SpecError(
+            f"The run folder {spec.run_dir!r} (--run-dir) of a job array (--array) has a backslash, with "
+            "which Slurm cannot tell the tasks' logs apart. Choose another folder."
+        )
+
+
+def _check_shape(spec: JobSpec) -> None:
+    if spec.nodes < 1:
+        raise SpecError(f"A run needs at least 1 node, but nodes is {spec.nodes} (--nodes).")
+    if spec.gpus_per_node < 0:
+        raise SpecError(
+            f"The number of GPUs cannot be negative, but gpus_per_node is {spec.gpus_per_node} "
+            "(--gpus-per-node). Give 0 for a run on CPUs."
+        )
+    if spec.gpu_type is not None:
+        if not _GPU_TYPE.fullmatch(spec.gpu_type):
+            raise SpecError(
+                f"{spec.gpu_type!r} is no type of GPU (--gpus-per-node): take letters, digits, and _ . - "
+                "inside, such as h100:8."
+            )
+        if spec.gpus_per_node == 0:
+            raise SpecError(
+                f"GPUs of type {spec.gpu_type} are asked for, but their number is 0 (--gpus-per-node). "
+                "Give a number, or 0 alone for a run on CPUs."
+            )
+    if spec.tasks_per_node < 1:
+        raise SpecError(
+            f"A node needs at least 1 rank, but tasks_per_node is {spec.tasks_per_node} (--tasks-per-node)."
+        )
+    if spec.gpus_per_node and spec.tasks_per_node != spec.gpus_per_node:
+        raise SpecError(
+            f"A rank has one GPU, but there are {spec.tasks_per_node} ranks (--tasks-per-node) and "
+            f"{spec.gpus_per_node} GPUs (--gpus-per-node) on a node. Leave out --tasks-per-node, "
+            f"or give both the same number."
+        )
+    if spec.cpus_per_task is not None and spec.cpus_per_task < 1:
+        raise SpecError(
+            f"A rank needs at least 1 CPU, but cpus_per_task is {spec.cpus_per_task} (--cpus-per-task)."
+        )
+    if spec.max_failures < 1:
+        raise SpecError(
+            f"max_failures is {spec.max_failures} (--max-failures), but it takes at least 1, "
+            "which ends the run at its first crash."
+        )
+
+
+def _check_time(spec: JobSpec) -> None:
+    if not 1 <= spec.signal_lead_s <= _LONGEST_SIGNAL_LEAD_S:
+        raise SpecError(
+            f"The lead of the signal before the time limit is {spec.signal_lead_s} s (--signal-lead), "
+            f"but Slurm takes 1 to {_LONGEST_SIGNAL_LEAD_S} s."
+        )
+    if spec.time_limit_s is not None and spec.time_limit_s <= spec.signal_lead_s:
+        raise SpecError(
+            f"The time limit of {spec.time_limit_s:g} s (--time) is not longer than the "
+            f"{spec.signal_lead_s} s "
+            "before its end at which the ranks are told to save (--signal-lead), so nothing would be "
+            "trained. Give a longer --time or a shorter --signal-lead."
+        )
+
+
+def _check_words(spec: JobSpec) -> None:
+    for what, path in (
+        ("script", spec.script),
+        ("run folder", spec.run_dir),
+        ("working folder", spec.workdir),
+    ):
+        if not Path(path).is_absolute():
+            raise SpecError(f"The path of the {what} has to be absolute, but it is {path!r}.")
+    for name in spec.env:
+        if not _VARIABLE_NAME.fullmatch(name):
+            raise SpecError(
+                f"{name!r} (--env) is no name of a variable: take letters, digits and _, and no digit first."
+            )
+    for what, word in (("job name", spec.name), ("run id", spec.run_id)):
+        if not word:
+            raise SpecError(f"The {what} is empty. Give it at least one character.")
+    plain, in_script = _plain_words(spec), _words_of_script(spec)
+    for what, word in in_script:
+        if match := CONTROL_CHARACTER.search(word):
+            raise SpecError(
+                f"The {what} {word!r} has the control character {match[0]!r}, which cannot stand in a "
+                "line of a batch script. Leave it out."
+            )
+    for what, word in plain:
+        if "\x00" in word:
+            raise SpecError(
+                f"The {what} {word!r} has a NUL character, which no process can be given. Leave it out."
+            )
+    for what, word in (*plain, *in_script):
+        if not _is_utf8(word):
+            raise SpecError(
+                f"The {what} {word!r} is not valid UTF-8, so it cannot be written down. Rename it."
+            )
+
+
+def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
+    """Words that stand in one line of the batch script, with what they are."""
+    return [
+        ("job name", spec.name),
+        ("run folder", spec.run_dir),
+        ("run id", spec.run_id),
+        ("path of the interpreter", spec.python),
+        *((f"value of --{key}", value) for key, value in spec.directives.items()),
+        *(("option", key) for key in spec.directives),
+        *([("template", spec.template)] if spec.template is not None else []),
+    ]
+
+
+def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
+    """Words that reach a process without passing through a shell, with what they are."""
+    return [
+        ("path of the script", spec.script),
+        ("working folder", spec.workdir),
+        *(("argument", arg) for arg in spec.args),
+        *((f"value of the variable {name}", value) for name, value in spec.env.items()),
+    ]
+
+
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

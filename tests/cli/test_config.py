@@ -1,0 +1,104 @@
+"""Files of options as a user meets them: `init`, `--explain`, and what of `submit` chooses them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import yaml
+
+from hpctrain.jobs.options import options
+from hpctrain.jobs.starter import starter_file
+
+#: A line of the starter file that only needs its # removed; prose has one blank after it.
+COMMENTED_OUT = re.compile(r"^#(?=\S|  )", re.MULTILINE)
+
+
+def test_init_writes_a_file_that_changes_nothing_and_never_overwrites(hpctrain, tmp_path):
+    before = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout
+    assert hpctrain("init").stdout.startswith("Wrote hpctrain.yaml. ")
+    text = (tmp_path / "hpctrain.yaml").read_text()
+    assert text == starter_file()
+    assert (
+        hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout == before
+    )
+    again = hpctrain("init")
+    assert again.returncode == 2
+    assert "'hpctrain.yaml' is there already, and stays as it is" in again.stderr
+    assert (tmp_path / "hpctrain.yaml").read_text() == text
+    assert hpctrain("init", "other.yaml").returncode == 0
+
+
+def test_the_file_of_init_has_every_option_and_can_be_uncommented_as_it_is(hpctrain, tmp_path):
+    text = COMMENTED_OUT.sub("", starter_file())
+    in_files = [name for name, option in options().items() if option.about.in_files]
+    assert list(yaml.safe_load(text)) == [*in_files, "profiles"]
+    for name in in_files:
+        assert options()[name].about.help.split()[0] in text
+    (tmp_path / "hpctrain.yaml").write_text(text)
+    command = ["submit", "--backend", "local", "--run-dir", "r", "train.py"]
+    plain = hpctrain(*command[:1], "--dry-run", *command[1:])
+    assert plain.returncode == 0, plain.stderr
+    assert "--time" not in plain.stdout
+    profile = hpctrain(*command[:1], "--dry-run", "--profile", "debug", *command[1:])
+    assert "#SBATCH --time=00:10:00\n" in profile.stdout
+
+
+def test_explain_shows_each_value_and_its_place(hpctrain, tmp_path):
+    (tmp_path / "hpctrain.yaml").write_text("nodes: 2\nprofiles:\n  long:\n    time: 2-0\nenv:\n  A: b c\n")
+    command = ["submit", "--explain", "--profile", "long", "--qos", "x", "--set", "comment=a b", "nowhere.py"]
+    done = hpctrain(*command)
+    assert done.returncode == 0, done.stderr
+    rows = [re.split(r"  +", line) for line in done.stdout.splitlines()]
+    assert rows[0] == ["option", "value", "source"]
+    assert ["nodes", "2", "hpctrain.yaml:1"] in rows
+    assert ["time", "2-0", "hpctrain.yaml:4 (profile long)"] in rows
+    assert ["env.A", "b c", "hpctrain.yaml:6"] in rows
+    assert ["qos", "x", "command line"] in rows
+    assert ["comment", "a b", "--set"] in rows
+    assert ["max_failures", "3", "default"] in rows
+    assert ["name", "(the script's)", "default"] in rows
+    assert not [row for row in rows if row[0] == "account"]
+    by_name = {
+        row["option"]: row for row in json.loads(hpctrain(*command[:2], "--json", *command[2:]).stdout)
+    }
+    assert by_name["time"] == {
+        "option": "time",
+        "value": "2-0",
+        "default": "the partition's",
+        "source": "file",
+        "file": str(tmp_path / "hpctrain.yaml"),
+        "line": 4,
+        "profile": "long",
+    }
+    assert by_name["account"]["value"] is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hpctrain.yaml", "train.py"]
+
+
+def test_a_flag_of_a_file_can_be_taken_back_on_the_command_line(hpctrain, tmp_path):
+    (tmp_path / "hpctrain.yaml").write_text("exclusive: true\nsbatch: {hold: true}\n")
+    command = ["submit", "--dry-run", "--backend", "local"]
+    script = hpctrain(*command, "train.py").stdout
+    assert "#SBATCH --exclusive\n" in script
+    assert "#SBATCH --hold\n" in script
+    script = hpctrain(*command, "--no-exclusive", "--set", "sbatch=", "train.py").stdout
+    assert "--exclusive" not in script
+    assert "--hold" not in script
+
+
+def test_a_wrong_file_is_one_sentence_and_the_files_line(hpctrain, tmp_path):
+    (tmp_path / "hpctrain.yaml").write_text("nodes: 2\ngpu_per_node: 8\n")
+    done = hpctrain("submit", "train.py")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"Error: {tmp_path}/hpctrain.yaml:2: there is no option 'gpu_per_node'. "
+        "Did you mean 'gpus_per_node'?\n"
+    )
+
+
+def test_help_shows_every_option_under_its_heading(hpctrain):
+    text = hpctrain("submit", "--help").stdout
+    for option in options().values():
+        assert option.flag in text
+        assert f"\n{option.group}:\n" in text
+    assert "SCRIPT\n" not in text.partition("\n")[2]

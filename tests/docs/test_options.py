@@ -1,0 +1,27 @@
+"""What the documentation says of options is what the commands say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+from helpers import REPOSITORY
+
+from hpctrain.jobs.config_reader import read_file
+
+
+def test_the_tables_of_options_are_up_to_date() -> None:
+    module = runpy.run_path(str(REPOSITORY / "scripts" / "write_options.py"))
+    text = module["PAGE"].read_text(encoding="utf-8")
+    assert "<!-- options of submit -->" in text
+    assert text == module["filled_in"](text), "run .venv/bin/python scripts/write_options.py"
+
+
+def test_every_file_of_options_that_is_shown_is_valid(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        (tmp_path / "config.yaml").write_text(block)
+        assert read_file(tmp_path / "config.yaml", {}).plain

@@ -1,0 +1,303 @@
+"""Which place gives an option its value, and what is said where a file is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.config import COMMAND_LINE, Settings, resolve
+
+
+class Places:
+    """A site, a user and a project in a folder, with a file each where a test writes one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.site = folder / "site"
+        self.user = folder / "config" / "hpctrain" / "config.yaml"
+        self.repository = folder / "repository"
+        self.cwd = self.repository / "deep" / "deeper"
+        self.project = self.repository / "hpctrain.yaml"
+        self.environ = {
+            "HPCTRAIN_SITE_CONFIG": str(self.site),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            "HOME": str(folder / "home"),
+        }
+        for path in (self.site, self.user.parent, self.cwd, self.repository / ".git"):
+            path.mkdir(parents=True)
+
+    def resolve(self, *assignments: str, **options: Any) -> Settings:
+        return resolve(
+            options,  # type: ignore[arg-type]
+            source=COMMAND_LINE,
+            assignments=assignments,
+            cwd=self.cwd,
+            environ=self.environ,
+        )
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path)
+
+
+def sources(settings: Settings) -> dict[str, str]:
+    return {
+        key: str(given.source) for key, given in settings.given.items() if given.source.words != "default"
+    }
+
+
+def test_later_places_win_and_each_value_knows_its_place(places):
+    """Every layer sets what all above it set as well."""
+    names = ["name", "account", "qos", "partition", "constraint", "comment", "reservation", "begin"]
+    layers = iter(range(1, 8))
+
+    def text(**more: str) -> str:
+        here = names[next(layers) - 1 :]
+        return "".join(f"{name}: x{len(here)}\n" for name in here)
+
+    (places.site / "a.yaml").write_text(text())
+    (places.site / "b.yaml").write_text(text())
+    places.user.write_text(text())
+    project = text()
+    profile = "".join(f"    {line}\n" for line in text().splitlines())
+    places.project.write_text(f"{project}profiles:\n  fast:\n{profile}")
+    config = places.cwd / "mine.yaml"
+    config.write_text(text())
+    command_line = dict.fromkeys(names[next(layers) - 1 :], "x2")
+    settings = places.resolve("begin=x1", profile="fast", config="mine.yaml", **command_line)
+    assert [settings.options[name] for name in names] == ["x8", "x7", "x6", "x5", "x4", "x3", "x2", "x1"]
+    assert sources(settings) == {
+        "name": f"{places.site}/a.yaml:1",
+        "account": f"{places.site}/b.yaml:1",
+        "qos": f"{places.user}:1",
+        "partition": f"{places.project}:1",
+        "constraint": f"{places.project}:8 (profile fast)",
+        "comment": f"{config}:1",
+        "reservation": "command line",
+        "begin": "--set",
+        "profile": "command line",
+        "config": "command line",
+    }
+
+
+def test_a_profile_of_the_site_wins_over_plain_values_of_the_project(places):
+    (places.site / "a.yaml").write_text("profiles: {fast: {qos: site, nodes: 4}}")
+    places.user.write_text("profiles: {fast: {nodes: 5}}")
+    places.project.write_text("qos: project\nnodes: 1\n")
+    assert places.resolve(profile="fast").options["qos"] == "site"
+    assert places.resolve(profile="fast").options["nodes"] == 5
+    assert places.resolve().options["qos"] == "project"
+
+
+def test_a_profile_in_the_file_of_config_wins_over_its_plain_values(places):
+    (places.cwd / "c.yaml").write_text("nodes: 2\nqos: a\nprofiles: {fast: {nodes: 3}}")
+    assert places.resolve(config="c.yaml", profile="fast").options["nodes"] == 3
+    assert places.resolve(config="c.yaml").options["nodes"] == 2
+
+
+def test_entries_are_joined_and_later_ones_win(places):
+    places.user.write_text("env: {A: user, B: user, C: user}\nsbatch: {hint: compute_bound}\n")
+    places.project.write_text("env:\n  B: project\n  C:\n")
+    settings = places.resolve("env.D=a=b", "env.E=", "sbatch.hold=", env={"A": "line"})
+    assert settings.options["env"] == {"A": "line", "B": "project", "D": "a=b", "E": ""}
+    assert settings.options["sbatch"] == {"hint": "compute_bound", "hold": ""}
+    assert sources(settings)["env.B"] == f"{places.project}:2"
+
+
+@pytest.mark.parametrize("how", ["file", "--set"])
+def test_an_empty_value_takes_back_what_was_given_before(places, how):
+    places.user.write_text("qos: long\nenv: {A: b}\nnodes: 3\n")
+    if how == "file":
+        places.project.write_text("qos:\nenv: null\nnodes: ~\n")
+        settings = places.resolve()
+    else:
+        settings = places.resolve("qos=", "env=", "nodes=")
+    assert "qos" not in settings.options
+    assert "env" not in settings.options
+    assert settings.options["nodes"] == 1
+    assert str(settings.given["nodes"].source) == "default"
+
+
+def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(places):
+    places.project.write_text(
+        "time: 12:30:00\naccount: 0123\nname: on\nmem: 1_0\ngpus_per_node: h100:8\nbegin: 2026-12-01\n"
+        "exclusive: user\nenv: {FLAG: yes, N: 1.0, EMPTY: ''}\n"
+    )
+    assert {key: value for key, value in places.resolve().options.items() if key != "backend"} == {
+        "nodes": 1,
+        "time": "12:30:00",
+        "account": "0123",
+        "name": "on",
+        "mem": "1_0",
+        "gpus_per_node": "h100:8",
+        "begin": "2026-12-01",
+        "exclusive": "user",
+        "env": {"FLAG": "yes", "N": "1.0", "EMPTY": ""},
+        "gpu_directive": "gres",
+        "max_failures": 3,
+    }
+
+
+def test_paths_in_a_file_are_meant_from_its_folder(places):
+    places.project.write_text("template: ./mine.j2\nrun_dir: out\n")
+    settings = places.resolve()
+    assert settings.options["template"] == f"{places.repository}/./mine.j2"
+    assert settings.options["run_dir"] == f"{places.repository}/out"
+    places.project.write_text("template: ddp\nrun_dir: ~/runs/a\n")
+    settings = places.resolve()
+    assert settings.options["template"] == "ddp"
+    assert settings.options["run_dir"] == f"{places.environ['HOME']}/runs/a"
+
+
+class TestWhereFilesLie:
+    def test_the_nearest_project_file_counts(self, places):
+        places.project.write_text("qos: root\n")
+        (places.cwd.parent / "hpctrain.yaml").write_text("nodes: 2\n")
+        assert "qos" not in places.resolve().options
+        assert places.resolve().options["nodes"] == 2
+
+    def test_nothing_above_the_repository_is_read(self, places):
+        (places.repository.parent / "hpctrain.yaml").write_text("nodes: 9\n")
+        assert places.resolve().options["nodes"] == 1
+
+    def test_outside_of_a_repository_only_the_folder_itself_is_looked_at(self, places):
+        (places.repository / ".git").rmdir()
+        places.project.write_text("nodes: 9\n")
+        assert places.resolve().options["nodes"] == 1
+        (places.cwd / "hpctrain.yaml").write_text("nodes: 2\n")
+        assert places.resolve().options["nodes"] == 2
+
+    def test_the_users_folder_is_that_of_home_where_nothing_else_is_said(self, places):
+        del places.environ["XDG_CONFIG_HOME"]
+        path = Path(places.environ["HOME"], ".config", "hpctrain", "config.yaml")
+        path.parent.mkdir(parents=True)
+        path.write_text("nodes: 7\n")
+        assert places.resolve().options["nodes"] == 7
+        del places.environ["HOME"]
+        assert places.resolve().options["nodes"] == 1
+
+    def test_the_site_may_be_one_file_or_none(self, places):
+        path = places.site / "a.yaml"
+        path.write_text("nodes: 7\n")
+        places.environ["HPCTRAIN_SITE_CONFIG"] = str(path)
+        assert places.resolve().options["nodes"] == 7
+        places.environ["HPCTRAIN_SITE_CONFIG"] = ""
+        assert places.resolve().options["nodes"] == 1
+        places.environ["HPCTRAIN_SITE_CONFIG"] = str(places.site / "nothing")
+        with pytest.raises(SpecError, match="nothing' cannot be read: No such file"):
+            places.resolve()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "profiles:\n", "profiles: {a: }\n", "---\n"])
+def test_a_file_may_be_empty(places, text):
+    places.project.write_text(text)
+    assert sources(places.resolve()) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: b\n", 1, "there is no option 'a'. There are nodes, "),
+        ("nodes: 1\ngpu_per_node: 8\n", 2, "no option 'gpu_per_node'. Did you mean 'gpus_per_node'?"),
+        ("gpus-per-node: 8\n", 1, "no option 'gpus-per-node'. Did you mean 'gpus_per_node'?"),
+        ("profile: {}\n", 1, "'profile' can be given on the command line only, as --profile"),
+        ("profilse: {}\n", 1, "Did you mean 'profiles'"),
+        (
+            "profiles:\n  a:\n    nodse: 3\n",
+            3,
+            r".profile a.: there is no option 'nodse'. Did you mean 'nodes'",
+        ),
+        ("\ncpus_per_task: many\n", 2, "cpus_per_task is 'many', but it takes a whole number"),
+        ("gpu_directive: grse\n", 1, "gpu_directive is 'grse', but it takes gres or gpus-per-node"),
+        ("qos: ''\n", 1, "qos is empty"),
+        ("run_dir: ''\n", 1, "run_dir is empty"),
+        ("qos: [a, b]\n", 1, "qos is a list, but it takes a single value"),
+        ("qos: {a: b}\n", 1, "qos is a mapping, but"),
+        ("env: [A]\n", 1, "env has to hold lines of the form `key: value`"),
+        ("env:\n  A: [1]\n", 2, "env.A is a list, but"),
+        ("nodes: 1\nqos: a\nnodes: 2\n", 3, "'nodes' stands in line 1 already"),
+        ("[1]: 2\n", 1, "a key has to be a single word"),
+        ("- a\n", 1, "the file has to hold lines"),
+        ("profiles: {a: [b]}\n", 1, "the profile 'a' has to hold lines"),
+        ("nodes: 1\nqos: [\n", 3, "is not valid YAML: "),
+        ("nodes: 1\n\tqos: a\n", 2, "is not valid YAML: "),
+        ("nodes: 1\n---\nnodes: 2\n", 2, "is not valid YAML: "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(places, text, line, words):
+    places.project.write_text(text)
+    with pytest.raises(SpecError, match=words) as caught:
+        places.resolve()
+    assert str(caught.value).startswith(f"{places.project}:{line}")
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"\xff", "not valid UTF-8"), (b"a: \x01", "not valid YAML")])
+def test_what_is_no_text_is_named(places, content, words):
+    places.project.write_bytes(content)
+    with pytest.raises(SpecError, match=words) as caught:
+        places.resolve()
+    assert str(places.project) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("nodes", "not of the form KEY=VALUE"),
+        ("nodse=2", "no option 'nodse'. Did you mean 'nodes'"),
+        ("cpus_per_task=x", "--set cpus_per_task is 'x', but it takes a whole number\\."),
+        ("profile=x", "on the command line only, as --profile"),
+        ("env=A", "not of the form env.NAME=VALUE"),
+        ("env.=A", "not of the form env.NAME=VALUE"),
+        ("nodes.a=1", "not of the form nodes=VALUE"),
+    ],
+)
+def test_a_wrong_assignment_is_named(places, assignment, words):
+    with pytest.raises(SpecError, match=words):
+        places.resolve(assignment)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"profile": "fsat"}, "no profile 'fsat' .--profile.. Did you mean 'fast'"),
+        ({"profile": "x", "config": "empty.yaml"}, "There are fast"),
+        ({"config": "nowhere.yaml"}, "nowhere.yaml' cannot be read: No such file"),
+        ({"config": "."}, "cannot be read: Is a directory"),
+        ({"cpus_per_task": "x"}, "--cpus-per-task is 'x', but it takes a whole number\\."),
+    ],
+)
+def test_wrong_options_are_named(places, options, words):
+    (places.cwd / "empty.yaml").write_text("")
+    places.user.write_text("profiles: {fast: {nodes: 2}}")
+    with pytest.raises(SpecError, match=words):
+        places.resolve(**options)
+
+
+def test_no_file_has_a_profile(places):
+    with pytest.raises(SpecError, match=r"None of the files has one \(no files\)"):
+        places.resolve(profile="fast")
+    places.user.write_text("")
+    with pytest.raises(SpecError, match=r"None of the files has one \(.*config\.yaml\)"):
+        places.resolve(profile="fast")
+
+
+def test_an_error_tells_which_file_gave_the_options_in_question(
+    prepared: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "hpctrain.yaml").write_text("signal_lead: 90\n# all day\ntime: 1\nqos: x\n")
+    with pytest.raises(SpecError) as caught:
+        prepared()
+    path = tmp_path / "hpctrain.yaml"
+    assert str(caught.value).endswith(f"(--signal-lead is from {path}:1; --time is from {path}:3)")
+    with pytest.raises(SpecError, match=r"\(--time is from .*:3\)$"):
+        prepared(signal_lead=80)
+
+
+def test_python_and_files_are_joined(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "hpctrain.yaml").write_text("nodes: 3\ntasks_per_node: 2\nbackend: slurm\n")
+    spec = prepared(tasks_per_node=1, qos=None).spec
+    assert (spec.nodes, spec.tasks_per_node, spec.backend) == (3, 1, "local")

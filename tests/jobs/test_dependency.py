@@ -1,0 +1,92 @@
+"""Runs in the place of jobs, with records that were written by hand; test_slurm_live.py asks Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpctrain.errors import RunNotFound, SpecError
+from hpctrain.jobs.dependency import resolve_dependency
+from hpctrain.rundir import RunDir
+
+
+@pytest.fixture
+def resolve(tmp_path, make_spec) -> Callable[[str], tuple[str, list[str]]]:
+    """Resolve among runs named after their state; `going` is job 17."""
+    for name in ("COMPLETED", "FAILED", "CANCELLED", "going", "never", "here"):
+        run = RunDir(tmp_path / name)
+        run.path.mkdir()
+        make_spec(run_dir=str(run.path)).save(run.spec)
+        if name != "never":
+            run.log_event("submitted", 0, job_id="17", backend="local" if name == "here" else "slurm")
+        if name.isupper():
+            run.log_event("finished", 0, state=name, cause="x")
+    # A squeue that knows the job, whatever it is asked.
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho '{'17':<24}{'RUNNING':<24}{'0':<12}{'None':<60}{'':<24}'\n")
+    squeue.chmod(0o755)
+    return lambda text: resolve_dependency(text, tmp_path, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "singleton",
+        "afterok:1:2,afterany:3_4",
+        "after:1+5:2",
+        "aftercorr:7",
+        "afterok:1?afternotok:2",
+        "expand:3",
+    ],
+)
+def test_jobs_are_left_as_they_are(resolve, text):
+    assert resolve(text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "resolved"),
+    [
+        ("afterok:going", "afterok:17"),
+        ("afterok:3:going,singleton", "afterok:3:17,singleton"),
+        ("after:going+5", "after:17+5"),
+        ("afterok:COMPLETED", ""),
+        ("afterok:COMPLETED:4", "afterok:4"),
+        ("afterany:FAILED,afterok:5", "afterok:5"),
+        ("afternotok:CANCELLED", ""),
+        ("after:CANCELLED", ""),
+        ("afterok:FAILED?afterok:going", "afterok:17"),
+        ("afterok:going?afterany:FAILED", ""),
+        ("afterburstbuffer:COMPLETED", "afterburstbuffer:17"),
+    ],
+)
+def test_runs_become_jobs_and_what_is_fulfilled_is_left_out(resolve, text, resolved):
+    found, notes = resolve(text)
+    assert found == resolved
+    ended = [word for word in ("COMPLETED", "FAILED", "CANCELLED") if word in text]
+    assert all("nothing to wait for" in note for note in notes)
+    assert bool(notes) == bool(ended and "?afterok:going" not in text and "burst" not in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("afterok:FAILED", "is FAILED, so the job would wait forever"),
+        ("afterok:4,afterok:CANCELLED", "is CANCELLED, so"),
+        ("afternotok:COMPLETED", "is COMPLETED, so"),
+        ("afterok:FAILED?afterok:CANCELLED", "is FAILED, so"),
+        ("afterok:never", "never been submitted"),
+        ("afterok:here", "on this machine and not in Slurm's queue"),
+        ("aftrok:3", "Did you mean 'afterok'"),
+        ("x", "no kind of dependency 'x'. There are after, "),
+        ("afterok:", "'afterok:' names no job and no run"),
+    ],
+)
+def test_what_can_never_be_is_refused(resolve, text, words):
+    with pytest.raises(SpecError, match=words):
+        resolve(text)
+
+
+def test_a_run_that_is_not_there_is_named(resolve):
+    with pytest.raises(RunNotFound, match="Did you mean 'going'"):
+        resolve("afterok:goin")

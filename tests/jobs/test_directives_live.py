@@ -1,0 +1,126 @@
+"""What a real Slurm makes of our directives: it has to be what was given, character by character."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import environment, run_command
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpctrain.jobs.render import render
+from hpctrain.jobs.spec import JobSpec
+
+#: All that can stand in a line of a script: control characters are refused.
+words = st.text(
+    st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"),
+    min_size=1,
+    max_size=40,
+)
+live = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+# Free texts have a line of their own, all other fields no blank in them.
+FREE_TEXTS = {
+    "JobName": r"^JobId=\d+ JobName=(.*)$",
+    "Comment": r"^   Comment=(.*) $",
+    "MailUser": r"^   MailUser=(.*?)(?: MailType=\S+)?$",
+    "WorkDir": r"^   WorkDir=(.*)$",
+    "StdOut": r"^   StdOut=(.*)$",
+}
+
+
+class Queue:
+    """Submits jobs that never start, and takes them out again."""
+
+    def __init__(self, env: dict[str, str], folder: Path) -> None:
+        self.environ = environment(env)
+        self.folder = folder
+
+    def submit(self, spec: JobSpec) -> dict[str, str]:
+        """What Slurm tells of the job that it reads from our script."""
+        script = self.folder / "job.sbatch"
+        script.write_text(render(spec))
+        done = run_command(["sbatch", "--hold", "--parsable", script], self.environ, check=False)
+        assert done.returncode == 0, f"{done.stderr}\n{script.read_text()}"
+        job = done.stdout.strip()
+        try:
+            shown = run_command(["scontrol", "show", "job", job], self.environ).stdout
+        finally:
+            run_command(["scancel", job], self.environ)
+        fields = dict(re.findall(r"(\S+?)=(\S*)", shown))
+        for name, pattern in FREE_TEXTS.items():
+            if match := re.search(pattern, shown, re.MULTILINE):
+                fields[name] = match[1]
+        return fields
+
+
+@pytest.fixture
+def queue(slurm, tmp_path) -> Queue:
+    return Queue(slurm.env, tmp_path)
+
+
+@pytest.fixture
+def make(make_spec, tmp_path) -> Callable[..., JobSpec]:
+    return lambda **fields: make_spec(**{"run_dir": str(tmp_path), **fields})
+
+
+@live
+@given(name=words, comment=words, mail_user=words)
+def test_texts_arrive_character_by_character(queue, make, name, comment, mail_user):
+    directives = {"comment": comment, "mail-user": mail_user, "mail-type": "END"}
+    fields = queue.submit(make(name=name, directives=directives))
+    assert (fields["JobName"], fields["Comment"], fields["MailUser"]) == (name, comment, mail_user)
+
+
+@live
+@given(folder=words.filter(lambda word: "/" not in word and word not in (".", "..")))
+def test_a_run_folder_of_any_name_is_the_jobs_and_has_its_log(queue, make, folder):
+    run_dir = f"{queue.folder}/{folder}"
+    fields = queue.submit(make(run_dir=run_dir))
+    assert fields["WorkDir"] == run_dir
+    # Here % and \ are still escaped: what becomes of the pattern is seen by jobs that run.
+    assert fields["StdOut"].replace("\\", "") == f"{run_dir}/logs/slurm.log".replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"nodes": 2, "tasks_per_node": 3}, {"NumNodes": "2-2", "NumTasks": "6"}),
+        ({"cpus_per_task": 3}, {"CPUs/Task": "3"}),
+        ({"gpus_per_node": 2}, {"TresPerNode": "gres:gpu:2"}),
+        ({"gpus_per_node": 2, "gpu_directive": "gpus-per-node"}, {"TresPerNode": "gres:gpu:2"}),
+        ({"time_limit_s": 5400.0}, {"TimeLimit": "01:30:00"}),
+        ({"array": "0-7:2%3"}, {"ArrayTaskId": "0,2,4,6%3", "ArrayTaskThrottle": "3"}),
+    ],
+)
+def test_the_size_of_a_job_is_what_was_asked_for(queue, make, fields, shown):
+    assert queue.submit(make(**fields)).items() >= shown.items()
+
+
+@pytest.mark.parametrize(
+    ("directives", "shown"),
+    [
+        ({"partition": "urgent"}, {"Partition": "urgent"}),
+        ({"account": "physics"}, {"Account": "physics"}),
+        ({"mem": "100"}, {"MinMemoryNode": "100M"}),
+        ({"mem": "0"}, {"MinMemoryNode": "0"}),
+        ({"mem-per-cpu": "1G"}, {"MinMemoryCPU": "1G"}),
+        ({"exclusive": ""}, {"OverSubscribe": "NO"}),
+        ({"exclusive": "user"}, {"OverSubscribe": "USER"}),
+        ({"oversubscribe": ""}, {"OverSubscribe": "YES"}),
+        ({"begin": "2099-01-02T03:04:05"}, {"EligibleTime": "2099-01-02T03:04:05"}),
+        ({"nice": "100"}, {"Nice": "100"}),
+        ({"nice": "-100"}, {"Nice": "-100"}),
+        ({"mail-type": "END,FAIL"}, {"MailType": "END,FAIL"}),
+        ({"dependency": "singleton"}, {"Dependency": "singleton(unfulfilled)"}),
+        ({"switches": "1@02:00"}, {"Switches": "1@00:02:00"}),
+        ({"contiguous": ""}, {"Contiguous": "1"}),
+        ({"threads-per-core": "1"}, {"ReqB:S:C:T": "0:0:*:1"}),
+    ],
+)
+def test_a_directive_is_what_was_given(queue, make, directives, shown):
+    assert queue.submit(make(directives=directives)).items() >= shown.items()

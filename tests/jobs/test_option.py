@@ -1,0 +1,107 @@
+"""How values are read, and that the table of options holds together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.jobs.option import Kind
+from hpctrain.jobs.options import SubmitOptions, options
+from hpctrain.jobs.spec import JobSpec
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "taken"),
+    [
+        (int, "8", 8),
+        (int, 8, 8),
+        (int | str, "8", 8),
+        (int | str, "h100:8", "h100:8"),
+        (str, "0123", "0123"),
+        (str, 123, "123"),
+        (bool, "yes", True),
+        (bool, "Off", False),
+        (bool, False, False),
+        (bool | Literal["user"], "user", "user"),
+        (str | os.PathLike[str], Path("a/b"), "a/b"),
+        (Mapping[str, str], {"A": 1, "B": "x", "C": 0.5}, {"A": "1", "B": "x", "C": "0.5"}),
+    ],
+)
+def test_a_value_is_read_by_the_options_type(hint, value, taken):
+    assert Kind.of(hint).take(value) == taken
+    assert type(Kind.of(hint).take(value)) is type(taken)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "words"),
+    [
+        (int, "two", "a whole number"),
+        (int, 1.5, "a whole number"),
+        (int, True, "a whole number"),
+        (int, "", "a whole number"),
+        (int, "٣", "a whole number"),
+        (str, "", "text"),
+        (str, True, "text"),
+        (str, None, "text"),
+        (str, ["a"], "text"),
+        (str, Path("a"), "text"),
+        (str, {"a": "b"}, "text"),
+        (bool, "maybe", "true or false"),
+        (bool, 1, "true or false"),
+        (bool | Literal["user", "mcs"], "me", "true, false, user or mcs"),
+        (Literal["gres", "gpus-per-node"], "grse", "gres or gpus-per-node"),
+        (Mapping[str, str], "A=1", "texts by name"),
+        (Mapping[str, str], {"A": True}, "texts by name"),
+        (Mapping[str, str], {"A": None}, "texts by name"),
+    ],
+)
+def test_another_value_is_refused_and_the_kind_says_what_it_takes(hint, value, words):
+    kind = Kind.of(hint)
+    with pytest.raises(ValueError):
+        kind.take(value)
+    assert str(kind) == words
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    numpy = pytest.importorskip("numpy")
+    assert Kind.of(int).take(numpy.int64(3)) == 3
+
+
+@given(st.text(min_size=1))
+def test_a_text_is_taken_as_it_is(text):
+    assert Kind.of(str).take(text) == text
+
+
+def test_every_option_of_python_is_in_the_table_and_none_else():
+    assert list(options()) == list(get_type_hints(SubmitOptions))
+
+
+@pytest.mark.parametrize("option", options().values(), ids=lambda option: option.name)
+def test_an_option_is_described(option):
+    about = option.about
+    assert about.help[0].isupper()
+    assert about.help.endswith(".")
+    assert "`" not in about.help
+    assert option.metavar or option.kind.flag
+    # Somebody who has never seen the option needs a value to go by.
+    assert option.default or about.example or option.kind.words or option.kind.flag or not about.in_files
+    for value in filter(None, [about.example, about.default]):
+        if not option.kind.pairs:
+            assert option.kind.take(value) is not None
+
+
+def test_defaults_are_those_of_the_specification():
+    defaults = {name: option.about.default for name, option in options().items()}
+    fields = JobSpec.__dataclass_fields__
+    assert {name: value for name, value in defaults.items() if value is not None} == {
+        **{
+            name: fields[name].default for name in ("nodes", "gpus_per_node", "gpu_directive", "max_failures")
+        },
+        "backend": "auto",
+    }
