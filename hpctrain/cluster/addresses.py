@@ -18,7 +18,7 @@ from hpctrain.cluster.interfaces import interface_of
 RESOLVE_LIMIT_S = 5.0
 
 #: The variable that tells gloo, which otherwise asks for its own host's name, where to listen.
-GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def resolve(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
@@ -62,8 +62,8 @@ def plain(address: str) -> str:
     return address
 
 
-def gloo_interface(own_address: str, environ: Mapping[str, str]) -> str | None:
-    """The network interface that gloo must be told to use, or None where it finds the right one itself.
+def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What gloo must be told so that other hosts reach it; empty where it finds that out by itself.
 
     gloo listens at the first address that this host's own name resolves to. Debian gives a host's name the
     address 127.0.1.1, at which no other host can reach it.
@@ -72,15 +72,16 @@ def gloo_interface(own_address: str, environ: Mapping[str, str]) -> str | None:
         own_address: the address by which the other ranks' hosts know this one.
         environ: what is set already is the user's choice.
     """
-    if environ.get(GLOO_VARIABLE) or is_loopback(own_address):
-        return None
+    if environ.get(_GLOO_VARIABLE) or is_loopback(own_address):
+        return {}
     try:
         listens_at = next(filter(_is_own, resolve(socket.gethostname())), None)
     except OSError:
         listens_at = None
     if listens_at is not None and not is_loopback(listens_at):
-        return None
-    return interface_of(own_address)
+        return {}
+    interface = interface_of(own_address)
+    return {_GLOO_VARIABLE: interface} if interface else {}
 
 
 def address_towards(host: str) -> str:

@@ -25,10 +25,10 @@ _Entry._fields_ = [
 
 def interface_of(address: str) -> str | None:
     """Name of the interface that has numeric `address` on this host; None where none has it."""
-    return next((name for name, its in _entries() if its == address), None)
+    return next((name for name, its in interfaces() if its == address), None)
 
 
-def _entries() -> Iterator[tuple[str, str]]:
+def interfaces() -> Iterator[tuple[str, str]]:
     """(interface, numeric address) of everything that getifaddrs(3) lists."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Entry)()

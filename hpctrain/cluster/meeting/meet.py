@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from hpctrain.cluster.addresses import address_towards, gloo_variables
 from hpctrain.cluster.meeting.host import Host
 from hpctrain.cluster.meeting.port import Port, take_port
 from hpctrain.cluster.meeting.visit import Visit
@@ -35,10 +37,14 @@ class Meeting:
     """Where this rank reaches rank 0: what MASTER_ADDR has to be here."""
     port: int
     """Rank 0's port: what MASTER_PORT has to be, on every rank."""
-    own_address: str
-    """The address by which the other ranks' hosts know this one."""
+    own_address: str | None
+    """The address by which the other ranks' hosts know this one; None where it is not known."""
     held: Port | None = None
     """On rank 0 the port itself, which listens; None elsewhere, and where no meeting was needed."""
+
+    def gloo_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What gloo must be told so that other hosts reach it; empty where it finds that out by itself."""
+        return gloo_variables(self.own_address, environ) if self.own_address else {}
 
 
 def meet(
@@ -63,7 +69,7 @@ def meet(
         MeetingFailed: the ranks did not all meet; the message says who tried what.
     """
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
-        return Meeting(ranks.master_addr, ranks.master_port, own_address=ranks.master_addr)
+        return Meeting(ranks.master_addr, ranks.master_port, _known_by(ranks))
     begun = time.monotonic()
     deadline = begun + timeout_s
     remind_at = float("inf") if remind_after_s is None else begun + remind_after_s
@@ -73,16 +79,13 @@ def meet(
     def remind(text: str) -> None:
         print(f"hpctrain: {name} is waiting for its peers: {text}", file=sys.stderr, flush=True)
 
-    # A port that somebody chose is the only one; what an earlier start left on it is no hindrance.
-    chosen = bool(environ.get("MASTER_PORT"))
-    key = ranks.meeting_key if ranks.world_size > 1 else f"process {me.pid}"
-    ports = [ranks.master_port] if chosen else list(islice(port_candidates(key), _NUM_PORTS))
+    ports = _ports(ranks, environ)
     visit = Visit(ranks, me, ports, environ, deadline)
     try:
         if not ranks.is_main:
             place = visit.wait(remind_at, remind)
             return Meeting(place.address, place.port, place.own_address)
-        port = take_port(ports, exclusive=not chosen)
+        port = take_port(ports)
         if ranks.world_size == 1:
             return Meeting("127.0.0.1", port.number, "127.0.0.1", port)
         try:
@@ -98,6 +101,24 @@ def meet(
             f"{name} did not meet its {ranks.world_size - 1} peers; given up after "
             f"{time.monotonic() - begun:.0f} s: {error}"
         ) from None
+
+
+def _ports(ranks: Ranks, environ: Mapping[str, str]) -> list[int]:
+    """Where rank 0 may be found: at the port that somebody chose, or else at one that all compute alike."""
+    if environ.get("MASTER_PORT"):
+        return [ranks.master_port]
+    # Nobody looks for a process that is alone.
+    key = ranks.meeting_key if ranks.world_size > 1 else f"process {os.getpid()}"
+    return list(islice(port_candidates(key), _NUM_PORTS))
+
+
+def _known_by(ranks: Ranks) -> str | None:
+    """The address by which other hosts know this one: the one on the way to rank 0's."""
+    if ranks.num_nodes == 1:
+        return None
+    with contextlib.suppress(OSError):
+        return address_towards(ranks.master_addr)
+    return None
 
 
 @contextlib.contextmanager

@@ -11,36 +11,35 @@ from hpctrain.errors import MeetingFailed
 
 
 class Port:
-    """A port of this host, on all its addresses.
+    """A port of this host, on all its addresses, and the right to it among meetings.
 
-    Two sockets are bound to it. One listens. The other only holds the port: Linux lets a second socket listen
-    beside it as long as that one asks for SO_REUSEADDR, as torch's store does, and gives the port to nobody
-    who does not ask, such as another meeting.
+    Two sockets are bound to it. One listens. The other only holds the port: the kernel lets a second one
+    listen beside it if that asks for SO_REUSEADDR, as torch's store does. Such sockets do not keep out each
+    other; so who wants the port for a meeting first takes a name that only one process can have.
     """
 
-    def __init__(self, number: int, *, exclusive: bool) -> None:
+    def __init__(self, number: int) -> None:
         """Bind, and listen.
-
-        Args:
-            number: of the port.
-            exclusive: take it only if no other socket is bound to it, whatever the other one allows.
 
         Raises:
             OSError: the port is taken.
         """
         self.number = number
-        self._hold = _bind(number, exclusive=exclusive)
-        try:
-            self.listener = _bind(number, exclusive=False)
+        with contextlib.ExitStack() as on_error:
+            self._right = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            if sys.platform == "linux":
+                # A name in the abstract namespace, which is that of the ports: it goes with its holder.
+                self._right.bind(f"\0hpctrain-port-{number}")
+            self._hold = on_error.enter_context(_bind(number))
+            self.listener = on_error.enter_context(_bind(number))
             self.listener.listen(socket.SOMAXCONN)
-        except OSError:
-            self._hold.close()
-            raise
+            on_error.pop_all()
 
     def hand_over_listener(self) -> int:
         """The listening socket, for somebody else to answer at; returns its descriptor."""
-        self._hold.close()
-        return self.listener.detach()
+        listener = self.listener.detach()
+        self.close()
+        return listener
 
     def reserve(self) -> None:
         """Stop listening, and keep the port for a program that this process becomes by exec.
@@ -48,18 +47,19 @@ class Port:
         Only Linux can: elsewhere the port is free again from here on.
         """
         self.listener.close()
-        if sys.platform == "linux":
-            self._hold.set_inheritable(True)
-        else:
-            self._hold.close()
+        if sys.platform != "linux":
+            self.close()
+            return
+        self._hold.set_inheritable(True)
+        self._right.set_inheritable(True)
 
     def close(self) -> None:
         """Give the port back."""
-        self.listener.close()
-        self._hold.close()
+        for sock in (self.listener, self._hold, self._right):
+            sock.close()
 
 
-def take_port(candidates: Iterable[int], *, exclusive: bool) -> Port:
+def take_port(candidates: Iterable[int]) -> Port:
     """The first of `candidates` that is free.
 
     Raises:
@@ -68,16 +68,16 @@ def take_port(candidates: Iterable[int], *, exclusive: bool) -> Port:
     tried = []
     for number in candidates:
         try:
-            return Port(number, exclusive=exclusive)
+            return Port(number)
         except OSError as error:
             tried.append(f"{number} ({error.strerror})")
     raise MeetingFailed(
-        f"rank 0 on {socket.gethostname()} can bind none of the ports {', '.join(tried)}. "
+        f"of the ports {', '.join(tried)} none can be bound. "
         "See who has them with `ss --tcp --all --processes`, or set MASTER_PORT to a free one on every rank."
     )
 
 
-def _bind(number: int, *, exclusive: bool) -> socket.socket:
+def _bind(number: int) -> socket.socket:
     """A socket bound to a port of all addresses, of IPv6 and IPv4 where the kernel has both."""
     if socket.has_dualstack_ipv6():
         sock, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), "::"
@@ -85,11 +85,8 @@ def _bind(number: int, *, exclusive: bool) -> socket.socket:
     else:
         sock, address = socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0"
     with contextlib.ExitStack() as on_error:
-        on_error.callback(sock.close)
-        if not exclusive:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address, number))
-        # Asked for only now, it lets others in without having let us in beside another.
+        on_error.enter_context(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, number))
         on_error.pop_all()
     return sock
