@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,10 +15,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
+from hpctrain.cluster.defaults import with_defaults
+from hpctrain.cluster.meeting import meet
 from hpctrain.errors import HpctrainError
+from hpctrain.runtime.device import agree_on_device, choose_device
 
 #: How long a rank waits for its peers to come up: they import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0
+#: After this time it is said what is being waited for.
+_REMIND_AFTER_S = 30.0
 #: How long a collective may take before torch gives up.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -51,74 +56,70 @@ class Team:
             dist.barrier(self.control)
 
 
-def join(ranks: Ranks, environ: Mapping[str, str]) -> Team:
+def join(ranks: Ranks, environ: MutableMapping[str, str]) -> Team:
     """Meet the other processes: NCCL where there are GPUs, gloo where there are none.
 
     All ranks must call this. A process group that the script has made already is used as it is.
 
+    Args:
+        ranks: who this process is.
+        environ: this process's own; gets GLOO_SOCKET_IFNAME where gloo would choose a wrong interface.
+
     Raises:
         HpctrainError: the peers did not all come within `JOIN_TIMEOUT_S`.
     """
-    device = choose_device(ranks)
     if ranks.world_size == 1:
-        return Team(ranks, device, None)
-    if not dist.is_initialized():
-        _initialize(ranks, environ, device)
+        return Team(ranks, choose_device(ranks, environ), None)
+    if dist.is_initialized():
+        device = dist.distributed_c10d._get_default_group().bound_device_id or choose_device(ranks, environ)
+    else:
+        device = _initialize(ranks, environ)
         atexit.register(_leave_group)
     control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return Team(ranks, device, control)
 
 
-def choose_device(ranks: Ranks) -> torch.device:
-    """The local rank's GPU where several are visible, the only one where one is, else the CPU.
-
-    Raises:
-        HpctrainError: the node has more ranks than visible GPUs, and more than one GPU.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        return torch.device("cpu")
-    if count > 1 and ranks.local_rank >= count:
-        raise HpctrainError(
-            f"local rank {ranks.local_rank} (of {ranks.local_world_size}) on {socket.gethostname()}, but "
-            f"only {count} GPUs are visible here. Submit with --gpus-per-node={ranks.local_world_size}, "
-            "or start fewer ranks."
-        )
-    device = torch.device("cuda", ranks.local_rank if count > 1 else 0)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _initialize(ranks: Ranks, environ: Mapping[str, str], device: torch.device) -> None:
+def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device:
+    begun = time.monotonic()
+    meeting = meet(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
+    environ.update(with_defaults(environ, meeting.gloo_variables(environ)))
     # A supervisor (ours or torchrun's agent) hosts the store itself; otherwise rank 0 does.
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    where = f"{ranks.master_addr}:{ranks.master_port}"
-    begun = time.monotonic()
     try:
         store = TCPStore(
-            ranks.master_addr,
-            ranks.master_port,
+            meeting.address,
+            meeting.port,
             world_size=ranks.world_size,
             is_master=ranks.rank == 0 and not hosted,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             wait_for_workers=False,
+            # The very socket that the others have found: nobody can take the port in between.
+            master_listen_fd=meeting.held.hand_over_listener() if meeting.held else None,
         )
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # An agent's store may live on from one start of the ranks to the next.
+        prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        agreed = agree_on_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
+        with_nccl = agreed.device.type == "cuda" and not agreed.gpus_are_shared
+        if agreed.gpus_are_shared and ranks.is_main:
+            print(
+                "hpctrain: ranks share GPUs, which NCCL refuses: gloo carries what they exchange", flush=True
+            )
         dist.init_process_group(
-            backend,
-            store=PrefixStore("hpctrain", store),
+            "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
+            store=PrefixStore(prefix, store),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
+            device_id=agreed.device if with_nccl else None,
         )
     except (dist.DistError, RuntimeError) as error:
         raise HpctrainError(
             f"rank {ranks.rank} on {socket.gethostname()} did not meet its {ranks.world_size - 1} peers "
-            f"at {where} "
+            f"at {meeting.address}:{meeting.port} "
             f"({ranks.sources.get('master_addr')}, {ranks.sources.get('master_port')}) "
             f"after {time.monotonic() - begun:.0f} s: {error}"
         ) from error
+    return agreed.device
 
 
 def _leave_group() -> None:
