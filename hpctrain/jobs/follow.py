@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.jobs.doubt import Doubt
 from hpctrain.jobs.runs import Run
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
 from hpctrain.jobs.tail import RecordTail, Tail
+from hpctrain.jobs.watch import Watcher
 
 _POLL_S = 0.2
 
@@ -72,8 +74,10 @@ class _Watcher:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._watcher = Watcher([run.dir], run.environ)
         self._next = 0.0
         self._state: RunState | None = None
+        self._doubt = Doubt()
         self.lifted = False
         self.news = ""
 
@@ -81,10 +85,12 @@ class _Watcher:
         """The status, where it is time to ask."""
         if time.monotonic() < self._next:
             return None
-        status = self._run.status()
-        self._next = time.monotonic() + self._run.poll_s
-        if status.state is not self._state and status.state in (RunState.PENDING, RunState.UNKNOWN):
+        (status,) = self._watcher.look()
+        self._next = time.monotonic() + self._watcher.poll_s
+        if status.state is not self._state and status.state is RunState.PENDING:
             self.news = f"the job is {status.state}" + (f" ({status.words})" if status.words else "")
+        elif words := self._doubt.words(status):
+            self.news = words
         self._state = status.state
         if status.held:
             self.lifted = self._run.lift_hold()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.errors import RunFailed, RunNotFound, WaitTimeout
 from hpctrain.files import is_locked
-from hpctrain.jobs.backends import Backend, open_backend
-from hpctrain.jobs.states import JobView, RunState
-from hpctrain.jobs.status import Record, RunStatus, read_record, settle
+from hpctrain.jobs import steer
+from hpctrain.jobs.doubt import Doubt
+from hpctrain.jobs.record import read_record
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.status import RunStatus
+from hpctrain.jobs.watch import Watcher
 from hpctrain.rundir import RunDir
 
-#: Asking a scheduler is not free for others; the local lock is.
-_POLL_S = {"slurm": 2.0, "local": 0.2}
+log = logging.getLogger("hpctrain")
 
 #: A supervisor has nothing to do after it has recorded the end.
 _EXIT_PATIENCE_S = 5.0
@@ -32,17 +36,12 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        return self.dir.path.name
+        return self.dir.run_id
 
     @property
     def job_id(self) -> str | None:
         """The scheduler's id of the job that was submitted last."""
         return read_record(self.dir).job_id
-
-    @property
-    def poll_s(self) -> float:
-        """Seconds between two looks that burden nobody."""
-        return _POLL_S.get(read_record(self.dir).backend or "local", 2.0)
 
     def log_path(self, rank: int = 0) -> Path | None:
         """The rank's log in the newest attempt; None before the first."""
@@ -53,19 +52,16 @@ class Run:
         """Where the run stands now."""
         return statuses([self])[0]
 
+    def tasks(self) -> list[Run]:
+        """The tasks of a job array, each a run of its own; none where this is a single run."""
+        return [Run(self.dir.task(index), self.environ) for index in self.dir.tasks()]
+
     def watch(self) -> Iterator[RunStatus]:
         """Yield the status again and again, the last one when the run has ended.
 
         Delays that Slurm puts on the requeued job are lifted on the way.
         """
-        while True:
-            status = self.status()
-            yield status
-            if status.state.ended:
-                return
-            if status.held:
-                self.lift_hold()
-            time.sleep(self.poll_s)
+        yield from self._watch(None)
 
     def wait(self, timeout: float | None = None) -> RunStatus:
         """Wait until the run has ended with success.
@@ -79,24 +75,43 @@ class Run:
         """
         return ended_well(self.wait_for_end(timeout))
 
-    def wait_for_end(self, timeout: float | None = None) -> RunStatus:
+    def wait_for_end(
+        self, timeout: float | None = None, tell: Callable[[str], object] = log.warning
+    ) -> RunStatus:
         """Wait until the run has ended, however that is.
 
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
+            tell: gets a sentence now and then while nobody can say where the run stands.
 
         Raises:
             WaitTimeout: it has not ended yet.
         """
-        start = time.monotonic()
-        for status in self.watch():
-            if not status.state.ended and timeout is not None and time.monotonic() - start >= timeout:
-                raise WaitTimeout(
-                    f"Run {self.run_id} has not ended within {timeout:g} s: it is {status.state}. "
-                    "It goes on; wait again, or cancel it."
-                )
+        doubt = Doubt()
+        for status in self._watch(timeout):
+            if words := doubt.words(status):
+                tell(f"Waiting for run {self.run_id}: {words}")
+        if not status.state.ended:
+            raise WaitTimeout(
+                f"Run {self.run_id} has not ended within {timeout:g} s: it is {status.state}. "
+                "It goes on; wait again, or cancel it."
+            )
         self.await_exit()
         return status
+
+    def _watch(self, limit_s: float | None) -> Iterator[RunStatus]:
+        """Yield the status until the run has ended or the time is up."""
+        deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
+        watcher = Watcher([self.dir], self.environ)
+        while True:
+            (status,) = watcher.look()
+            yield status
+            left = deadline - time.monotonic()
+            if status.state.ended or left <= 0:
+                return
+            if status.held:
+                self.lift_hold()
+            time.sleep(min(watcher.poll_s, left))
 
     def await_exit(self) -> None:
         """Let the local supervisor of a run that has recorded its end leave, so that no process is left."""
@@ -107,51 +122,27 @@ class Run:
     def cancel(self) -> RunStatus:
         """Ask the run to save its state and end for good; return where it stood. An ended run stays as it is.
 
+        Of a job array, every task is asked.
+
         Raises:
             SchedulerError: the scheduler refused, or cannot be reached.
         """
-        status = self.status()
-        if status.state.ended:
-            return status
-        backend, job_id = self._job()
-        self.dir.cancel_request.touch()
-        try:
-            backend.cancel(job_id, self.dir)
-            if status.state is RunState.PENDING and self.status().state is RunState.CANCELLED:
-                # It never started, so nobody else writes down its end, and Slurm forgets it.
-                self.dir.log_event(
-                    "finished", status.attempt or 0, state="CANCELLED", exit_code=0, cause=None
-                )
-        except SchedulerError:
-            # It may have ended by itself in this moment, which is as good.
-            if not self.status().state.ended:
-                raise
-        return status
+        return steer.cancel(self.dir, self.environ)
 
     def requeue(self) -> RunStatus:
         """Ask the run to save its state and go on in a new attempt; return where it stood.
+
+        Of a job array, every task that is running is asked.
 
         Raises:
             SpecError: the run is not running.
             SchedulerError: the scheduler refused, or cannot be reached.
         """
-        status = self.status()
-        if status.state is not RunState.RUNNING:
-            raise SpecError(f"Run {self.run_id} is {status.state}; only a running one can be requeued.")
-        backend, job_id = self._job()
-        backend.requeue(job_id, self.dir)
-        return status
+        return steer.requeue(self.dir, self.environ)
 
     def lift_hold(self) -> bool:
         """Let the requeued job start without its delay, and return whether the scheduler agreed."""
-        backend, job_id = self._job()
-        return backend.lift_hold(job_id)
-
-    def _job(self) -> tuple[Backend, str]:
-        record = read_record(self.dir)
-        if record.job_id is None:
-            raise RunNotFound(f"Run {self.dir.path} has never been submitted: its record names no job.")
-        return _backend_of(record, self.environ), record.job_id
+        return steer.lift_hold(self.dir, self.environ)
 
 
 def ended_well(status: RunStatus) -> RunStatus:
@@ -169,15 +160,7 @@ def ended_well(status: RunStatus) -> RunStatus:
 
 def statuses(runs: Sequence[Run]) -> list[RunStatus]:
     """Where runs stand; each scheduler is asked once for all of them."""
-    records = [read_record(run.dir) for run in runs]
-    views: dict[int, JobView] = {}
-    for name in ("slurm", "local"):
-        asked = [i for i, record in enumerate(records) if record.backend == name and not record.finished]
-        if asked:
-            backend = _backend_of(records[asked[0]], runs[asked[0]].environ)
-            answers = backend.look([(records[i].job_id or "", runs[i].dir) for i in asked])
-            views |= dict(zip(asked, answers, strict=True))
-    return [settle(record, views.get(i)) for i, record in enumerate(records)]
+    return Watcher([run.dir for run in runs], runs[0].environ).look() if runs else []
 
 
 def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
@@ -223,7 +206,3 @@ def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
 
 def _trouble(error: OSError) -> str:
     return f"{error.strerror}: {error.filename!r}"
-
-
-def _backend_of(record: Record, environ: Mapping[str, str]) -> Backend:
-    return open_backend("slurm" if record.backend == "slurm" else "local", environ)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.manifest import committed_steps
-from hpctrain.jobs.states import JobView, RunState
+from hpctrain.jobs.record import Record, last_sign_of_life, read_record
+from hpctrain.jobs.states import JobView, RunState, count, describe_counts, overall
 from hpctrain.jobs.tail import last_records
 from hpctrain.rundir import RunDir
 
@@ -28,55 +31,32 @@ class RunStatus:
     held: bool
     job_id: str | None
     backend: str | None
+    #: The scheduler's own word for the job's state, such as TIMEOUT, where it was asked and knew one.
+    job_state: str | None = None
+    #: Seconds since the last moment of which anything is known, where the state is UNKNOWN.
+    unknown_s: float | None = None
     #: Number of the newest start of the workers; None before the first.
-    attempt: int | None
-    step: int | None
-    loss: float | None
+    attempt: int | None = None
+    step: int | None = None
+    loss: float | None = None
     #: Folder of the newest whole checkpoint.
-    checkpoint: str | None
+    checkpoint: str | None = None
     #: Why the run failed, and the log that shows it.
-    cause: str | None
-    log: str | None
+    cause: str | None = None
+    log: str | None = None
     #: When the run was last submitted, in seconds since the epoch.
-    submitted: float | None
+    submitted: float | None = None
+    #: How many tasks of a job array are in each state; None for a single run.
+    tasks: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class Record:
-    """What the run itself has written since its last submission."""
-
-    run: RunDir
-    submitted: dict[str, Any] | None
-    finished: dict[str, Any] | None
-    failure: dict[str, Any] | None
-
-    @property
-    def job_id(self) -> str | None:
-        return str(self.submitted["job_id"]) if self.submitted else None
-
-    @property
-    def backend(self) -> str | None:
-        return str(self.submitted["backend"]) if self.submitted else None
-
-
-def read_record(run: RunDir) -> Record:
-    """Read the events since the last submission. An end that workers were started after is none."""
-    last: dict[str, dict[str, Any]] = {}
-    for event in run.read_events():
-        if event.get("kind") == "submitted":
-            last = {}
-        elif event.get("kind") == "started":
-            last.pop("finished", None)
-        last[str(event.get("kind"))] = event
-    return Record(run, last.get("submitted"), last.get("finished"), last.get("failure"))
-
-
-def settle(record: Record, view: JobView | None) -> RunStatus:
+def settle(record: Record, view: JobView | None, last_sure: float = 0.0) -> RunStatus:
     """Join what the run wrote with what the scheduler says.
 
     Args:
         record: read before the scheduler was asked.
         view: the scheduler's answer; None where there was nothing to ask.
+        last_sure: when the scheduler last gave a sure answer about it, in seconds since the epoch.
     """
     run = record.run
     if record.finished is None and view is not None and view.state.ended:
@@ -86,8 +66,7 @@ def settle(record: Record, view: JobView | None) -> RunStatus:
     log: str | None = None
     words = view.words if view else ""
     if record.finished is not None:
-        state = _finished_state(record.finished)
-        words = ""
+        state, view, words = _finished_state(record.finished), None, ""
     elif view is None:
         state = RunState.UNKNOWN
     elif view.state.ended and run.cancel_request.exists():
@@ -101,13 +80,15 @@ def settle(record: Record, view: JobView | None) -> RunStatus:
         cause, log = _cause(record, words)
     metrics = _last_metrics(run.metrics)
     return RunStatus(
-        run_id=run.path.name,
+        run_id=run.run_id,
         run_dir=str(run.path),
         state=state,
         words=words,
         held=view.held if view is not None and state is RunState.PENDING else False,
         job_id=record.job_id,
         backend=record.backend,
+        job_state=view.job_state if view is not None else None,
+        unknown_s=_unknown_s(record, last_sure) if state is RunState.UNKNOWN else None,
         attempt=max(run.attempts(), default=None),
         step=metrics.get("step"),
         loss=metrics.get("loss"),
@@ -116,6 +97,34 @@ def settle(record: Record, view: JobView | None) -> RunStatus:
         log=log,
         submitted=record.submitted["time"] if record.submitted else None,
     )
+
+
+def sum_up(record: Record, tasks: Sequence[RunStatus]) -> RunStatus:
+    """The status of a job array out of those of its tasks."""
+    counts = count(task.state for task in tasks)
+    failed = next((task for task in tasks if task.state is RunState.FAILED), None)
+    state = overall(task.state for task in tasks)
+    return RunStatus(
+        run_id=record.run.run_id,
+        run_dir=str(record.run.path),
+        state=state,
+        words=f"{len(tasks)} tasks: {describe_counts(counts)}",
+        held=any(task.held for task in tasks),
+        job_id=record.job_id,
+        backend=record.backend,
+        unknown_s=max((task.unknown_s or 0.0 for task in tasks), default=0.0)
+        if state is RunState.UNKNOWN
+        else None,
+        cause=f"{failed.run_id}: {failed.cause}" if failed else None,
+        log=failed.log if failed else None,
+        submitted=record.submitted["time"] if record.submitted else None,
+        tasks=counts,
+    )
+
+
+def _unknown_s(record: Record, last_sure: float) -> float | None:
+    known = max(last_sure, last_sign_of_life(record.run)) if record.submitted else 0.0
+    return max(0.0, time.time() - known) if known else None
 
 
 def _finished_state(finished: dict[str, Any]) -> RunState:

@@ -50,10 +50,13 @@ class RecordTail:
         return [record for line in lines if (record := _parse(line)) is not None]
 
 
-def last_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file of JSON lines from the last to the first, without reading it all.
+def last_records(path: Path, *, unless: bytes | None = None, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of JSON lines from the last to the first, without reading ahead.
 
-    Only the last few megabytes are looked at.
+    Args:
+        path: the file; one that is not there has no records.
+        unless: pass over lines that hold this; they are not even parsed.
+        whole: look at all of it, and not only at the last few megabytes.
     """
     try:
         file = open(path, "rb")
@@ -62,15 +65,15 @@ def last_records(path: Path) -> Iterator[dict[str, Any]]:
     with file:
         end = start = file.seek(0, os.SEEK_END)
         head = b""
-        while start > 0 and end - start < _SEARCHED_BYTES:
+        while start > 0 and (whole or end - start < _SEARCHED_BYTES):
             size = min(_BLOCK_BYTES, start)
             start -= size
             file.seek(start)
             head, *lines = (file.read(size) + head).split(b"\n")
             for line in reversed(lines):
-                if (record := _parse(line)) is not None:
+                if (unless is None or unless not in line) and (record := _parse(line)) is not None:
                     yield record
-        if start == 0 and (record := _parse(head)) is not None:
+        if start == 0 and (unless is None or unless not in head) and (record := _parse(head)) is not None:
             yield record
 
 

@@ -12,6 +12,7 @@ from helpers import environment
 
 from hpctrain.jobs.prepare import Submission, prepare
 from hpctrain.jobs.spec import JobSpec
+from jobs.fake_slurm import FakeSlurm
 
 _SUPERVISOR = """#!{python}
 import json, os, signal, sys, time
@@ -19,10 +20,14 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from hpctrain.rundir import RunDir
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.submission import own_run
 
 assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
-run = RunDir(Path(sys.argv[3]))
+run = own_run(RunDir(Path(sys.argv[3])), os.environ)
 spec = JobSpec.load(run.spec)
+if spec.array is not None:
+    # Only the tasks of an array pretend.
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 seen = {{"argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ)}}
 (run.path / "seen.json").write_text(json.dumps(seen))
 attempt = len(run.attempts())
@@ -39,8 +44,13 @@ log.write_text(f"hello from attempt {{attempt}}\\n")
 match spec.args:
     case ("sleep",):
         time.sleep(60)
+    case ("nap",):
+        time.sleep(0.3)
     case ("vanish",):
         sys.exit(9)
+    case ("vanish-1",):
+        if spec.array_task == 1:
+            sys.exit(9)
     case ("fail",):
         run.log_event("failure", attempt, rank=3, host="n1", cause="RuntimeError: boom", log=str(log))
         end("FAILED", exit_code=1, cause="rank 3 crashed: RuntimeError: boom")
@@ -63,6 +73,14 @@ def fake_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     path.write_text(_SUPERVISOR.format(python=sys.executable, path=sys.path))
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path) -> FakeSlurm:
+    """Commands of Slurm's that only pretend."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return FakeSlurm(folder)
 
 
 @pytest.fixture

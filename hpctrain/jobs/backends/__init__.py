@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.record import Job
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView
 from hpctrain.rundir import RunDir
@@ -40,25 +41,25 @@ class Backend(Protocol):
             SchedulerError: the scheduler refused, or cannot be reached.
         """
 
-    def look(self, jobs: Sequence[tuple[str, RunDir]]) -> list[JobView]:
+    def look(self, jobs: Sequence[Job]) -> list[JobView]:
         """What the scheduler says about each job; never raises because it cannot be reached."""
 
-    def cancel(self, job_id: str, run: RunDir) -> None:
-        """Ask the job to end for good.
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Ask jobs to end for good.
 
         Raises:
             SchedulerError: the scheduler refused, or cannot be reached.
         """
 
-    def requeue(self, job_id: str, run: RunDir) -> None:
-        """Ask the ranks of the running job to save and to continue in a new attempt.
+    def requeue(self, jobs: Sequence[Job]) -> None:
+        """Ask the ranks of running jobs to save and to continue in a new attempt.
 
         Raises:
             SchedulerError: the scheduler refused, or cannot be reached.
         """
 
-    def lift_hold(self, job_id: str) -> bool:
-        """Let a requeued job start without its delay, and return whether the scheduler agreed."""
+    def lift_hold(self, jobs: Sequence[Job]) -> bool:
+        """Let requeued jobs start without their delay, and return whether the scheduler agreed."""
 
 
 def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:

@@ -1,0 +1,173 @@
+"""What Slurm makes of the jobs of runs: several sources, of which each is asked once for all jobs.
+
+The order is squeue, sacct, scontrol. Squeue knows best: it speaks of the job as it is now, where records in
+accounting come late and may be of the submission before a requeue. That a job has ended takes evidence: its
+state in one of the three, or that the controller denies the job by name and the run has been silent for
+longer than the controller remembers jobs. A question without an answer is no evidence of anything.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.reasons import explain
+from hpctrain.jobs.record import Job, last_sign_of_life
+from hpctrain.jobs.slurm_command import NO_ANSWER
+from hpctrain.jobs.slurm_jobs import (
+    JobRow,
+    JobRows,
+    ask_accounting,
+    ask_controller,
+    ask_queue,
+    is_job_id,
+    min_job_age_s,
+)
+from hpctrain.jobs.states import JobView, RunState, first_word, from_slurm, join_views
+from hpctrain.rundir import RunDir
+
+#: A requeued job that starts within the second in which it was stopped fails with "Job credential revoked".
+REQUEUE_PAUSE_S = 2
+
+#: Taken where the controller does not say for how long it remembers jobs; slurm.conf(5), MinJobAge.
+_DEFAULT_MIN_JOB_AGE_S = 300.0
+
+#: What the commands say where the controller is out of reach: a second one would only wait again.
+_OUT_OF_REACH = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER)
+
+#: Ends that a requeue may have followed, which accounting hears of later.
+_MAY_GO_ON = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+_Ask = Callable[[Sequence[str], Mapping[str, str]], JobRows]
+
+
+def look(jobs: Sequence[Job], environ: Mapping[str, str]) -> list[JobView]:
+    """What Slurm says about each job; never raises because it cannot be reached."""
+    asked = [job for job in jobs if is_job_id(job.job_id)]
+    views, trouble = _listed(asked, ask_queue, environ)
+    if rest := [job for job in asked if job not in views]:
+        ends = _recorded_ends(rest, environ)
+        sure = {job: view for job, view in ends.items() if view.job_state not in _MAY_GO_ON}
+        views |= sure
+        if unsure := [job for job in rest if job not in sure]:
+            views |= _by_name(unsure, trouble, ends, environ)
+    odd = JobView(RunState.UNKNOWN, "the record of the run names no job of Slurm's")
+    return [views.get(job, odd) for job in jobs]
+
+
+def _listed(
+    jobs: Sequence[Job], ask: _Ask, environ: Mapping[str, str]
+) -> tuple[dict[Job, JobView], str | None]:
+    """Views of the jobs that a source lists, and why it gave no answer."""
+    try:
+        rows = ask([job.job_id for job in jobs], environ) if jobs else JobRows(())
+    except SchedulerError as error:
+        return {}, str(error)
+    mine = {job: _rows_of(job, rows) for job in jobs}
+    return {job: join_views([_view(row) for row in found]) for job, found in mine.items() if found}, None
+
+
+def _recorded_ends(jobs: Sequence[Job], environ: Mapping[str, str]) -> dict[Job, JobView]:
+    """Ends that accounting has on record, or that somebody saw while the controller still knew them."""
+    ends = {}
+    for job in jobs:
+        if (seen := job.seen) is not None:
+            ends[job] = JobView(from_slurm(seen), f"Slurm said {seen}", job_state=first_word(seen))
+    # Many clusters have no accounting, and its answer is not needed where it has none.
+    recorded, _ = _listed(jobs, ask_accounting, environ)
+    return ends | {job: view for job, view in recorded.items() if view.state.ended}
+
+
+def _by_name(
+    jobs: Sequence[Job], trouble: str | None, ends: Mapping[Job, JobView], environ: Mapping[str, str]
+) -> dict[Job, JobView]:
+    """Views of jobs that nobody has listed: the controller is asked whether there are such jobs at all.
+
+    Args:
+        jobs: the jobs.
+        trouble: why squeue gave no answer, where it gave none.
+        ends: what is on record of them, though they may go on.
+        environ: variables that Slurm's commands run under.
+    """
+    views: dict[Job, JobView] = {}
+    remembered_s: float | None = None
+    if trouble is None or not any(words in trouble for words in _OUT_OF_REACH):
+        views, trouble_too = _listed(jobs, ask_controller, environ)
+        trouble = trouble_too and (trouble or f"squeue does not list it, and {trouble_too}")
+        jobs = [job for job in jobs if job not in views]
+    if trouble is None and jobs:
+        try:
+            remembered_s = min_job_age_s(environ) or _DEFAULT_MIN_JOB_AGE_S
+        except SchedulerError as error:
+            trouble = str(error)
+    if remembered_s is None:
+        return views | {job: _unreachable(trouble or "", ends.get(job)) for job in jobs}
+    return views | {job: ends.get(job) or _denied(job, remembered_s) for job in jobs}
+
+
+def _unreachable(trouble: str, end: JobView | None) -> JobView:
+    words = f"{trouble}; last, {end.words}, but it may go on" if end is not None else trouble
+    return JobView(RunState.UNKNOWN, words)
+
+
+def _denied(job: Job, remembered_s: float) -> JobView:
+    """A job of which the controller says that there is none, and nobody has the end on record.
+
+    Args:
+        job: the job.
+        remembered_s: for how long the controller remembers a job that has ended.
+    """
+    words = f"Slurm no longer knows job {job.job_id}"
+    silent_s = time.time() - max(job.submitted, last_sign_of_life(job.run))
+    if silent_s > remembered_s:
+        return JobView(RunState.FAILED, f"{words}, and the run has been silent for {silent_s:.0f} s")
+    return JobView(
+        RunState.UNKNOWN,
+        f"{words}, though it remembers jobs for {remembered_s:.0f} s after their end: "
+        "is this the cluster that the run was submitted to?",
+    )
+
+
+def _rows_of(job: Job, rows: JobRows) -> list[JobRow]:
+    """The job's rows that are of this run: a cluster that was set up anew counts its jobs from 1 again."""
+    return [row for row in rows.of(job.job_id) if job.by_hand or _is_of(row.workdir, job.run)]
+
+
+def _is_of(workdir: str, run: RunDir) -> bool:
+    """Whether a job that runs in `workdir` is of the run, or of the array that the run is a task of.
+
+    The folder may be mounted elsewhere here, or lie behind another link, so its name suffices.
+    """
+    folder = (run.array or run).path
+    if Path(workdir).name == folder.name:
+        return True
+    with suppress(OSError):
+        return os.path.samefile(workdir, folder)
+    return False
+
+
+def _view(row: JobRow) -> JobView:
+    state = from_slurm(row.state)
+    job_state = first_word(row.state)
+    if state.ended or state is RunState.UNKNOWN:
+        return JobView(state, f"Slurm says {row.state}", job_state=job_state)
+    # Since 22.05 a requeued job waits two minutes with the reason BeginTime.
+    requeued = state is RunState.PENDING and row.reason == "BeginTime" and row.restarts > 0
+    held = requeued and not _is_about_to_start(row.eligible_at)
+    words = [row.state] if row.state != state else []
+    words += [explain(row.reason, row.job_id)] if row.reason else []
+    return JobView(state, ", ".join(words), held, job_state)
+
+
+def _is_about_to_start(eligible_at: str) -> bool:
+    """Whether a job's begin time is so near that its hold must have been lifted already."""
+    try:
+        begin = datetime.fromisoformat(eligible_at)
+    except ValueError:
+        return False
+    return (begin - datetime.now()).total_seconds() <= 2 * REQUEUE_PAUSE_S

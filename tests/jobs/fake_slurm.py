@@ -1,0 +1,91 @@
+"""Commands of Slurm's that only pretend: what a real one says in trouble cannot be had at will."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_SEPARATOR = "\x1f"
+
+NOT_THERE = "slurm_load_jobs error: Invalid job id specified\n"
+OUT_OF_REACH = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
+CONFIG = "Configuration data as of 2026-11-21T08:00:00\nMinJobAge               = 300 sec\n"
+
+
+class FakeSlurm:
+    """A folder of commands that answer what a test says, and note how they were called.
+
+    At first there is an empty queue, no accounting, and a controller that knows no job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
+        self.answer("sinfo", "4|gpu:2(S:0-1)\n")
+        self.answer("sbatch", "17\n")
+        self.answer("squeue")
+        self.answer("sacct", stderr=NO_ACCOUNTING, code=1)
+        self.controller()
+
+    def answer(self, name: str, stdout: str = "", stderr: str = "", code: int = 0) -> None:
+        (self.folder / f"{name}.out").write_text(stdout)
+        (self.folder / f"{name}.err").write_text(stderr)
+        path = self.folder / name
+        path.write_text(
+            f'#!/bin/sh\necho "{name} $*" >> "${{0%/*}}/calls"\ncat "$0.out"\ncat "$0.err" >&2\nexit {code}\n'
+        )
+        path.chmod(0o755)
+
+    def controller(self, jobs: str = "", stderr: str = NOT_THERE, code: int = 1) -> None:
+        """Let scontrol show these jobs, or complain; about its configuration it always answers."""
+        self.answer("scontrol", jobs, "" if jobs else stderr, 0 if jobs else code)
+        script = self.folder / "scontrol"
+        config = self.folder / "config"
+        config.write_text(CONFIG)
+        head, rest = script.read_text().split("\n", 1)
+        script.write_text(f'{head}\n[ "$2" != config ] || exec cat {config}\n{rest}')
+
+    @property
+    def calls(self) -> list[str]:
+        """The commands that were called, without their words."""
+        path = self.folder / "calls"
+        return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def queued(
+    job: str,
+    state: str,
+    restarts: int = 0,
+    reason: str = "None",
+    *,
+    eligible_at: str = "N/A",
+    workdir: str = "/home/me/runs/r",
+    raw: str = "",
+) -> str:
+    """A line of squeue's."""
+    base, task, het = job, "N/A", ("N/A", "N/A")
+    if "_" in job:
+        base, task = job.split("_")
+    elif "+" in job:
+        base, offset = job.split("+")
+        het = (base, offset)
+    cells = (base, task, *het, raw or job, state, str(restarts), eligible_at, workdir, reason, "\n")
+    return _SEPARATOR.join(cells)
+
+
+def recorded(
+    job: str, state: str, *, submit: str = "2026-11-21T08:00:00", workdir: str = "/home/me/runs/r"
+) -> str:
+    """A line of sacct's."""
+    return _SEPARATOR.join((job, job, state, submit, workdir)) + "\n"
+
+
+def shown(job: str, state: str, *, workdir: str = "/home/me/runs/r", head: str = "") -> str:
+    """A record of `scontrol show job`, in which the job's name tries to be a state."""
+    return (
+        f"JobId={job}{head} JobName=x JobState=COMPLETED\n"
+        f"   UserId=root(0)\n   JobState={state} Reason=None Dependency=(null)\n"
+        "   Requeue=1 Restarts=0 BatchFlag=1\n   SubmitTime=2026-11-21T08:00:00 EligibleTime=Unknown\n"
+        f"   WorkDir={workdir}\n\n"
+    )

@@ -1,0 +1,327 @@
+"""What is made of Slurm's answers and of the run's own record, with commands that only pretend."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.jobs.backends.slurm import SlurmBackend
+from hpctrain.jobs.record import Job
+from hpctrain.jobs.runs import Run, statuses
+from hpctrain.jobs.states import JobView, RunState, from_slurm
+from hpctrain.rundir import RunDir
+from jobs.fake_slurm import NO_ACCOUNTING, NOT_THERE, OUT_OF_REACH, FakeSlurm, queued, recorded, shown
+
+PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
+
+
+def look(fake_slurm: FakeSlurm, *jobs: str, **fields: object) -> list[JobView]:
+    folder = RunDir(Path("/home/me/runs/r"))
+    asked = [Job(job, folder, **{"submitted": time.time(), **fields}) for job in jobs]
+    return SlurmBackend(fake_slurm.environ).look(asked)
+
+
+@pytest.fixture
+def run(fake_slurm, tmp_path) -> Run:
+    """A run whose job is number 17."""
+    run = Run(RunDir(tmp_path / "r"), fake_slurm.environ)
+    run.dir.path.mkdir()
+    run.dir.log_event("submitted", 0, job_id="17", backend="slurm")
+    return run
+
+
+def silence(run: Run, seconds: float) -> None:
+    """Let the run have written nothing for so long."""
+    event = f'{{"time": {time.time() - seconds}, "attempt": 0, "kind": "submitted", "job_id": "17"'
+    run.dir.events.write_text(f'{event}, "backend": "slurm"}}\n')
+    os.utime(run.dir.events, (0, time.time() - seconds))
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        ("RUNNING", RunState.RUNNING),
+        ("COMPLETING", RunState.RUNNING),
+        ("PENDING", RunState.PENDING),
+        ("CANCELLED by 1000", RunState.CANCELLED),
+        ("CANCELLED+", RunState.CANCELLED),
+        ("NODE_FAIL", RunState.FAILED),
+        ("OUT_OF_MEMORY", RunState.FAILED),
+        ("TIMEOUT", RunState.FAILED),
+        ("COMPLETED", RunState.COMPLETED),
+        ("QUANTUM", RunState.UNKNOWN),
+        ("", RunState.UNKNOWN),
+    ],
+)
+def test_states_of_slurm(words, state):
+    assert from_slurm(words) is state
+
+
+def test_jobs_are_asked_for_at_once(fake_slurm):
+    rows = [
+        queued("17", "RUNNING"),
+        queued("18", "PENDING", 1, "BeginTime"),
+        queued("19", "PENDING", 0, "QOSMaxJobsPerUserLimit"),
+        queued("20", "OUT_OF_MEMORY", 0, "OutOfMemory"),
+        queued("21", "COMPLETING"),
+        queued("22", "QUANTUM"),
+    ]
+    fake_slurm.answer("squeue", "".join(rows))
+    assert look(fake_slurm, "17", "18", "19", "20", "21", "22") == [
+        JobView(RUNNING, job_state="RUNNING"),
+        JobView(PENDING, "BeginTime: its time to begin has not come", held=True, job_state="PENDING"),
+        JobView(PENDING, "QOSMaxJobsPerUserLimit", job_state="PENDING"),
+        JobView(RunState.FAILED, "Slurm says OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),
+        JobView(RUNNING, "COMPLETING", job_state="COMPLETING"),
+        JobView(UNKNOWN, "Slurm says QUANTUM", job_state="QUANTUM"),
+    ]
+    assert fake_slurm.calls == ["squeue"]
+
+
+def test_reasons_may_hold_any_character(fake_slurm):
+    reason = "ReqNodeNotAvail, UnavailableNodes:n1,n2 | (burst buffer: 'a' failed)  "
+    fake_slurm.answer("squeue", "CLUSTER: north\n" + queued("17", "PENDING", 0, reason))
+    (view,) = look(fake_slurm, "17")
+    assert view.words == f"{reason}: a node that it asks for is down or reserved"
+
+
+def test_parts_of_a_job_are_joined_or_told_apart(fake_slurm):
+    tasks = [queued("17_1", "RUNNING", raw="18"), queued("17_2", "PENDING", 0, "Priority", raw="17")]
+    components = [queued("30+0", "RUNNING", raw="30"), queued("30+1", "COMPLETED", raw="31")]
+    fake_slurm.answer("squeue", "".join(tasks + components))
+    whole, first, second, by_number, het = look(fake_slurm, "17", "17_1", "17_2", "18", "30")
+    assert whole == JobView(
+        RUNNING, "2 parts: 1 RUNNING, 1 PENDING; Priority: others come first", job_state="RUNNING"
+    )
+    assert first == by_number == JobView(RUNNING, job_state="RUNNING")
+    assert second.state is PENDING
+    assert (het.state, het.words) == (RUNNING, "2 parts: 1 RUNNING, 1 COMPLETED; Slurm says COMPLETED")
+
+
+@pytest.mark.parametrize(
+    ("restarts", "in_s", "held"), [(0, 100, False), (1, 100, True), (1, 1, False), (1, None, True)]
+)
+def test_only_the_delay_of_a_requeue_is_a_hold(fake_slurm, restarts, in_s, held):
+    begin = "N/A" if in_s is None else time.strftime("%FT%T", time.localtime(time.time() + in_s))
+    fake_slurm.answer("squeue", queued("17", "PENDING", restarts, "BeginTime", eligible_at=begin))
+    assert look(fake_slurm, "17")[0].held is held
+
+
+@pytest.mark.parametrize("trouble", [OUT_OF_REACH, "slurm_load_jobs error: Socket timed out on send/recv\n"])
+def test_a_controller_out_of_reach_means_unknown_never_dead(fake_slurm, trouble):
+    """SkyPilot deletes a live cluster over one failed squeue."""
+    fake_slurm.answer("squeue", stderr=trouble, code=1)
+    (view,) = look(fake_slurm, "17", submitted=0.0)
+    assert view == JobView(UNKNOWN, f"squeue says: {trouble.strip()}")
+    assert "scontrol" not in fake_slurm.calls  # it would only wait for the same
+
+
+def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fake_slurm):
+    fake_slurm.answer("squeue", stderr=OUT_OF_REACH, code=1)
+    lines = [
+        recorded("17", "COMPLETED"),
+        recorded("18", "CANCELLED by 0"),
+        recorded("19", "RUNNING"),
+        recorded("20", "PREEMPTED"),
+        recorded("21_[4-9%2]", "PENDING"),
+    ]
+    fake_slurm.answer("sacct", "".join(lines))
+    views = look(fake_slurm, "17", "18", "19", "20", "21_7", "22")
+    assert [view.state for view in views] == [
+        RunState.COMPLETED,
+        RunState.CANCELLED,
+        *[RunState.UNKNOWN] * 4,
+    ]
+    assert views[1].job_state == "CANCELLED"
+    assert "Slurm says PREEMPTED, but it may go on" in views[3].words
+
+
+def test_an_empty_queue_is_no_evidence(fake_slurm):
+    """Exit code 0 and no line: a job that somebody still knows is alive."""
+    fake_slurm.controller(shown("17", "RUNNING"))
+    assert look(fake_slurm, "17", submitted=0.0) == [JobView(RUNNING, job_state="RUNNING")]
+    assert fake_slurm.calls == ["squeue", "sacct", "scontrol"]
+
+
+def test_an_empty_answer_of_everybody_is_no_evidence_either(fake_slurm):
+    fake_slurm.controller(stderr="", code=0)
+    (view,) = look(fake_slurm, "17", submitted=0.0)
+    assert view == JobView(UNKNOWN, "squeue does not list it, and scontrol answered nothing")
+
+
+def test_accounting_that_has_not_heard_of_the_requeue_is_not_believed(fake_slurm):
+    """MFC takes PREEMPTED in sacct for the end of a run that was requeued and went on."""
+    fake_slurm.answer("sacct", recorded("17", "PREEMPTED"))
+    fake_slurm.answer("squeue", queued("17", "PENDING", 1, "Resources"))
+    assert look(fake_slurm, "17")[0].state is PENDING
+    fake_slurm.answer("squeue")
+    fake_slurm.controller(shown("17", "PENDING"))
+    assert look(fake_slurm, "17")[0].state is PENDING
+    fake_slurm.controller()
+    assert look(fake_slurm, "17") == [JobView(RunState.FAILED, "Slurm says PREEMPTED", job_state="PREEMPTED")]
+
+
+def test_of_several_records_of_a_job_the_newest_submission_counts(fake_slurm):
+    lines = [
+        recorded("17", "COMPLETED", submit="2026-11-21T09:00:00"),
+        recorded("17", "PREEMPTED", submit="2026-11-21T08:00:00"),
+    ]
+    for order in (lines, lines[::-1]):
+        fake_slurm.answer("sacct", "".join(order))
+        assert look(fake_slurm, "17")[0].state is RunState.COMPLETED
+
+
+def test_a_job_that_left_the_queue_is_in_accounting(fake_slurm):
+    fake_slurm.answer("squeue", stderr=NOT_THERE, code=1)
+    fake_slurm.answer("sacct", recorded("17", "TIMEOUT"))
+    assert look(fake_slurm, "17") == [JobView(RunState.FAILED, "Slurm says TIMEOUT", job_state="TIMEOUT")]
+
+
+def test_tasks_that_have_not_started_share_a_record(fake_slurm):
+    fake_slurm.controller(
+        shown("17", "PENDING", head=" ArrayJobId=17 ArrayTaskId=3-5,9%2 ArrayTaskThrottle=2")
+        + shown("19", "RUNNING", head=" ArrayJobId=17 ArrayTaskId=2")
+        + shown("31", "RUNNING", head=" HetJobId=30 HetJobOffset=1")
+    )
+    views = look(fake_slurm, "17_4", "17_9", "17_2", "30", "17_6")
+    assert [view.state for view in views] == [PENDING, PENDING, RUNNING, RUNNING, UNKNOWN]
+
+
+def test_a_job_that_is_denied_ends_only_after_the_controllers_memory_and_the_runs_silence(run, fake_slurm):
+    """Parsl hangs, others take it for dead at once: a job that vanishes between two looks."""
+    status = run.status()
+    assert status.state is UNKNOWN
+    assert status.words.startswith("Slurm no longer knows job 17, though it remembers jobs for 300 s")
+    assert status.unknown_s is not None
+    assert status.unknown_s < 60
+    silence(run, 400)
+    assert run.status().state is RunState.FAILED
+    assert run.status().cause == "Slurm no longer knows job 17, and the run has been silent for 400 s"
+    run.dir.metrics.write_text('{"step": 3}\n')
+    assert run.status().state is UNKNOWN
+
+
+def test_words_that_name_no_job_do_not_spoil_the_question_for_others(run, fake_slurm, tmp_path):
+    odd = Run(RunDir(tmp_path / "odd"), fake_slurm.environ)
+    odd.dir.path.mkdir()
+    odd.dir.log_event("submitted", 0, job_id="--help", backend="slurm")
+    fake_slurm.answer("squeue", queued("17", "RUNNING"))
+    assert [status.state for status in statuses([odd, run])] == [UNKNOWN, RUNNING]
+    assert "--help" not in (fake_slurm.folder / "calls").read_text()
+
+
+def test_a_number_that_is_anothers_by_now_says_nothing_of_this_run(run, fake_slurm):
+    """A cluster that was set up anew counts its jobs from 1 again."""
+    fake_slurm.answer("squeue", queued("17", "RUNNING", workdir="/home/you/x"))
+    fake_slurm.answer("sacct", recorded("17", "COMPLETED", workdir="/home/you/x"))
+    assert run.status().state is UNKNOWN
+    silence(run, 400)
+    assert run.status().state is RunState.FAILED
+    run.cancel()
+    assert "scancel" not in fake_slurm.calls
+
+
+def test_a_folder_is_known_by_another_path(run, fake_slurm, tmp_path):
+    for workdir in (run.dir.path, "/mnt/nfs/runs/r", tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(run.dir.path)
+        fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(workdir)))
+        assert run.status().state is RUNNING
+
+
+def test_what_was_seen_of_an_end_outlasts_slurms_memory(run, fake_slurm):
+    fake_slurm.answer("squeue", queued("17", "CANCELLED"))
+    assert run.status().state is RunState.CANCELLED
+    assert run.status().job_state == "CANCELLED"
+    assert [event["kind"] for event in run.dir.read_events()] == ["submitted", "seen"]
+    fake_slurm.answer("squeue")
+    assert run.status().state is RunState.CANCELLED
+    # Slurm knows of a requeue that nobody has seen.
+    fake_slurm.answer("squeue", queued("17", "PENDING", 1))
+    assert run.status().state is PENDING
+    run.dir.log_event("started", 1)
+    fake_slurm.answer("squeue")
+    assert run.status().state is UNKNOWN
+
+
+def test_the_memory_of_a_sure_answer_in_one_watch(run, fake_slurm):
+    silence(run, 5000)
+    fake_slurm.answer("squeue", queued("17", "RUNNING"))
+    looks = run.watch()
+    assert next(looks).state is RUNNING
+    fake_slurm.answer("squeue", stderr=OUT_OF_REACH, code=1)
+    status = next(looks)
+    assert status.state is UNKNOWN
+    assert status.unknown_s is not None
+    assert status.unknown_s < 60
+    assert run.status().unknown_s > 4000
+
+
+@pytest.mark.parametrize(
+    ("finished", "view", "cancel", "state"),
+    [
+        ("COMPLETED", None, False, RunState.COMPLETED),
+        ("FAILED", None, False, RunState.FAILED),
+        (None, "RUNNING", False, RunState.RUNNING),
+        (None, "NODE_FAIL", False, RunState.FAILED),
+        (None, "NODE_FAIL", True, RunState.CANCELLED),
+        (None, "CANCELLED by 0", False, RunState.CANCELLED),
+        (None, "COMPLETED", False, RunState.FAILED),
+    ],
+)
+def test_the_run_knows_better_than_the_scheduler(run, fake_slurm, finished, view, cancel, state):
+    # An earlier submission's end must not count.
+    run.dir.events.unlink()
+    run.dir.log_event("finished", 0, state="FAILED", cause="old")
+    run.dir.log_event("submitted", 1, job_id="17", backend="slurm")
+    if cancel:
+        run.dir.cancel_request.touch()
+    if finished:
+        run.dir.log_event("finished", 1, state=finished, cause="new")
+    fake_slurm.answer("squeue", queued("17", view or "RUNNING"))
+    status = run.status()
+    assert status.state is state
+    assert status.cause == (
+        None if state is not RunState.FAILED else "new" if finished else f"Slurm says {view}"
+    )
+
+
+def test_an_end_written_between_the_two_looks_counts(run, fake_slurm):
+    event = '{"time": 1, "attempt": 0, "kind": "finished", "state": "COMPLETED"}'
+    fake_slurm.answer("squeue", queued("17", "COMPLETED"))
+    squeue = fake_slurm.folder / "squeue"
+    squeue.write_text(
+        squeue.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\necho '{event}' >> '{run.dir.events}'\n")
+    )
+    assert run.status().state is RunState.COMPLETED
+
+
+def test_an_end_that_workers_were_started_after_is_none(run, fake_slurm):
+    run.dir.log_event("finished", 0, state="FAILED", cause="old")
+    run.dir.log_event("started", 1)
+    fake_slurm.answer("squeue", queued("17", "RUNNING", 1))
+    assert run.status().state is RUNNING
+
+
+def test_a_long_record_is_read_from_its_end(run, fake_slurm):
+    with open(run.dir.events, "a") as file:
+        file.write('{"time": 1.0, "attempt": 0, "kind": "checkpoint", "step": 1, "path": "x"}\n' * 100_000)
+    fake_slurm.answer("squeue", queued("17", "RUNNING"))
+    assert run.status().job_id == "17"
+
+
+def test_the_newest_checkpoint_is_one_that_was_committed(fake_slurm, tmp_path):
+    run = Run(RunDir(tmp_path / "r"), fake_slurm.environ)
+    for step in (10, 20, 30):
+        run.dir.checkpoint(step).mkdir(parents=True)
+    assert run.status().checkpoint is None
+    for step in (10, 20):
+        (run.dir.checkpoint(step) / "manifest.json").touch()
+    assert run.status().checkpoint == str(run.dir.checkpoint(20))
+
+
+def test_no_accounting_is_no_trouble(fake_slurm):
+    assert NO_ACCOUNTING.strip() not in look(fake_slurm, "17", submitted=0.0)[0].words

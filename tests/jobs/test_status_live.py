@@ -1,0 +1,301 @@
+"""Where jobs stand on a real Slurm, looked at all the while that things happen to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers import environment, wait_for
+
+from hpctrain.jobs.runs import Run, statuses
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.status import RunStatus
+from jobs.raw_run import Slurm
+
+#: What a scenario waits for, after which it goes on.
+Steps = Iterator[str | Callable[[], bool]]
+
+
+@pytest.fixture(params=["slurm", "accounting"])
+def cluster(request: pytest.FixtureRequest) -> Slurm:
+    """A cluster without accounting, and one with it."""
+    box = request.getfixturevalue(request.param)
+    return Slurm(box, environment(box.env))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run, what happens to it, and what may be said of it meanwhile."""
+
+    steps: Callable[[Slurm, Run], Steps]
+    #: States in the order in which they may be seen; none else may be.
+    path: str
+    #: Slurm's own word at the end, and what stands in the words or the cause.
+    word: str | None
+    says: str = ""
+    script: str = "sleep 60"
+    options: tuple[str, ...] = ()
+
+
+def completed(slurm: Slurm, run: Run) -> Steps:
+    yield "COMPLETED"
+
+
+def failed(slurm: Slurm, run: Run) -> Steps:
+    yield "FAILED"
+
+
+def held_and_released(slurm: Slurm, run: Run) -> Steps:
+    yield "PENDING"
+    assert run.status().words.startswith("JobHeldUser: held by its user; `scontrol release")
+    assert run.status().held is False
+    slurm.command("scontrol", "release", run.job_id)
+    yield "COMPLETED"
+
+
+def held_and_cancelled(slurm: Slurm, run: Run) -> Steps:
+    yield "PENDING"
+    run.cancel()
+    yield "CANCELLED"
+
+
+def cancelled_by_scancel(slurm: Slurm, run: Run) -> Steps:
+    yield "RUNNING"
+    slurm.command("scancel", run.job_id)
+    yield "CANCELLED"
+
+
+def requeued(slurm: Slurm, run: Run) -> Steps:
+    log = run.dir.path / "slurm.log"
+    yield lambda: log.exists() and "start 0" in log.read_text()
+    slurm.command("scontrol", "requeue", run.job_id)
+    yield "PENDING"
+    yield lambda: run.status().held
+    assert run.status().words.startswith("BeginTime: ")
+    assert run.lift_hold()
+    yield "COMPLETED"
+
+
+def waits_for_another(slurm: Slurm, run: Run) -> Steps:
+    first = slurm.submit(run.dir.path.parent / "first", "finish COMPLETED", "--hold")
+    slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency=afterok:{first.job_id}")
+    slurm.command("scontrol", "release", run.job_id)
+    yield lambda: run.status().words == "Dependency: another job has to end first"
+    slurm.command("scontrol", "release", first.job_id)
+    yield "COMPLETED"
+
+
+def waits_in_vain(slurm: Slurm, run: Run) -> Steps:
+    first = slurm.submit(run.dir.path.parent / "vain", "exit 1", "--hold")
+    slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency=afterok:{first.job_id}")
+    slurm.command("scontrol", "release", run.job_id)
+    slurm.command("scontrol", "release", first.job_id)
+    yield lambda: "DependencyNeverSatisfied: " in run.status().words
+    assert "it will never start" in run.status().words
+    run.cancel()
+    yield "CANCELLED"
+
+
+def timed_out(slurm: Slurm, run: Run) -> Steps:
+    yield "RUNNING"
+    slurm.command("scontrol", "update", f"JobId={run.job_id}", "EndTime=now+1")
+    yield "FAILED"
+
+
+def node_dies_and_slurm_requeues(slurm: Slurm, run: Run) -> Steps:
+    yield "RUNNING"
+    slurm.box.kill_node(slurm.box.nodes[3])
+    yield "PENDING"
+    slurm.box.start_node(slurm.box.nodes[3])
+    yield lambda: run.status().held or run.status().state is RunState.COMPLETED
+    run.lift_hold()
+    yield "COMPLETED"
+
+
+def node_dies_and_the_job_with_it(slurm: Slurm, run: Run) -> Steps:
+    yield "FAILED"
+
+
+START = "echo start ${SLURM_RESTART_COUNT:-0}\n"
+SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 60\nfinish COMPLETED'
+ON_NODE_4 = ("--nodelist={node4}",)
+
+QUICK = {
+    "completed": Scenario(completed, "PENDING RUNNING COMPLETED", None, script="finish COMPLETED"),
+    "heterogeneous": Scenario(
+        *(completed, "PENDING RUNNING COMPLETED", None),
+        script="finish COMPLETED",
+        options=("--ntasks=1", ":", "--ntasks=2"),
+    ),
+    "failed": Scenario(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm says FAILED", script="exit 3"),
+    # Slurm is content, but a run that is complete says so itself.
+    "stopped": Scenario(failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm says COMPLETED", script="true"),
+    "held": Scenario(
+        *(held_and_released, "PENDING RUNNING COMPLETED", None),
+        script="finish COMPLETED",
+        options=("--hold",),
+    ),
+    "held-cancelled": Scenario(held_and_cancelled, "PENDING CANCELLED", None, options=("--hold",)),
+    "scancelled": Scenario(cancelled_by_scancel, "PENDING RUNNING CANCELLED", "CANCELLED"),
+    "requeued": Scenario(requeued, "PENDING RUNNING PENDING RUNNING COMPLETED", None, script=SECOND_ENDS),
+    "dependent": Scenario(
+        *(waits_for_another, "PENDING RUNNING COMPLETED", None),
+        script="finish COMPLETED",
+        options=("--hold",),
+    ),
+    "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
+}
+SLOW = {
+    "timeout": Scenario(timed_out, "PENDING RUNNING FAILED", "TIMEOUT", "Slurm says TIMEOUT"),
+    "node-requeued": Scenario(
+        *(node_dies_and_slurm_requeues, "PENDING RUNNING PENDING RUNNING COMPLETED", None),
+        script=SECOND_ENDS,
+        options=ON_NODE_4,
+    ),
+    "node-failed": Scenario(
+        *(node_dies_and_the_job_with_it, "PENDING RUNNING FAILED", "NODE_FAIL", "Slurm says NODE_FAIL"),
+        options=(*ON_NODE_4, "--no-requeue"),
+    ),
+}
+
+
+def play(slurm: Slurm, scenarios: dict[str, Scenario], folder: Path, limit_s: float) -> None:
+    """Let all scenarios happen at once, and look at all of their runs all the while, at one go."""
+    runs, waiting, awaited, seen = {}, {}, {}, {name: [] for name in scenarios}
+    for name, scenario in scenarios.items():
+        options = [word.format(node4=slurm.box.nodes[3]) for word in scenario.options]
+        runs[name] = slurm.submit(folder / name, scenario.script, "--ntasks=1", "--time=5", *options)
+        waiting[name] = scenario.steps(slurm, runs[name])
+        awaited[name] = next(waiting[name])
+    deadline = time.monotonic() + limit_s
+    last: dict[str, RunStatus] = {}
+    while waiting:
+        assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
+        last = dict(zip(runs, statuses(list(runs.values())), strict=True))
+        for name, status in last.items():
+            if seen[name][-1:] != [status.state]:
+                seen[name].append(status.state)
+            assert_on_path(seen[name], scenarios[name].path, f"{name}: {status}")
+        for name in list(waiting):
+            reached = awaited[name]
+            if reached() if callable(reached) else last[name].state == reached:
+                try:
+                    awaited[name] = next(waiting[name])
+                except StopIteration:
+                    del waiting[name]
+        time.sleep(0.05)
+    for name, scenario in scenarios.items():
+        assert last[name].job_state == scenario.word, name
+        assert scenario.says in f"{last[name].words} {last[name].cause}", name
+
+
+def assert_on_path(seen: list[str], path: str, about: str) -> None:
+    """Every state was seen in its order; one that was over within a moment may have been missed."""
+    rest = iter(path.split())
+    assert all(state in rest for state in seen), f"{seen} is not on the path {path}: {about}"
+
+
+def test_every_state_is_right_at_every_moment(cluster, tmp_path):
+    play(cluster, QUICK, tmp_path, 60)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_time_limits_and_lost_nodes_are_told_apart(cluster, tmp_path):
+    try:
+        play(cluster, SLOW, tmp_path, 120)
+    finally:
+        cluster.box.start_node(cluster.box.nodes[3])
+
+
+def array(slurm: Slurm, folder: Path, script: str, tasks: int, *options: str) -> Run:
+    """Submit a job array, each task a run in a folder of its own, in which the script runs."""
+    begin = "cd task-$SLURM_ARRAY_TASK_ID\n"
+    for index in range(tasks):
+        (folder / f"task-{index}").mkdir(parents=True)
+    job_id = slurm.sbatch(folder, begin + script, f"--array=0-{tasks - 1}", "--ntasks=1", *options)
+    for index in range(tasks):
+        slurm.record(folder / f"task-{index}", f"{job_id}_{index}")
+    return slurm.record(folder, job_id)
+
+
+def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) -> Iterator[RunStatus]:
+    """Yield the status of an array until it has ended, and see to it that each task is on its path."""
+    seen: dict[str, list[str]] = {task.run_id: [] for task in run.tasks()}
+    allowed = {run.tasks()[index].run_id: path for index, path in (paths or {}).items()}
+    deadline = time.monotonic() + limit_s
+    while True:
+        assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"
+        whole, *parts = statuses([run, *run.tasks()])
+        for part in parts:
+            if seen[part.run_id][-1:] != [part.state]:
+                seen[part.run_id].append(part.state)
+            path = allowed.get(part.run_id, "PENDING RUNNING COMPLETED")
+            assert_on_path(seen[part.run_id], path, str(part))
+        assert whole.tasks is not None
+        assert sum(whole.tasks.values()) == len(parts)
+        assert whole.words == f"{len(parts)} tasks: " + ", ".join(f"{n} {s}" for s, n in whole.tasks.items())
+        yield whole
+        if whole.state.ended:
+            return
+        time.sleep(0.05)
+
+
+def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
+    script = "sleep 0.3\n[ $SLURM_ARRAY_TASK_ID != 7 ] || exit 1\nfinish COMPLETED"
+    run = array(cluster, tmp_path / "r", script, 20)
+    cluster.command("scontrol", "update", f"JobId={run.job_id}", "ArrayTaskThrottle=4")
+    words = set()
+    for whole in follow_tasks(run, 60, {7: "PENDING RUNNING FAILED"}):
+        assert whole.state in (RunState.PENDING, RunState.RUNNING, RunState.FAILED)
+        words |= {status.words for status in statuses(run.tasks()[-1:])}
+    assert whole.tasks == {"FAILED": 1, "COMPLETED": 19}
+    assert whole.state is RunState.FAILED
+    assert whole.cause == "r/task-7: Slurm says FAILED"
+    assert "JobArrayTaskLimit: as many tasks of the array as may run at once do" in words
+
+
+def test_a_task_of_an_array_is_preempted_alone(cluster, tmp_path):
+    """Its neighbours go on; accounting has it as PREEMPTED, which is not its end."""
+    release = tmp_path / "release"
+    script = f"touch started-${{SLURM_RESTART_COUNT:-0}}\nuntil [ -e {release} ]; do sleep 0.1; done"
+    run = array(cluster, tmp_path / "r", f"{script}\nfinish COMPLETED", 4, "--exclusive")
+    victim = run.tasks()[2]
+    paths = {2: "PENDING RUNNING PENDING RUNNING COMPLETED"}
+    record = ("sacct", "-nXP", "--duplicates", "-o", "State", "-j", victim.job_id)
+    cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=0")
+    urgent = ""
+    try:
+        for whole in follow_tasks(run, 60, paths):
+            status = victim.status()
+            if whole.tasks == {"RUNNING": 4} and not urgent:
+                node = cluster.command("squeue", "-h", "-j", victim.job_id, "-o", "%N")
+                options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--parsable")
+                urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 3")
+            if status.held:
+                if cluster.box.shape.accounting:
+                    wait_for(lambda: "PREEMPTED" in cluster.command(*record), 20, "the record of it")
+                now = run.status()
+                assert now.tasks == {"RUNNING": 3, "PENDING": 1}
+                assert now.held
+                assert run.lift_hold()
+            if (victim.dir.path / "started-1").exists():
+                release.touch()
+    finally:
+        cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=30")
+        cluster.command("scancel", urgent, run.job_id)
+    assert whole.state is RunState.COMPLETED
+
+
+def test_the_tasks_of_an_array_are_cancelled_at_once(cluster, tmp_path):
+    run = array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
+    wait_for(lambda: run.status().tasks == {"RUNNING": 4}, 30, "all tasks to run")
+    run.tasks()[0].cancel()
+    wait_for(lambda: run.status().tasks == {"RUNNING": 3, "CANCELLED": 1}, 30, "one task to end")
+    assert run.status().state is RunState.RUNNING
+    run.cancel()
+    wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
+    assert run.status().state is RunState.CANCELLED
