@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
+
+RECORDINGS = Path(__file__).parents[1] / "cluster" / "recordings"
 
 USERS = {
     "PATH": "/bin",
@@ -102,6 +107,15 @@ def test_what_is_around_the_submission_leaves_no_trace(around):
     environ = {**USERS, **AROUND[around]}
     assert outer_environment(environ) == USERS
     assert sbatch_environment(environ, []) == USERS
+
+
+@pytest.mark.parametrize("recording", sorted(RECORDINGS.glob("*.json")), ids=lambda path: path.stem)
+def test_of_what_launchers_were_seen_to_set_nothing_is_left(recording):
+    """What is left is the shell's, the user's, and the mark that Slurm gives every batch script."""
+    document = json.loads(recording.read_text())
+    for process in document["processes"]:
+        left = sbatch_environment({**document["common"], **process["own"]}, [])
+        assert left.keys() <= {"PWD", "ENVIRONMENT", "SLURM_CONF", "CUDA_VISIBLE_DEVICES"}
 
 
 @pytest.mark.parametrize(
