@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
@@ -110,7 +111,7 @@ def _need_slurm(*, accounting: bool = False) -> None:
 def _remove_abandoned() -> None:
     """Take down the sandboxes of test sessions that were killed."""
     for name in sandbox.names():
-        pid = name.removeprefix(_SANDBOX_PREFIX).removeprefix("a")
+        pid = name.removeprefix(_SANDBOX_PREFIX).lstrip(ascii_lowercase)
         if name.startswith(_SANDBOX_PREFIX) and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             sandbox.down(name)
 

@@ -7,7 +7,7 @@ import pytest
 from helpers import run_command
 
 from hpctrain.cluster import Ranks, detect
-from hpctrain.cluster.environments.slurm import parse_tasks_per_node
+from hpctrain.cluster.step_layout import parse_tasks_per_node
 from hpctrain.errors import EnvironmentMismatch
 
 STEP = {

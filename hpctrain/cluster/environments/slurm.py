@@ -4,28 +4,23 @@ Only a *step* has ranks. A batch script, an `salloc` shell or an ssh session ins
 many SLURM_* variables too, among them SLURM_PROCID=0 and the task count of the whole job; taking those
 for ranks makes one process wait for peers that nobody starts. The mark of a step is SLURM_STEP_ID.
 
-Only the step's own variables (SLURM_STEP_…) tell its shape: those of the job describe another one when a
-step uses a part of it. SLURM_NODEID counts the nodes in the order of the components of a heterogeneous job,
-whereas SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are sorted by name: a node is found there by name.
+And only the step's own variables (SLURM_STEP_…) tell its shape: those of the job describe another one when a
+step uses a part of it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from hpctrain.cluster.hostlist import expand_hostlist
 from hpctrain.cluster.launched import master
 from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.step_layout import HOSTS, NUM_TASKS, TASKS, StepLayout, read_layout
 from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_int
 from hpctrain.errors import EnvironmentMismatch
 
 #: Step ids from here up are Slurm's own: batch script, external and interactive step (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_HOSTS, _TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 _SHELLS = {"bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash"}
-
-_TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
@@ -46,71 +41,37 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
                 f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
             )
         return None
-    world_size, node_rank = read_int(environ, "SLURM_STEP_NUM_TASKS"), read_int(environ, "SLURM_NODEID")
-    hosts, tasks = _hosts_and_tasks(environ, world_size)
-    _refuse_shell(environ, world_size)
-    if not 0 <= node_rank < len(hosts):
-        raise EnvironmentMismatch(
-            f"node rank {node_rank} (SLURM_NODEID) but {len(hosts)} nodes ({_HOSTS}={environ[_HOSTS]}). "
-            f"{believe('local')}"
-        )
-    by_node_rank, order = _in_order_of_node_ranks(environ, hosts)
-    # The local launcher of the supervisor has nodes of one machine, which all have names of their own.
-    name = environ.get("SLURMD_NODENAME", "")
-    if name not in hosts:
-        name = by_node_rank[node_rank]
-    local_world_size = tasks[hosts.index(name)]
-    _check_tasks_here(environ, rank, local_world_size)
-
-    def main_host() -> tuple[str, str]:
-        if len(hosts) > 1:
-            _refuse_unknown_order(environ, rank, node_rank, name, by_node_rank)
-        return by_node_rank[0], order
-
-    array = environ.get("SLURM_ARRAY_JOB_ID", "")
-    job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    # Two clusters on the same hosts have jobs of the same number.
-    key = f"{environ.get('SLURM_CLUSTER_NAME', '')}/{array}/{job}"
-    of = "SLURM_CLUSTER_NAME, _ARRAY_JOB_ID, _JOB_ID, _STEP_ID and _RESTART_COUNT"
-    address, port, meeting = master(environ, main_host, key, of)
+    layout = read_layout(environ)
+    _refuse_shell(layout, environ)
+    _check_tasks_here(rank, layout, environ)
+    key = _key(environ)
+    address, port, meeting = master(
+        environ,
+        lambda: (layout.host_of_main(rank, environ), f"first of {layout.source}"),
+        key,
+        "SLURM_CLUSTER_NAME, _ARRAY_JOB_ID, _JOB_ID, _STEP_ID and _RESTART_COUNT",
+    )
     return Ranks(
         rank=rank,
-        world_size=world_size,
+        world_size=layout.num_tasks,
         local_rank=read_int(environ, "SLURM_LOCALID"),
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=len(hosts),
+        local_world_size=layout.num_tasks_here,
+        node_rank=layout.node_rank,
+        num_nodes=len(layout.nodes),
         master_addr=address,
         master_port=port,
         environment="slurm",
         meeting_key=key,
         sources={
             "rank": "SLURM_PROCID",
-            "world_size": "SLURM_STEP_NUM_TASKS",
+            "world_size": NUM_TASKS,
             "local_rank": "SLURM_LOCALID",
-            "local_world_size": _TASKS,
+            "local_world_size": TASKS,
             "node_rank": "SLURM_NODEID",
-            "num_nodes": _HOSTS,
+            "num_nodes": HOSTS,
             **meeting,
         },
     )
-
-
-def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Tasks of each node, in the order of the node list, out of Slurm's notation `4(x2),3`.
-
-    Raises:
-        EnvironmentMismatch: the text is not of that form.
-    """
-    counts: list[int] = []
-    for piece in text.split(","):
-        match = _TASKS_PER_NODE.fullmatch(piece.strip())
-        if match is None:
-            raise EnvironmentMismatch(
-                f"{variable} is {text!r}; {piece!r} in it is not of Slurm's form 4(x2),3."
-            )
-        counts.extend([int(match[1])] * int(match[2] or 1))
-    return counts
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
@@ -121,62 +82,34 @@ def _in_step(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _hosts_and_tasks(environ: Mapping[str, str], world_size: int) -> tuple[list[str], list[int]]:
-    """Names of the step's nodes and how many tasks each has, in Slurm's order of names."""
-    for name in (_HOSTS, _TASKS):
-        if not environ.get(name):
-            raise EnvironmentMismatch(
-                f"{name} is not set, though SLURM_STEP_ID={environ['SLURM_STEP_ID']} is: a part of what "
-                "srun sets got lost. Start with srun, or set "
-                f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
-            )
-    hosts, tasks = expand_hostlist(environ[_HOSTS]), parse_tasks_per_node(environ[_TASKS], _TASKS)
-    if sum(tasks) != world_size:
-        raise EnvironmentMismatch(
-            f"world size {world_size} (SLURM_STEP_NUM_TASKS) but {sum(tasks)} tasks on {len(tasks)} nodes "
-            f"({_TASKS}={environ[_TASKS]}). {believe('local')}"
-        )
-    if len(hosts) != len(tasks):
-        raise EnvironmentMismatch(
-            f"{len(hosts)} nodes ({_HOSTS}={environ[_HOSTS]}) but task counts for {len(tasks)} "
-            f"({_TASKS}={environ[_TASKS]}). {believe('local')}"
-        )
-    return hosts, tasks
+def _key(environ: Mapping[str, str]) -> str:
+    """What every rank of a step knows alike, and no other step shares."""
+    # Clusters that share hosts have jobs of the same number.
+    names = ("SLURM_CLUSTER_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    cluster, array, job, step = (environ.get(name, "") for name in names)
+    return f"{cluster}/{array}/{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def _refuse_shell(environ: Mapping[str, str], world_size: int) -> None:
-    """Refuse to be rank 0 in a shell that `srun --pty --ntasks=4 bash` started: its peers ended at once."""
+def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
+    """Refuse to be rank 0 in a shell that `srun --pty --ntasks=4 bash` started: its peers ended at once.
+
+    SLURM_PTY_PORT is inherited by further steps, of which the first of such a job is none.
+    """
     if (
-        world_size > 1
+        layout.num_tasks > 1
         and environ.get("SLURM_PTY_PORT")
         and environ["SLURM_STEP_ID"] == "0"
         and environ.get("SLURM_JOB_NAME") in _SHELLS
     ):
         raise EnvironmentMismatch(
-            f"{world_size} tasks (SLURM_STEP_NUM_TASKS), but this is the terminal of an interactive "
-            f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the {world_size - 1} others that "
-            "srun started have ended. Ask for --ntasks=1 there, start ranks with a further srun, or set "
-            f"{ENVIRONMENT_VARIABLE}=local for a process that is alone, =slurm for one of {world_size}."
+            f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
+            f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the others have "
+            "ended. Ask for --ntasks=1 there, start ranks with a further srun, or set "
+            f"{ENVIRONMENT_VARIABLE}=local for a process that is alone, =slurm for one of {layout.num_tasks}."
         )
 
 
-def _in_order_of_node_ranks(environ: Mapping[str, str], hosts: list[str]) -> tuple[list[str], str]:
-    """The names in the order in which SLURM_NODEID counts them, and the variables that tell it."""
-    for kind in ("HET", "PACK"):
-        prefix = f"SLURM_JOB_NODELIST_{kind}_GROUP_"
-        groups = sorted(
-            (int(name.removeprefix(prefix)), name)
-            for name in environ
-            if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
-        )
-        here = set(hosts)
-        ordered = [host for _, name in groups for host in expand_hostlist(environ[name]) if host in here]
-        if len(ordered) == len(hosts):
-            return ordered, f"first of {prefix}* in {_HOSTS}"
-    return hosts, f"first of {_HOSTS}"
-
-
-def _check_tasks_here(environ: Mapping[str, str], rank: int, local_world_size: int) -> None:
+def _check_tasks_here(rank: int, layout: StepLayout, environ: Mapping[str, str]) -> None:
     """Compare with the list of this node's tasks, which Slurm gives besides."""
     text = environ.get("SLURM_GTIDS")
     if not text:
@@ -187,29 +120,8 @@ def _check_tasks_here(environ: Mapping[str, str], rank: int, local_world_size: i
             f"rank {rank} (SLURM_PROCID) is not among the tasks of this node (SLURM_GTIDS={text}). "
             f"{believe('local')}"
         )
-    if len(tasks) != local_world_size:
+    if len(tasks) != layout.num_tasks_here:
         raise EnvironmentMismatch(
-            f"{local_world_size} tasks on this node ({_TASKS}={environ[_TASKS]}, {_HOSTS}={environ[_HOSTS]}, "
-            f"SLURMD_NODENAME={environ.get('SLURMD_NODENAME')}) but {len(tasks)} by SLURM_GTIDS={text}. "
-            f"{believe('local')}"
+            f"{layout.num_tasks_here} tasks on {layout.node} ({TASKS}={environ[TASKS]}, "
+            f"{HOSTS}={environ[HOSTS]}) but {len(tasks)} (SLURM_GTIDS={text}). {believe('local')}"
         )
-
-
-def _refuse_unknown_order(
-    environ: Mapping[str, str], rank: int, node_rank: int, name: str, by_node_rank: list[str]
-) -> None:
-    """Refuse where the first of the list may not be rank 0's node."""
-    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
-        problem = "tasks are distributed by a host file (SLURM_DISTRIBUTION=arbitrary)"
-        remedy = "the first name in SLURM_HOSTFILE"
-    elif by_node_rank[node_rank] != name or (rank == 0 and node_rank != 0):
-        problem = (
-            f"rank {rank} is on {name}, node {node_rank} (SLURM_NODEID), where {_HOSTS} has "
-            f"{by_node_rank[node_rank]}"
-        )
-        remedy = "the node of rank 0"
-    else:
-        return
-    raise EnvironmentMismatch(
-        f"Slurm's variables do not tell on which node rank 0 is: {problem}. Set MASTER_ADDR to {remedy}."
-    )

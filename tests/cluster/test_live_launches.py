@@ -1,0 +1,59 @@
+"""`detect` in every kind of launch, run here and now, on the Slurm of the tests and with what else is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from launches import OTHERS, SLURM
+from launching import Launch, check, run
+
+from hpctrain import sandbox
+
+#: Agents of torchrun take turns in importing torch; submitit looks now and then whether its job has ended.
+_LONG = {"torchrun-two-agents", "torchrun-alone-in-each-task", "submitit-slurm"}
+
+
+@pytest.mark.parametrize("launch", SLURM, ids=lambda launch: launch.name)
+def test_steps_of_srun_and_what_is_none(launch, tmp_path, slurm):
+    check(launch, run(launch, tmp_path, slurm.env, slurm.nodes))
+
+
+def _marked(launch: Launch) -> object:
+    marks = [pytest.mark.slurm] if launch.needs_slurm else []
+    marks += [pytest.mark.long] if launch.name in _LONG else []
+    return pytest.param(launch, marks=marks, id=launch.name)
+
+
+@pytest.mark.parametrize("launch", [_marked(launch) for launch in OTHERS])
+def test_other_launchers(launch, tmp_path, request):
+    _need_commands(launch)
+    box = request.getfixturevalue("slurm") if launch.needs_slurm else None
+    check(launch, run(launch, tmp_path, box.env if box else {}, box.nodes if box else []))
+
+
+def test_ten_nodes_of_three_tasks(tmp_path, request):
+    request.getfixturevalue("slurm")  # Where that cannot be had, this one cannot, either.
+    box = sandbox.up(f"pytest-x{os.getpid()}", nodes=10, gpus_per_node=0, cpus_per_node=3)
+    try:
+        launch = Launch("ten-nodes", "srun -N10 --ntasks-per-node=3 --label PROBE")
+        processes = run(launch, tmp_path, box.env, box.nodes)
+        check(launch, processes)
+        truths = [process.truth for process in processes]
+        assert [truth["rank"] for truth in truths] == list(range(30))
+        assert [truth["local_rank"] for truth in truths] == [0, 1, 2] * 10
+        assert [truth["node_rank"] for truth in truths] == [rank // 3 for rank in range(30)]
+    finally:
+        box.down()
+
+
+def _need_commands(launch: Launch) -> None:
+    needed = ["mpirun.openmpi", "mpiexec.mpich", "unshare"]
+    missing = [name for name in needed if name in launch.command and not shutil.which(name)]
+    if "unshare" in launch.command and os.geteuid() != 0:
+        missing.append("root, to make pretend hosts")
+    if missing and os.environ.get("CI") == "true":
+        pytest.fail(f"CI=true, so {missing} must be here", pytrace=False)
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")

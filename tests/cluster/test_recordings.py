@@ -1,0 +1,71 @@
+"""`detect` on what launchers really set, as `record.py` kept it: it says who each process truly was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launches import ALL
+from launching import RECORDINGS, check, recorded
+
+from hpctrain.cluster import Ranks, detect
+from hpctrain.errors import EnvironmentMismatch
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ranks_are_those_that_the_launcher_gave(name):
+    check(ALL[name], recorded(name))
+
+
+def test_there_is_a_recording_of_every_launch_and_of_no_other():
+    documents = [json.loads(path.read_text()) for path in sorted(RECORDINGS.glob("*.json"))]
+    assert {document["launch"] for document in documents} == ALL.keys()
+    for document in documents:
+        assert document["command"].endswith(ALL[document["launch"]].command), "record it again"
+
+
+def answer(variables: dict[str, str]) -> Ranks | None:
+    try:
+        return detect(variables)
+    except EnvironmentMismatch:
+        return None
+
+
+NO_STEPS = [
+    "batch-script",
+    "array-batch-script",
+    "het-batch-script",
+    "salloc-shell",
+    "salloc-interactive-step",
+]
+
+
+@pytest.mark.parametrize("name", [*NO_STEPS, "ssh-session-with-leftovers"])
+@given(data=st.data())
+def test_an_ssh_or_ide_session_with_any_part_of_an_allocations_variables_is_alone(name, data):
+    (process,) = recorded(name)
+    kept = data.draw(st.sets(st.sampled_from(sorted(process.variables))))
+    ranks = answer({variable: process.variables[variable] for variable in kept})
+    assert ranks is None or (ranks.environment, ranks.world_size) == ("local", 1)
+
+
+STEPS = ["srun-uneven", "srun-on-a-part-of-the-nodes", "het-job-unsorted", "array", "srun-pmi2"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+@given(data=st.data())
+def test_a_step_of_which_variables_were_lost_is_recognised_or_refused_but_never_taken_for_another(name, data):
+    process = data.draw(st.sampled_from(recorded(name)))
+    lost = data.draw(st.sets(st.sampled_from(sorted(process.variables))))
+    ranks = answer({k: v for k, v in process.variables.items() if k not in lost})
+    if ranks is None:
+        return
+    if ranks.environment == "local":
+        # Without its rank a process cannot be told from a session; with rank 0 not from a batch script.
+        assert "SLURM_PROCID" in lost or process.truth["rank"] == 0
+        return
+    told = {field: getattr(ranks, field) for field in process.truth if hasattr(ranks, field)}
+    assert told == {field: process.truth[field] for field in told}
+    assert ranks.master_addr == process.truth["main_host"]
