@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace the file at `path` by `text`: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: the file.
+        text: its new content.
+        durable: wait until it survives a power cut, which takes milliseconds.
 
     Raises:
         OSError: the folder is not writable or the disk is full; the old file is then untouched.
@@ -21,13 +26,15 @@ def write_atomic(path: Path, text: str) -> None:
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -119,6 +119,11 @@ def command(
         show(resolve(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
     submission = prepare(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
+    if follow and submission.spec.array:
+        raise click.UsageError(
+            "--follow shows one run, and a job array (--array) has many: leave it out, and look at one of "
+            "them with hpctrain logs -f RUN/task-0, or wait for all with hpctrain wait."
+        )
     for note in submission.notes:
         click.echo(note, err=True)
     if dry_run:
@@ -133,7 +138,9 @@ def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) ->
     """Say what was submitted, and look at it where that is asked for."""
     run_dir, backend = submission.spec.run_dir, submission.backend.name
     if as_json:
-        echo_json({"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend})
+        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend}
+        tasks = [task.array_task for task in submission.spec.tasks()]
+        echo_json(facts | ({"tasks": tasks} if tasks else {}))
     else:
         click.echo(
             f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
@@ -144,9 +151,10 @@ def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) ->
         stream(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
         handle = handle_of(run_dir)
+        tasks = submission.spec.tasks()
+        shown = handle_of(tasks[0].run_dir) if tasks else handle
         click.echo(
-            f"Next: {program()} logs -f {handle}  |  {program()} status {handle}  |  "
-            f"{program()} cancel {handle}"
+            f"Next: {program()} logs -f {shown}  |  {program()} status {handle}  |  {program()} cancel {handle}"
         )
 
 

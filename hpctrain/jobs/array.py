@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpctrain.errors import SpecError
 
@@ -16,8 +16,7 @@ _PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
 _FORM = "Write it as in sbatch: 0-19, 1,3,5-7, 0-30:10, each with %4 behind it to run 4 at once"
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """The tasks of a job array."""
 
     indices: tuple[int, ...]

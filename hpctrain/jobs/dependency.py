@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.build import RUNS_FOLDER
 from hpctrain.jobs.runs import find_run
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
+from hpctrain.rundir import RunDir
 
 _ANY_END = (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
 #: Kinds of sbatch(1), and the ends of a run that fulfil each; None where no end does.
@@ -28,14 +31,14 @@ _JOB = re.compile(r"\d+(_\d+|_\*)?(\+\d+)?", re.ASCII)
 _RUN = re.compile(r"(.+?)(\+\d+)?", re.ASCII | re.DOTALL)
 
 
-def resolve_dependency(text: str, runs_dir: Path, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """The dependency with jobs in the place of runs, and what the user should know about it.
 
     A run that has ended as wanted is left out, for Slurm forgets jobs that have ended; nothing may be left.
 
     Args:
         text: in sbatch's notation.
-        runs_dir: where run ids are looked up.
+        cwd: the folder from which folders of runs are meant, and under which run ids are looked up.
         environ: variables that Slurm's commands run under.
 
     Raises:
@@ -55,7 +58,7 @@ def resolve_dependency(text: str, runs_dir: Path, environ: Mapping[str, str]) ->
             if _JOB.fullmatch(name):
                 jobs.append(name)
                 continue
-            status, delay = _status(f"{kind}:{name}", name, runs_dir, environ)
+            status, delay = _status(f"{kind}:{name}", name, cwd, environ)
             if ends is None or not status.state.ended:
                 jobs.append(f"{status.job_id}{delay}")
             elif status.state in ends:
@@ -86,12 +89,14 @@ def _fulfilled_by(kind: str, text: str) -> tuple[RunState, ...] | None:
     raise SpecError(f"--dependency {text!r}: there is no kind of dependency {kind!r}. {hint}")
 
 
-def _status(where: str, name: str, runs_dir: Path, environ: Mapping[str, str]) -> tuple[RunStatus, str]:
+def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tuple[RunStatus, str]:
     """Where the run of that name stands, and the delay behind the name."""
     match = _RUN.fullmatch(name)
     if match is None:
         raise SpecError(f"--dependency {where!r} names no job and no run. Give one, such as afterok:123.")
-    status = find_run(match[1], runs_dir, environ).status()
+    folder = os.path.join(cwd, match[1])
+    run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]
+    status = find_run(run, cwd / RUNS_FOLDER, environ).status()
     if status.job_id is None:
         raise SpecError(f"--dependency {where}: this run has never been submitted.")
     if status.backend != "slurm":

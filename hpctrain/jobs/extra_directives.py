@@ -9,7 +9,7 @@ from hpctrain.jobs.options import options
 
 #: Directives that the run itself rests on, and what to use instead.
 _OURS = {
-    "array": "Job arrays are not supported yet: submit one run for each element",
+    "array": "Use --array",
     "chdir": "A job runs in its run folder: choose it with --run-dir",
     "clusters": "Choose the cluster with the variable SLURM_CLUSTERS",
     "cpus-per-gpu": "Use --cpus-per-task: each rank has one GPU",

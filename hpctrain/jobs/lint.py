@@ -86,11 +86,11 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
 
 def _check_kind(run: RunDir, *, is_array: bool) -> None:
     """A single run does not go on as an array, nor the other way round: their folders differ."""
-    array = RunDir(run.path.parent)
-    if array.spec.exists() and (task := _task_number(run)) in array.tasks():
+    if run.array is not None and run.array.tasks() and run.array.spec.exists():
+        task = run.path.name.rpartition("-")[2]
         raise SpecError(
             f"{str(run.path)!r} (--run-dir) is a task of a job array. To continue it, submit with "
-            f"--run-dir {shlex.quote(str(array.path))} --array {task}."
+            f"--run-dir {shlex.quote(str(run.array.path))} --array {task}."
         )
     if is_array and run.spec.exists() and not run.tasks():
         raise SpecError(
@@ -102,8 +102,3 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
             f"{str(run.path)!r} (--run-dir) holds a job array. Say with --array which tasks to continue, or "
             "choose another folder."
         )
-
-
-def _task_number(run: RunDir) -> int | None:
-    number = run.path.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() and RunDir(run.path.parent).task(number) == run else None

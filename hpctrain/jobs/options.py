@@ -59,6 +59,15 @@ class _Size(TypedDict, total=False):
             help="Share the nodes with no other job; in a file also user or mcs, as in sbatch.",
         ),
     ]
+    array: Annotated[
+        int | str,
+        About(
+            metavar="TASKS[%LIMIT]",
+            example="0-19%4",
+            help="A job array: a run for each number, in a folder of its own, LIMIT of them at once. Its "
+            "script finds the number in HPCTRAIN_ARRAY_TASK_ID.",
+        ),
+    ]
 
 
 class _Run(TypedDict, total=False):

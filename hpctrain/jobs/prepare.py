@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import Backend, choose_backend
-from hpctrain.jobs.build import RUNS_FOLDER, build_spec
+from hpctrain.jobs.build import build_spec
 from hpctrain.jobs.config import PYTHON, Settings, resolve
 from hpctrain.jobs.given import Source
 from hpctrain.jobs.lint import check_files
@@ -92,7 +92,7 @@ def _resolve_runs(
         return []
     from hpctrain.jobs.dependency import resolve_dependency
 
-    resolved, notes = resolve_dependency(asked["dependency"], cwd / RUNS_FOLDER, environ)
+    resolved, notes = resolve_dependency(asked["dependency"], cwd, environ)
     if resolved:
         asked["dependency"] = resolved
     else:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from hpctrain.errors import SpecError
 from hpctrain.files import write_atomic
+from hpctrain.jobs.array import Array
 from hpctrain.jobs.spec_checks import check_spec
 from hpctrain.rundir import RunDir
 
@@ -88,13 +89,15 @@ class JobSpec:
 
     def task(self, index: int) -> JobSpec:
         """The specification of one task of the array that this one describes."""
-        folder = RunDir(Path(self.run_dir)).task(index).path
-        return replace(
-            self, array=None, array_task=index, run_dir=str(folder), run_id=f"{self.run_id}/{folder.name}"
-        )
+        run = RunDir(Path(self.run_dir)).task(index)
+        return replace(self, array=None, array_task=index, run_dir=str(run.path), run_id=run.run_id)
 
-    def save(self, path: Path) -> None:
-        """Write the specification to `path` as YAML, atomically.
+    def tasks(self) -> list[JobSpec]:
+        """The specifications of all tasks; none where this is a single run."""
+        return [self.task(index) for index in Array.parse(self.array).indices] if self.array else []
+
+    def save(self, path: Path, *, durable: bool = True) -> None:
+        """Write the specification to `path` as YAML. See `write_atomic`.
 
         Raises:
             OSError: the file cannot be written.
@@ -103,7 +106,7 @@ class JobSpec:
 
         values = {**asdict(self), "args": list(self.args)}
         # In ASCII: PyYAML does not read back every other character that it writes, such as U+0085.
-        write_atomic(path, yaml.safe_dump(values, sort_keys=False))
+        write_atomic(path, yaml.safe_dump(values, sort_keys=False), durable=durable)
 
     @classmethod
     def load(cls, path: Path) -> JobSpec:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.array import Array
 from hpctrain.jobs.contradictions import check_directives
 
 if TYPE_CHECKING:
@@ -37,9 +38,6 @@ def check_spec(spec: JobSpec) -> None:
 def _check_array(spec: JobSpec) -> None:
     if spec.array is None:
         return
-    # Imported where it is needed: most runs are no array, and submit has to start at once.
-    from hpctrain.jobs.array import Array
-
     Array.parse(spec.array)
     if "\\" in spec.run_dir:
         # In a file name pattern a backslash switches off the symbol for the task's number.

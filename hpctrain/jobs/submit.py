@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import try_lock, write_atomic
+from hpctrain.files import is_locked, try_lock, write_atomic
 from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.prepare import Submission, prepare
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.spec import BackendName
+from hpctrain.jobs.runs import Run, statuses
+from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState
 from hpctrain.rundir import RunDir
 
@@ -25,24 +25,26 @@ _LOCK_PATIENCE_S = 5.0
 
 
 def hand_over(submission: Submission) -> Run:
-    """Write the run folder and submit the job.
+    """Write the run folder and submit the job; of a job array, also the folder of each task.
 
     Raises:
         SpecError: the folder cannot be written, or its run is still going.
         SchedulerError: the scheduler refused, or cannot be reached.
     """
     spec = submission.spec
-    folder = RunDir(Path(spec.run_dir))
+    folder = _folder(spec)
     run = Run(folder, submission.environ)
+    tasks = spec.tasks()
     try:
-        with _claimed(run) as lock:
-            folder.logs.mkdir(exist_ok=True)
-            folder.cancel_request.unlink(missing_ok=True)
-            spec.save(folder.spec)
+        with _claimed(run, list(map(_folder, tasks))) as lock:
+            for part in (spec, *tasks):
+                _write(part)
             write_atomic(folder.job_script, submission.script)
-            attempt = max(folder.attempts(), default=-1) + 1
             job_id = submission.backend.submit(spec, folder, lock)
-            _record(folder, attempt, job_id, spec.backend)
+            for task in tasks:
+                _record(task, f"{job_id}_{task.array_task}")
+            # Last: whoever reads this may rely on all the others.
+            _record(spec, job_id)
     except OSError as error:
         raise SpecError(
             f"The run folder {str(folder.path)!r} (--run-dir) cannot be written: {error.strerror}. "
@@ -68,14 +70,31 @@ def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: 
     submission = prepare(
         script, args, options, environ=dict(os.environ), cwd=Path.cwd(), python=sys.executable
     )
+    log = logging.getLogger("hpctrain")
     for note in submission.notes:
-        logging.getLogger("hpctrain").warning(note)
+        log.warning(note)
+    for prospect in submission.prospects:
+        log.info(prospect)
     return hand_over(submission)
 
 
-def _record(folder: RunDir, attempt: int, job_id: str, backend: BackendName) -> None:
+def _folder(spec: JobSpec) -> RunDir:
+    return RunDir(Path(spec.run_dir))
+
+
+def _write(spec: JobSpec) -> None:
+    folder = _folder(spec)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.cancel_request.unlink(missing_ok=True)
+    # An array has thousands of tasks, and waiting for the disk after each would take minutes.
+    spec.save(folder.spec, durable=spec.array_task is None)
+
+
+def _record(spec: JobSpec, job_id: str) -> None:
+    folder = _folder(spec)
+    attempt = max(folder.attempts(), default=-1) + 1
     try:
-        folder.log_event("submitted", attempt, job_id=job_id, backend=backend)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend)
     except OSError as error:
         raise SubmissionUnclear(
             f"Job {job_id} is submitted, but that cannot be recorded in {str(folder.events)!r}: "
@@ -84,24 +103,24 @@ def _record(folder: RunDir, attempt: int, job_id: str, backend: BackendName) -> 
 
 
 @contextmanager
-def _claimed(run: Run) -> Iterator[int]:
-    """Hold the lock of a run folder, made if need be, in which nothing is going on.
+def _claimed(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
+    """Hold the lock of a run folder, made if need be, in which nothing is going on that is submitted now.
 
-    A folder that was made for a submission that failed is taken away again, but not from under a job that
+    Folders that were made for a submission that failed are taken away again, but not from under a job that
     may be queued.
     """
-    folder = run.dir
-    existed = folder.path.exists()
-    folder.path.mkdir(parents=True, exist_ok=True)
+    made = [folder for folder in (*tasks, run.dir) if not folder.path.exists()]
+    run.dir.path.mkdir(parents=True, exist_ok=True)
     lock = _lock(run)
     try:
-        _refuse_going(run)
+        _refuse_going([Run(task, run.environ) for task in tasks] or [run])
         os.ftruncate(lock, 0)
         yield lock
     except Exception as error:
         # Other ends, such as Ctrl-C, may come while the scheduler takes the job.
-        if not existed and not isinstance(error, SubmissionUnclear):
-            _remove_traces(folder)
+        if not isinstance(error, SubmissionUnclear):
+            for folder in made:
+                _remove_traces(folder)
         raise
     finally:
         os.close(lock)
@@ -116,18 +135,18 @@ def _lock(run: Run) -> int:
     return lock
 
 
-def _refuse_going(run: Run) -> None:
-    """The lock tells of a local run; whether a job is in Slurm's queue, only Slurm can tell."""
-    if not run.dir.events.exists():
-        return
-    status = run.status()
-    if status.state is RunState.UNKNOWN and status.job_id is not None:
-        raise SchedulerError(
-            f"Whether run {run.run_id} is still going cannot be told: {status.words}. "
-            "Submit again when Slurm answers."
-        )
-    if status.backend == "slurm" and not status.state.ended:
-        raise _still_going(run)
+def _refuse_going(runs: Sequence[Run]) -> None:
+    """The lock, held by us, tells of a local run; whether a job is in Slurm's queue, only Slurm can tell."""
+    recorded = [run for run in runs if run.dir.events.exists()]
+    for run, status in zip(recorded, statuses(recorded), strict=True):
+        if status.state is RunState.UNKNOWN and status.job_id is not None:
+            raise SchedulerError(
+                f"Whether run {run.run_id} is still going cannot be told: {status.words}. "
+                "Submit again when Slurm answers."
+            )
+        is_going_here = run.dir.array is not None and is_locked(run.dir.lock)
+        if is_going_here or (status.backend == "slurm" and not status.state.ended):
+            raise _still_going(run)
 
 
 def _still_going(run: Run) -> SpecError:

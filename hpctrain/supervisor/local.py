@@ -31,7 +31,7 @@ class LocalLauncher:
         self.hosts = [f"local-{i}" for i in range(spec.nodes)]
         self._spec = spec
         self._environ = environ
-        self._gpus = _visible_gpus(environ)
+        self._gpus = visible_gpus(environ)
         self._num_steps = 0
 
     def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> LocalStep:
@@ -51,6 +51,8 @@ class LocalLauncher:
             "SLURM_STEP_NUM_TASKS": str(spec.world_size),
             "SLURM_STEP_TASKS_PER_NODE": f"{spec.tasks_per_node}(x{spec.nodes})",
         }
+        if spec.array_task is not None:
+            job |= {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(spec.array_task)}
         self._num_steps += 1
         return LocalStep(
             command, spec.workdir, [self._task(job, rank) for rank in range(spec.world_size)], emit
@@ -71,7 +73,7 @@ class LocalLauncher:
         return task
 
 
-def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     count = count_gpus(environ)
     listed = visible_devices(environ)

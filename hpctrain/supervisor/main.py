@@ -13,16 +13,17 @@ from types import FrameType
 
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ARRAY_TASK_VARIABLE, ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.decide import Action, History, Outcome, Will, decide
 from hpctrain.supervisor.failures import Failure, collect, root_cause
 from hpctrain.supervisor.local import LocalLauncher
+from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.rendezvous import Rendezvous
 from hpctrain.supervisor.scheduler import LocalJob, Scheduler, SlurmJob
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
-from hpctrain.supervisor.submission import join_record
+from hpctrain.supervisor.submission import join_record, own_run
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,8 @@ class Supervisor:
                 RUN_DIR_VARIABLE: str(self._run.path),
                 ATTEMPT_VARIABLE: str(attempt),
             }
+            if spec.array_task is not None:
+                variables[ARRAY_TASK_VARIABLE] = str(spec.array_task)
             self._run.log_event(
                 "started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=self._launcher.hosts
             )
@@ -187,8 +190,8 @@ def _why(outcome: Outcome, history: History) -> str:
 
 
 def main(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Supervise the run in the folder `argv[0]`."""
-    run = RunDir(Path(argv[0]))
+    """Supervise the run in the folder `argv[0]`; of a job array, the task that this job is."""
+    run = own_run(RunDir(Path(argv[0])), environ)
     run.logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         level=logging.INFO,
@@ -197,6 +200,8 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     )
     try:
         spec = JobSpec.load(run.spec)
+        if spec.array is not None:
+            return LocalArray(run, spec, environ).run()
         if spec.backend == "slurm":
             return Supervisor(run, spec, SrunLauncher(spec, environ), SlurmJob(environ)).run()
         return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec)).run()

@@ -43,6 +43,17 @@ class Scheduler(Protocol):
         """
 
 
+def own_job_id(environ: Mapping[str, str]) -> str:
+    """The job that this batch script belongs to, in Slurm's commands.
+
+    A task of an array is named by the array and its number. SLURM_JOB_ID is a number of its own for all tasks
+    but one: the last one's is that of the whole array, and a request by it would meet all other tasks.
+    """
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
 class SlurmJob:
     """The job that this batch script belongs to."""
 
@@ -52,7 +63,7 @@ class SlurmJob:
     cancels: frozenset[signal.Signals] = frozenset()
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.job_id = environ["SLURM_JOB_ID"]
+        self.job_id = own_job_id(environ)
         self._environ = outer_environment(environ)
 
     def is_ending_job(self) -> bool:
@@ -86,7 +97,8 @@ class LocalJob:
     cancels = frozenset({signal.SIGTERM, signal.SIGINT})
 
     def __init__(self, spec: JobSpec) -> None:
-        self.job_id = str(os.getpid())
+        in_array = spec.array_task is not None
+        self.job_id = f"{os.getppid()}_{spec.array_task}" if in_array else str(os.getpid())
         self._limit_s = spec.time_limit_s
         self._begun = time.monotonic()
 

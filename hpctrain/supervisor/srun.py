@@ -17,6 +17,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.scheduler import own_job_id
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 
 #: Variables of the batch script that srun would take for options of the step.
@@ -48,7 +49,7 @@ class SrunLauncher:
         self.hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
         self.address = _address_of_this_host(self.hosts)
         self._spec = spec
-        self._job_id = environ["SLURM_JOB_ID"]
+        self._job_id = own_job_id(environ)
         self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}
 
     def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> SrunStep:

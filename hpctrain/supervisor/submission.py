@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.errors import SpecError
@@ -13,6 +14,12 @@ from hpctrain.rundir import RunDir
 
 #: `hpctrain submit` records a job within milliseconds of its submission.
 _RECORD_LIMIT_S = 10.0
+
+
+def own_run(run: RunDir, environ: Mapping[str, str]) -> RunDir:
+    """The run that this job is: of a job array under Slurm, one of its tasks."""
+    task = run.task(environ.get("SLURM_ARRAY_TASK_ID", ""))
+    return task if task.spec.exists() else run
 
 
 def join_record(run: RunDir, spec: JobSpec, job_id: str) -> int | None:
@@ -34,7 +41,7 @@ def join_record(run: RunDir, spec: JobSpec, job_id: str) -> int | None:
     if events is None:
         if spec.backend == "local":
             _take_lock(run)
-        _record(run, spec, job_id)
+        record_by_hand(run, spec, job_id)
         return None
     ends = [event for event in events if event["kind"] == "finished"]
     if not ends:
@@ -42,7 +49,7 @@ def join_record(run: RunDir, spec: JobSpec, job_id: str) -> int | None:
     if ends[-1]["state"] == "COMPLETED":
         return int(ends[-1]["exit_code"])
     # Somebody wants an ended run to go on.
-    _record(run, spec, job_id)
+    record_by_hand(run, spec, job_id)
     return None
 
 
@@ -57,7 +64,8 @@ def _since_submission(run: RunDir, job_id: str) -> list[dict[str, Any]] | None:
     return events
 
 
-def _record(run: RunDir, spec: JobSpec, job_id: str) -> None:
+def record_by_hand(run: RunDir, spec: JobSpec, job_id: str) -> None:
+    """Record a submission that was none of `hpctrain submit`."""
     run.log_event(
         "submitted", max(run.attempts(), default=-1) + 1, job_id=job_id, backend=spec.backend, by_hand=True
     )

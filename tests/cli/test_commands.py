@@ -31,6 +31,8 @@ def test_help_names_every_command(hpctrain):
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
         (["submit", "--profile", "x", "train.py"], "no profile 'x'"),
         (["submit", "--explain", "--dry-run", "train.py"], "give one of them"),
+        (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
+        (["submit", "--array", "0-1", "--follow", "train.py"], "a job array (--array) has many"),
         (["init", "train.py"], "is there already"),
         (["init", "no/where.yaml"], "'no/where.yaml' cannot be written"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
@@ -119,6 +121,21 @@ def test_the_whole_way(hpctrain, tmp_path):
     waited = hpctrain("wait", "r", "--json")
     assert json.loads(waited.stdout)["attempt"] == 1
     assert hpctrain("logs", "r").stdout == "args ['second']\n"
+
+
+def test_an_array_names_its_tasks_and_each_script_its_number(hpctrain, tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import os\nprint(os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['SLURM_ARRAY_TASK_ID'])\n"
+    )
+    command = ["submit", "--backend", "local", "--run-dir", "r", "--array", "3,5%2"]
+    facts = json.loads(hpctrain(*command, "--json", "task.py").stdout)
+    assert (facts["run_id"], facts["tasks"]) == ("r", [3, 5])
+    assert hpctrain("wait", "r").returncode == 0
+    assert [hpctrain("logs", f"r/task-{index}").stdout for index in (3, 5)] == ["3 3\n", "5 5\n"]
+    again = hpctrain(*command[:-1], "5", "task.py")
+    assert "logs -f r/task-5  |" in again.stdout
+    assert hpctrain("wait", "r").returncode == 0
+    assert_no_process_left(tmp_path / "r")
 
 
 def test_a_failure_ends_with_4_and_the_cause_comes_first(hpctrain, tmp_path):

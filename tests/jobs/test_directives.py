@@ -120,7 +120,7 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
         ({"nodes": "2"}, "Use --nodes"),
         ({"partition": "x"}, "--sbatch partition has an option of its own. Use --partition"),
         ({"mail-type": "END"}, "Use --mail-type"),
-        ({"array": "0-3"}, "not supported yet"),
+        ({"array": "0-3"}, "Use --array"),
         ({"cpus-per-gpu": "3"}, "Use --cpus-per-task"),
         ({"signal": "B:USR1"}, "Use --signal-lead"),
         ({"gpus": "2"}, "Use --gpus-per-node"),

@@ -1,0 +1,140 @@
+"""A job array without Slurm: its tasks as processes of this machine, a few at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import FrameType
+
+from hpctrain.errors import RunFailed, SpecError
+from hpctrain.files import try_lock
+from hpctrain.jobs.array import Array
+from hpctrain.jobs.record import read_record
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.local import visible_gpus
+from hpctrain.supervisor.submission import join_record, record_by_hand
+
+log = logging.getLogger(__name__)
+
+#: Signals by which the user ends the array.
+_CANCELS = (signal.SIGTERM, signal.SIGINT)
+
+
+class LocalArray:
+    """Starts a supervisor for each task, and keeps as many of them going as the array allows at once."""
+
+    def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        if spec.backend != "local" or spec.array is None:
+            raise SpecError(
+                f"This is no task of the job array in {str(run.path)!r}: SLURM_ARRAY_TASK_ID names none of "
+                f"{spec.array}. Submit the task with hpctrain submit --array."
+            )
+        self._run, self._spec, self._environ = run, spec, environ
+        self._job_id = str(os.getpid())
+        self._array = Array.parse(spec.array)
+        self._events: queue.SimpleQueue[int | signal.Signals] = queue.SimpleQueue()
+        self._going: dict[int, subprocess.Popen[bytes]] = {}
+        self._places = deque(range(self._array.throttle or 1))
+        self._place_of: dict[int, int] = {}
+
+    def run(self) -> int:
+        """See all tasks to their end. Returns the exit code of the job."""
+        for number in (*_CANCELS, signal.SIGUSR2):
+            signal.signal(number, self._note_signal)
+        join_record(self._run, self._spec, self._job_id)
+        waiting = deque(self._array.indices)
+        while waiting or self._going:
+            while waiting and self._places:
+                self._start(waiting.popleft())
+            if not self._going:
+                continue
+            match self._events.get():
+                case signal.Signals() as number:
+                    self._pass_on(number, waiting)
+                case index:
+                    self._ended(index)
+        states = [self._state(index) for index in self._array.indices]
+        log.info("all tasks have ended: %s", ", ".join(map(str, states)))
+        return 0 if set(states) == {"COMPLETED"} else RunFailed.exit_code
+
+    def _start(self, index: int) -> None:
+        """Start a task, unless somebody has cancelled it or it is going already."""
+        task = self._run.task(index)
+        if task.cancel_request.exists():
+            self._finish(task, "CANCELLED", None)
+            return
+        lock = try_lock(task.lock)
+        if lock is None:
+            log.warning("task %d is going already, under a supervisor that was started before", index)
+            return
+        if read_record(task).job_id != f"{self._job_id}_{index}":
+            # Nobody but `hpctrain submit` records the tasks of an array: this script was started by hand.
+            record_by_hand(task, self._spec, f"{self._job_id}_{index}")
+        place = self._places.popleft()
+        try:
+            with open(task.slurm_log, "ab") as output:
+                process = subprocess.Popen(
+                    [self._spec.python, "-m", "hpctrain.supervisor", str(task.path)],
+                    cwd=task.path,
+                    env={**self._environ, **self._gpus_of(place)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=[lock],
+                )
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{process.pid}\n".encode(), 0)
+        finally:
+            os.close(lock)
+        self._going[index], self._place_of[index] = process, place
+        threading.Thread(target=self._await, args=(index, process), daemon=True).start()
+        log.info("task %d: started, process %d", index, process.pid)
+
+    def _gpus_of(self, place: int) -> dict[str, str]:
+        """The GPUs of one of the tasks that run at once: each has its own."""
+        count = self._spec.nodes * self._spec.gpus_per_node
+        gpus = visible_gpus(self._environ)[place * count : (place + 1) * count]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+    def _await(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._events.put(index)
+
+    def _pass_on(self, number: signal.Signals, waiting: Iterable[int]) -> None:
+        log.info("got %s; sending it to the tasks that run", number.name)
+        if number in _CANCELS:
+            for index in (*self._going, *waiting):
+                self._run.task(index).cancel_request.touch()
+        for process in self._going.values():
+            process.send_signal(number)
+
+    def _ended(self, index: int) -> None:
+        code = self._going.pop(index).returncode
+        self._places.append(self._place_of.pop(index))
+        if self._state(index) is None:
+            task = self._run.task(index)
+            if task.cancel_request.exists():
+                self._finish(task, "CANCELLED", None)
+            else:
+                self._finish(task, "FAILED", f"its supervisor ended with {code}, without a word")
+        log.info("task %d: %s", index, self._state(index))
+
+    def _state(self, index: int) -> str | None:
+        finished = read_record(self._run.task(index)).finished
+        return str(finished["state"]) if finished else None
+
+    def _finish(self, task: RunDir, state: str, cause: str | None) -> None:
+        exit_code = 0 if state == "CANCELLED" else RunFailed.exit_code
+        attempt = max(task.attempts(), default=0)
+        task.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause)
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._events.put(signal.Signals(number))

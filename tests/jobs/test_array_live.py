@@ -1,0 +1,117 @@
+"""Job arrays on a real Slurm: each task is a run of its own, and what happens to one happens to it alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+from helpers import environment, run_command, wait_for
+
+from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.runs import Run
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.submit import hand_over
+
+#: Its first attempt lasts until somebody ends it; the second tells where it is.
+_SCRIPT = """
+import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print(json.dumps({name: value for name, value in os.environ.items() if "ARRAY" in name}), flush=True)
+time.sleep(60 if os.environ["HPCTRAIN_ATTEMPT"] == "0" else 0)
+"""
+
+
+@pytest.fixture
+def environ(slurm) -> dict[str, str]:
+    return environment(slurm.env)
+
+
+@pytest.fixture
+def submit(environ, tmp_path) -> Callable[..., Run]:
+    """Submit a script that waits, through the real supervisor."""
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+
+    def call(**options: object) -> Run:
+        given = {"backend": "slurm", "run_dir": "r", **options}
+        return hand_over(prepare(script, (), given, environ=environ, cwd=tmp_path, python=sys.executable))
+
+    return call
+
+
+def attempts(run: Run) -> list[int]:
+    return [len(task.dir.attempts()) for task in run.tasks()]
+
+
+def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, environ, tmp_path):
+    """Under a name that is a file name pattern, and with supervisors that only pretend."""
+    folder = tmp_path / "a%j %a"
+    run = hand_over(prepared(array="0-38:2%4", run_dir=folder, backend="slurm", environ=environ))
+    assert run.wait(timeout=60).state is RunState.COMPLETED
+    assert run.dir.tasks() == list(range(0, 39, 2))
+    for task in run.tasks():
+        seen = json.loads((task.dir.path / "seen.json").read_text())["env"]
+        assert task.dir.path.name == f"task-{seen['SLURM_ARRAY_TASK_ID']}"
+        assert task.job_id == f"{run.job_id}_{seen['SLURM_ARRAY_TASK_ID']}"
+        assert seen["SLURM_ARRAY_JOB_ID"] == run.job_id
+        assert task.dir.slurm_log.exists()
+
+
+def test_a_requeue_and_a_cancellation_meet_one_task_alone(submit):
+    """The last task of an array has the number of the whole array as its SLURM_JOB_ID."""
+    run = submit(array="0-2")
+    first, middle, last = run.tasks()
+    wait_for(lambda: all(started(task) for task in run.tasks()), 40, "all tasks to start")
+    last.requeue()
+    assert last.wait(timeout=40).attempt == 1
+    middle.cancel()
+    wait_for(lambda: middle.status().state is RunState.CANCELLED, 20, "the end of the task")
+    assert first.status().state is RunState.RUNNING
+    assert attempts(run) == [1, 1, 2]
+    shown = json.loads(last.dir.rank_log(1, 0).read_text())
+    assert shown["HPCTRAIN_ARRAY_TASK_ID"] == "2"
+    assert shown["SLURM_ARRAY_JOB_ID"] == run.job_id
+    run.cancel()
+    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
+    again = submit(array="1")
+    assert again.wait_for_end(timeout=40).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
+
+
+def test_a_task_is_preempted_alone(submit, environ):
+    run = submit(array="0-1", exclusive=True)
+    wait_for(lambda: all(started(task) for task in run.tasks()), 40, "all tasks to start")
+    node = next(event["hosts"][0] for event in run.tasks()[1].dir.read_events() if event["kind"] == "started")
+    run_command(["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true"], environ)
+    assert run.tasks()[1].wait(timeout=60).attempt == 1
+    assert run.tasks()[0].status().state is RunState.RUNNING
+    assert attempts(run) == [1, 2]
+    run.cancel()
+    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
+
+
+def test_a_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
+    array = hand_over(
+        prepared(array="0-1", run_dir="a", backend="slurm", sbatch={"hold": ""}, environ=environ)
+    )
+    after = hand_over(prepared(run_dir="b", backend="slurm", dependency="afterok:a", environ=environ))
+    one = hand_over(prepared(run_dir="c", backend="slurm", dependency="afterok:a/task-1", environ=environ))
+
+    def dependency(run: Run) -> str:
+        return run_command(
+            ["squeue", "--noheader", f"--jobs={run.job_id}", "--Format=Dependency:60"], environ
+        ).stdout
+
+    assert f"afterok:{array.job_id}_*(unfulfilled)" in dependency(after)
+    assert f"afterok:{array.job_id}_1(unfulfilled)" in dependency(one)
+    run_command(["scontrol", "release", f"{array.job_id}_1"], environ)
+    assert one.wait(timeout=20).state is RunState.COMPLETED
+    assert after.status().state is RunState.PENDING
+    run_command(["scontrol", "release", f"{array.job_id}_0"], environ)
+    assert after.wait(timeout=30).state is RunState.COMPLETED
+
+
+def started(task: Run) -> bool:
+    log = task.log_path()
+    return log is not None and log.exists() and "ARRAY" in log.read_text()
