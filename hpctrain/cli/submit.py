@@ -137,10 +137,10 @@ def command(
 def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) -> None:
     """Say what was submitted, and look at it where that is asked for."""
     run_dir, backend = submission.spec.run_dir, submission.backend.name
+    tasks = submission.spec.tasks()
     if as_json:
         facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend}
-        tasks = [task.array_task for task in submission.spec.tasks()]
-        echo_json(facts | ({"tasks": tasks} if tasks else {}))
+        echo_json(facts | ({"tasks": [task.array_task for task in tasks]} if tasks else {}))
     else:
         click.echo(
             f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
@@ -151,7 +151,6 @@ def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) ->
         stream(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
         handle = handle_of(run_dir)
-        tasks = submission.spec.tasks()
         shown = handle_of(tasks[0].run_dir) if tasks else handle
         click.echo(
             f"Next: {program()} logs -f {shown}  |  {program()} status {handle}  |  {program()} cancel {handle}"
