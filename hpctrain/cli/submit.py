@@ -152,9 +152,8 @@ def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) ->
     elif not as_json:
         handle = handle_of(run_dir)
         shown = handle_of(tasks[0].run_dir) if tasks else handle
-        click.echo(
-            f"Next: {program()} logs -f {shown}  |  {program()} status {handle}  |  {program()} cancel {handle}"
-        )
+        next_commands = (f"logs -f {shown}", f"status {handle}", f"cancel {handle}")
+        click.echo("Next: " + "  |  ".join(f"{program()} {command}" for command in next_commands))
 
 
 command.params[:0] = map(_click_option, options().values())
