@@ -33,14 +33,16 @@ class _Visitor:
 class Host:
     """Waits until every other rank has come."""
 
-    def __init__(self, listener: socket.socket, me: Hello, deadline: float) -> None:
+    def __init__(self, listener: socket.socket, me: Hello, deadline: float, where: str) -> None:
         """Listen; see `gather`.
 
         Args:
             listener: at the port that the others are going to find.
             me: rank 0's introduction of itself.
             deadline: when to give up, on the monotonic clock. A rank that came earlier may give up earlier.
+            where: in words, where the others look for this rank.
         """
+        self._where = where
         self._me, self._deadline = me, deadline
         self._listener = listener
         self._selector = selectors.DefaultSelector()
@@ -172,7 +174,9 @@ class Host:
 
     def _who_is_missing(self) -> str:
         missing, peers = self.missing, self._me.world_size - 1
-        text = f"{peers - len(missing)} of {peers} peers have come, not rank {_listed(missing)}"
+        text = (
+            f"{peers - len(missing)} of {peers} peers have come to {self._where}; not rank {_listed(missing)}"
+        )
         return "; ".join([text, *self._notes])
 
     def _note(self, text: str) -> None:

@@ -89,7 +89,7 @@ def meet(
         if ranks.world_size == 1:
             return Meeting("127.0.0.1", port.number, "127.0.0.1", port)
         try:
-            host = Host(port.listener, me, deadline)
+            host = Host(port.listener, me, deadline, f"{ranks.master_addr}, port {port.number}")
             with _files_for(ranks.world_size), _looking_for_a_second(visit, host):
                 address = host.gather(remind_at, remind)
         except BaseException:

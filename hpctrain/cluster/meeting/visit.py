@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from hpctrain.cluster.addresses import is_loopback, plain, resolve
@@ -94,23 +95,25 @@ class Visit:
     def _find(self, remind_at: float, remind: Callable[[str], None]) -> tuple[socket.socket, str, int] | None:
         """A connection to rank 0, the address and the port; None where the time is up."""
         pause_s = _FIRST_PAUSE_S
-        while True:
-            for address in self._addresses():
-                for port in self._ports:
-                    if self._over.is_set() or time.monotonic() >= self._deadline:
-                        return None
-                    try:
-                        return self._knock(address, port), address, port
-                    except OSError as error:
-                        self._tried[_at(address, port)] = str(error.strerror or error)
+        while not self._is_over():
+            for address, port in product(self._addresses(), self._ports):
+                if self._is_over():
+                    break
+                try:
+                    return self._knock(address, port), address, port
+                except OSError as error:
+                    self._tried[_at(address, port)] = str(error.strerror or error)
             if time.monotonic() >= remind_at:
                 remind(self.account())
                 remind_at = float("inf")
             # Not all ranks at the same moment: they may be thousands.
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
             wait_s = random.uniform(0.5, 1.0) * pause_s
-            if self._over.wait(max(0.0, min(wait_s, self._deadline - time.monotonic()))):
-                return None
+            self._over.wait(max(0.0, min(wait_s, self._deadline - time.monotonic())))
+        return None
+
+    def _is_over(self) -> bool:
+        return self._over.is_set() or time.monotonic() >= self._deadline
 
     def _knock(self, address: str, port: int) -> socket.socket:
         """A connection to rank 0 at this place.

@@ -1,0 +1,399 @@
+"""How the ranks of a job find each other: each in a thread of its own, on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count, islice
+
+import pytest
+from helpers import run_command
+
+from hpctrain.cluster.meeting import Meeting, meet
+from hpctrain.cluster.meeting.port import Port
+from hpctrain.cluster.ports import port_candidates
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.errors import MeetingFailed
+
+#: Far more than a meeting on one host takes, on a busy machine, too.
+LIMIT_S = 30.0
+#: For meetings that cannot succeed.
+SHORT_S = 2.0
+
+_KEYS = count()
+
+
+@pytest.fixture
+def key() -> str:
+    """Names a job that there is no other of."""
+    return f"{__name__} {time.monotonic_ns()} {next(_KEYS)}"
+
+
+def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **more: object) -> Ranks:
+    fields = {"local_rank": rank, "local_world_size": world_size, "node_rank": 0, "num_nodes": 1, **more}
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        master_addr=host,
+        master_port=next(port_candidates(key)),
+        environment="test",
+        meeting_key=key,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def gather(
+    *who: Ranks, timeout_s: float = LIMIT_S, environ: dict[str, str] | None = None
+) -> list[Future[Meeting]]:
+    """Let all of `who` meet at once; their ends, in that order."""
+    with ThreadPoolExecutor(len(who)) as pool:
+        return [pool.submit(meet, ranks, environ or {}, timeout_s=timeout_s) for ranks in who]
+
+
+def world(key: str, size: int, **more: object) -> list[Ranks]:
+    return [ranks_of(key, rank, size, **more) for rank in range(size)]
+
+
+def agreed_port(ends: list[Future[Meeting]]) -> int:
+    """The port that all agreed on; rank 0 gives it back."""
+    meetings = [end.result() for end in ends]
+    for meeting in meetings:
+        if meeting.held:
+            meeting.held.close()
+    (port,) = {meeting.port for meeting in meetings}
+    return port
+
+
+def failures(ends: list[Future[Meeting]]) -> list[str]:
+    """What each rank says of its failure; fails where one has none."""
+    texts = []
+    for end in ends:
+        with pytest.raises(MeetingFailed) as error:
+            end.result()
+        texts.append(str(error.value))
+    return texts
+
+
+def candidates(key: str) -> list[int]:
+    return list(islice(port_candidates(key), 5))
+
+
+@contextlib.contextmanager
+def server(port: int, answer: Callable[[socket.socket], object]) -> Iterator[list[socket.socket]]:
+    """A foreign server on `port`, which does `answer(connection)` with all who come."""
+    came: list[socket.socket] = []
+    listener = socket.create_server(("", port))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            came.append(connection)
+            with contextlib.suppress(OSError):
+                answer(connection)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        yield came
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        serving.join()
+        for connection in came:
+            connection.close()
+
+
+def echo(connection: socket.socket) -> None:
+    connection.settimeout(5.0)
+    connection.sendall(connection.recv(4096))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_all_meet_whoever_comes_first(key, order):
+    started = []
+    with ThreadPoolExecutor(4) as pool:
+        for rank in order:
+            started.append(pool.submit(meet, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S))
+            time.sleep(0.1)
+    assert agreed_port(started) == candidates(key)[0]
+    for end in started:
+        assert end.result().address in ("127.0.0.1", "::1")
+
+
+def test_a_process_that_is_alone_gets_a_port_at_once(key):
+    with contextlib.closing(meet(ranks_of(key, 0, 1), {}).held) as held:
+        assert 20_000 <= held.number < 32_000
+
+
+def test_more_of_them_than_there_are_candidates_have_a_port_each():
+    alone = (
+        "from hpctrain.cluster import detect; from hpctrain.cluster.meeting import meet\n"
+        "print(meet(detect({}), {}).port, flush=True); input()"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", alone],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(7)
+    ]
+    ports = [process.stdout.readline() for process in processes]
+    for process in processes:
+        process.communicate(b"\n", timeout=30)
+    assert len(set(ports)) == 7
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda connection: None,
+        lambda connection: connection.close(),
+        lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
+        lambda connection: connection.sendall(b"{}\n"),
+        lambda connection: connection.sendall(b"\xff" * 100_000),
+        echo,
+    ],
+    ids=["is silent", "hangs up", "greets first", "speaks JSON", "floods", "echoes"],
+)
+def test_a_foreign_server_on_the_port_is_passed_over(key, answer):
+    first, second, *_ = candidates(key)
+    with server(first, answer):
+        assert agreed_port(gather(*world(key, 3))) == second
+
+
+def test_a_foreign_server_on_one_address_of_the_host_is_enough_to_pass_the_port_over(key):
+    first, second, *_ = candidates(key)
+    with contextlib.closing(socket.create_server(("127.0.0.1", first))):
+        assert agreed_port(gather(*world(key, 2))) == second
+
+
+def test_two_jobs_with_the_same_candidates_do_not_mix(key):
+    first = next(port_candidates(key))
+    other = next(text for i in count() if next(port_candidates(text := f"{key} {i}")) == first)
+    ends = gather(*world(key, 4), *world(other, 4))
+    ports = [end.result().port for end in ends]
+    assert len({*ports[:4]}) == len({*ports[4:]}) == 1
+    assert ports[0] != ports[4]
+    for end in (ends[0], ends[4]):
+        end.result().held.close()
+
+
+def test_a_port_that_is_reserved_for_a_program_is_passed_over_and_the_program_gets_it(key):
+    number, second, *_ = candidates(key)
+    port = Port(number)
+    port.reserve()
+    assert agreed_port(gather(*world(key, 2))) == second
+    with pytest.raises(OSError, match="in use"), contextlib.closing(socket.socket()) as plain:
+        plain.bind(("127.0.0.1", number))
+    with socket.create_server(("", number)) as listener:
+        assert listener.getsockname()[1] == number
+    port.close()
+
+
+def test_a_port_that_the_last_meeting_has_just_left_is_taken_again(key):
+    assert {agreed_port(gather(*world(key, 3))) for _ in range(8)} == {candidates(key)[0]}
+
+
+def test_all_ports_taken_is_said_with_each_of_them(key):
+    with contextlib.ExitStack() as servers:
+        for number in candidates(key):
+            servers.enter_context(socket.create_server(("", number)))
+        (text,) = failures(gather(ranks_of(key, 0, 2)))
+    assert all(f"{number} (Address already in use)" in text for number in candidates(key))
+
+
+def test_a_missing_rank_is_named_to_all_that_have_come(key):
+    present = [ranks for ranks in world(key, 6) if ranks.rank not in (2, 4, 5)]
+    begun = time.monotonic()
+    texts = failures(gather(*present, timeout_s=SHORT_S))
+    assert time.monotonic() - begun < SHORT_S + 5.0
+    for text, ranks in zip(texts, present, strict=True):
+        assert text.startswith(f"rank {ranks.rank} on ")
+        assert f"2 of 5 peers have come to localhost, port {candidates(key)[0]}; not rank 2, 4-5" in text
+
+
+def test_who_came_first_is_told_too_when_its_time_is_up(key):
+    """Rank 0 would wait longer, but a peer that has come would not."""
+    with ThreadPoolExecutor(2) as pool:
+        peer = pool.submit(meet, ranks_of(key, 1, 3), {}, timeout_s=SHORT_S)
+        main = pool.submit(meet, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
+    for text in failures([peer, main]):
+        assert "1 of 2 peers have come" in text
+        assert "not rank 2" in text
+
+
+def test_a_rank_that_comes_too_late_says_what_it_tried(key):
+    failures(gather(ranks_of(key, 0, 2), timeout_s=0.2))
+    (text,) = failures(gather(ranks_of(key, 1, 2), timeout_s=SHORT_S))
+    assert "rank 1 on " in text
+    assert "the name localhost: resolves to" in text
+    for number in candidates(key):
+        assert f"127.0.0.1:{number}: Connection refused" in text
+
+
+def test_a_foreign_server_is_told_from_rank_0_in_the_error(key):
+    first, *_ = candidates(key)
+    with server(first, echo):
+        (text,) = failures(gather(ranks_of(key, 1, 2), timeout_s=SHORT_S))
+    assert f"127.0.0.1:{first}: a server that is not rank 0 of this job" in text
+
+
+def test_a_name_that_nobody_knows_is_said(key):
+    far = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
+    (text,) = failures(gather(ranks_of(key, 1, 2, "no-such-host.invalid", **far), timeout_s=SHORT_S))
+    assert re.search("the name no-such-host.invalid: (Name or service not known|Temporary failure)", text)
+    assert "the name no-such-host: " in text
+
+
+def test_a_full_name_that_nobody_knows_is_shortened(key):
+    assert agreed_port(gather(*world(key, 2, host="localhost.no-such-domain.invalid")))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"},
+        {"SLURM_NODE_ALIASES": "other:10.0.0.1:other,cloud-1:127.0.0.1:cloud-1"},
+        {"SLURM_NODE_ALIASES": "cloud-1:[::1]:cloud-1"},
+    ],
+)
+def test_an_address_that_slurm_tells_stands_in_for_a_name(key, variables):
+    far = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
+    ends = gather(
+        ranks_of(key, 0, 2, "cloud-1.invalid", num_nodes=2, local_world_size=1),
+        ranks_of(key, 1, 2, "cloud-1.invalid", **far),
+        environ=variables,
+    )
+    assert agreed_port(ends)
+
+
+def test_fake_resolver_that_hangs_is_not_waited_for(key, monkeypatch):
+    hanging = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hanging.wait(60) and [])
+    begun = time.monotonic()
+    (text,) = failures(gather(ranks_of(key, 1, 2, "n1"), timeout_s=SHORT_S))
+    hanging.set()
+    assert time.monotonic() - begun < SHORT_S + 5.0
+    assert "the name n1: the resolver did not answer within" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_with_the_same_rank_are_both_named(key, rank):
+    """As many as there should be, so that one is missing."""
+    ends = gather(*world(key, 4)[:3], ranks_of(key, rank, 4))
+    for text in failures(ends):
+        assert re.search(
+            rf"two processes take themselves for rank {rank} of 4: process \d+ on \S+ and process \d+ on",
+            text,
+        )
+        assert "hpctrain env" in text
+
+
+def test_ranks_that_count_differently_are_told_both_numbers(key):
+    texts = failures(gather(ranks_of(key, 0, 2), ranks_of(key, 1, 4), timeout_s=SHORT_S))
+    for text in texts:
+        assert re.search(r"rank 1, process \d+ on \S+, counts 4 ranks, but rank 0, process .*, 2", text)
+
+
+def test_whoever_else_talks_to_the_port_does_no_harm(key):
+    number, *_ = candidates(key)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as connections:
+        main = pool.submit(meet, ranks_of(key, 0, 2), {}, timeout_s=LIMIT_S)
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"token": 3}\n', b"x" * 10_000, b"\xff\n"):
+            connection = connect(number)
+            connections.enter_context(connection)
+            connection.sendall(words)
+        (peer,) = gather(ranks_of(key, 1, 2))
+    assert agreed_port([main, peer]) == number
+
+
+def connect(port: int) -> socket.socket:
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def test_a_rank_that_goes_away_and_comes_back_is_one_rank(key):
+    """A launcher may start a process again, or a connection may break."""
+    with ThreadPoolExecutor(2) as pool:
+        main = pool.submit(meet, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
+        come_and_go = (
+            "import sys, time; from hpctrain.cluster.ranks import Ranks\n"
+            "from hpctrain.cluster.meeting import meet\n"
+            "from hpctrain.cluster.meeting import visit\n"
+            "visit._hear = lambda c, s, hear=visit._hear: sys.exit(0) if s > 3 else hear(c, s)\n"
+            f"meet(Ranks(1, 3, 1, 3, 0, 1, 'localhost', 0, 'test', {key!r}), {{}}, timeout_s=30)"
+        )
+        run_command([sys.executable, "-c", come_and_go])
+        rest = gather(ranks_of(key, 1, 3), ranks_of(key, 2, 3))
+    assert agreed_port([main, *rest]) == candidates(key)[0]
+
+
+def test_more_peers_than_files_may_be_open():
+    """The soft limit is raised while they meet, and put back."""
+    text = """
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from hpctrain.cluster.meeting import meet
+from hpctrain.cluster.ranks import Ranks
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+def rank(number):
+    return Ranks(number, 200, number, 200, 0, 1, "127.0.0.1", 0, "test", KEY)
+if ROLE == "main":
+    held = meet(rank(0), {}).held
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+else:
+    resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1:] * 2)
+    with ThreadPoolExecutor(199) as pool:
+        print(len({m.port for m in pool.map(lambda number: meet(rank(number), {}), range(1, 200))}))
+"""
+    head = f"KEY = 'many {time.monotonic_ns()}'\n"
+    with ThreadPoolExecutor(2) as pool:
+        outputs = [
+            pool.submit(run_command, [sys.executable, "-c", f"ROLE = '{role}'\n{head}{text}"])
+            for role in ("main", "peers")
+        ]
+    assert [output.result().stdout for output in outputs] == ["96\n", "1\n"]
+
+
+def test_what_is_waited_for_is_said_once(key, capfd):
+    for rank in (0, 1):
+        with pytest.raises(MeetingFailed):
+            meet(ranks_of(key, rank, 2), {}, timeout_s=1.0, remind_after_s=0.1)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert re.match(
+        r"hpctrain: rank 0 on \S+ is waiting for its peers: 0 of 1 peers have come .* not rank 1$", lines[0]
+    )
+    assert re.match(r"hpctrain: rank 1 on \S+ is waiting for its peers: .*Connection refused", lines[1])
+
+
+def test_where_address_and_port_are_given_nobody_is_waited_for(key):
+    given = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    meeting = meet(ranks_of(key, 1, 2), given)
+    assert (meeting.address, meeting.port, meeting.held) == ("localhost", next(port_candidates(key)), None)
+
+
+def test_a_given_port_is_the_only_one(key):
+    first, *_ = candidates(key)
+    given = {"MASTER_PORT": str(first)}
+    assert agreed_port(gather(*world(key, 2), environ=given)) == first
+    with socket.create_server(("", first)):
+        (text,) = failures(gather(ranks_of(key, 0, 2), environ=given))
+    assert f"of the ports {first} (Address already in use) none can be bound" in text
