@@ -1,70 +1,363 @@
 from __future__ import annotations
 
+import re
+import subprocess
+from collections.abc import Iterator
+
 import pytest
-from helpers import run_command
-from hypothesis import given
+from helpers import environment, run_command
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.errors import UserError
 
-LISTS = [
-    "n1",
-    "login",
-    "n[1-3]",
-    "n[001-004,7]",
-    "a,b[2-3]",
-    "rack[1-2]node[3-4]",
-    "x[0-1]c[0-1]s[0-7]",
-    "x[0-1]c[0-2]s[0-1]d[1-3],y[7]z[1-2]",
-    "n[01-03,7],gpu-a[1-2]",
-    "n[8-11]",
-    "n[08-11]",
-]
+#: A question to the oracle costs a fraction of a millisecond, so thousands of them take seconds.
+MANY = settings(max_examples=400, deadline=None)
+#: Where each question is a process of its own.
+FEWER = settings(max_examples=150, deadline=None)
 
 
-@pytest.mark.parametrize("hostlist", LISTS)
-def test_agrees_with_scontrol(slurm, hostlist):
-    oracle = run_command(["scontrol", "show", "hostnames", hostlist], slurm.env).stdout.split()
-    assert expand_hostlist(hostlist) == oracle
+class Scontrol:
+    """One scontrol that answers any number of questions, since it reads commands from a pipe."""
+
+    _LAST = "the-end"
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def show(self, what: str, text: str) -> list[str] | None:
+        """The lines of `scontrol show WHAT TEXT`, None where it refuses. The text has no spaces."""
+        asked, answer = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answer is not None
+        asked.write(f"show {what} {text}\nshow hostnames {self._LAST}\n")
+        asked.flush()
+        lines = []
+        for line in answer:
+            if line == f"{self._LAST}\n":
+                break
+            lines.append(line.rstrip("\n"))
+        # It repeats each question after its prompt.
+        first, *lines, last = lines
+        assert (first, last) == (f"scontrol: show {what} {text}", f"scontrol: show hostnames {self._LAST}")
+        return (
+            None if any(line.startswith("Invalid hostlist") for line in lines) else list(filter(None, lines))
+        )
+
+    def expand(self, hostlist: str) -> list[str] | None:
+        return self.show("hostnames", hostlist)
 
 
-def test_suffixes_which_scontrol_here_expands_to_nothing():
-    assert expand_hostlist("n[01-03,7],gpu-a[1-2]b") == ["n01", "n02", "n03", "n7", "gpu-a1b", "gpu-a2b"]
-    assert expand_hostlist("x[0-1]c[0-1]b0") == ["x0c0b0", "x0c1b0", "x1c0b0", "x1c1b0"]
+@pytest.fixture(scope="module")
+def scontrol(slurm) -> Iterator[Scontrol]:
+    # So wide a terminal that its line editor breaks no line.
+    env = environment({**slurm.env, "COLUMNS": "100000", "TERM": "dumb"})
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        ["scontrol"], env=env, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            oracle = Scontrol(process)
+            assert oracle.expand("n1") == ["n1"]
+            yield oracle
+        finally:
+            process.kill()
 
 
-def test_empty_list_has_no_names():
-    assert expand_hostlist("") == []
+def expand_by_argument(slurm, hostlist: str) -> list[str]:
+    """What scontrol prints for a list with spaces."""
+    return run_command(["scontrol", "show", "hostnames", hostlist], slurm.env).stdout.split()
+
+
+def numbers(longest_range: int) -> Iterator[str]:
+    """Numbers and ranges, most of them around the places where the number of digits changes."""
+    for number in (0, 1, 5, 8, 9, 10, 11, 42, 98, 99, 100, 101, 998, 999, 1000, 1001, 9999, 10000, 100000):
+        for width in (0, 2, 3, 4, 6):
+            first = str(number).zfill(width)
+            yield first
+            for more in (0, 1, 2, 3, 10, 12, 90, 101, 999, 1200):
+                if more <= longest_range:
+                    yield from (f"{first}-{number + more}", f"{first}-{number + more:05}")
+
+
+def brackets(longest_range: int) -> st.SearchStrategy[str]:
+    pieces = st.sampled_from(list(numbers(longest_range)))
+    return st.lists(pieces, min_size=1, max_size=3).map(lambda pieces: f"[{','.join(pieces)}]")
+
+
+def joined(*parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.tuples(*parts).map("".join)
+
+
+words = st.sampled_from(["", "n", "a", "rack", "gpu-a", "x1", "0", "b.", "_", "N", "-"])
+names = joined(words, st.sampled_from(["", *numbers(-1)])).filter(bool)
+bracketed = (
+    joined(words, brackets(1200))
+    | joined(words, brackets(12), words, brackets(12))
+    | joined(words, brackets(3), words, brackets(3), words, brackets(3))
+    | joined(words, brackets(2), words, brackets(2), words, brackets(2), words, brackets(2))
+)
+lists = st.lists(names | bracketed, min_size=1, max_size=6)
+
+
+def parts(items: list[str]) -> list[str]:
+    """The list of all items, and each list that is a part of it: many questions out of one draw."""
+    return [
+        ",".join(items[start:end]) for start in range(len(items)) for end in range(start + 1, len(items) + 1)
+    ]
+
+
+#: Texts that are hardly ever node lists, and lists in which something is changed, added or left out.
+texts = st.text("ab019-[],.", min_size=1, max_size=20) | st.builds(
+    lambda items, place, new, length: (
+        (text := ",".join(items))[: place % len(text)] + new + text[place % len(text) + length :]
+    ),
+    lists,
+    st.integers(0, 100),
+    st.sampled_from(["", "[", "]", "-", ",", "0", "a"]),
+    st.integers(0, 1),
+).filter(bool)
+
+
+@MANY
+@given(lists.map(parts))
+@example(["n[8-11],n[08-11],n[099-101],n[99-0101]"])
+@example(["a[1-2]b[1-2]c[3]", "x[0-1]c[0-2]s[0-1]d[1-3],y[7]z[1-2]"])
+@example(["n[0000000000000000000000001-2]", "n[1-3,2,2],n2,n1,n1"])
+@example(["[1-3],7,a1-2,n[1-65536]"])
+def test_expands_as_scontrol(scontrol, hostlists):
+    for hostlist in hostlists:
+        assert expand_hostlist(hostlist) == scontrol.expand(hostlist)
+
+
+@FEWER
+@given(
+    st.lists(
+        joined(
+            names | st.sampled_from(["n[1-2]", "[08-10]x[1-3]"]),
+            st.sampled_from([" ", "\t", ",", ", ", "  ", "\t,, "]),
+        )
+    ).map("".join)
+)
+@example("")
+@example(" , ")
+@example("a b")
+@example("n [1-2]")
+@example("n[1-2] [3-4],\tx")
+def test_spaces_are_read_as_by_scontrol(slurm, hostlist):
+    # What begins with a hyphen would be an option.
+    assert expand_hostlist(f"n{hostlist}") == expand_by_argument(slurm, f"n{hostlist}")
+
+
+def is_well_formed(text: str) -> bool:
+    """The grammar once more: bit by bit where the code has one expression."""
+    outside = re.sub(r"\[.*?\]", "", text)
+    if "[" in outside or "]" in outside:
+        return False
+    for bracket in re.findall(r"\[(.*?)\]", text):
+        for piece in bracket.split(","):
+            first, dash, last = piece.partition("-")
+            if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
+                return False
+    return True
+
+
+@MANY
+@given(texts)
+def test_any_text_is_refused_or_expanded_as_by_scontrol(scontrol, text):
+    refusal = ""
+    try:
+        expanded = expand_hostlist(text)
+    except UserError as error:
+        refusal = str(error)
+    if refusal:
+        assert is_well_formed(text) == ("more than 1,000,000 names" in refusal)
+        return
+    assert is_well_formed(text)
+    # Far from Slurm's limits, which are lower.
+    assume(len(expanded) < 10_000)
+    oracle = scontrol.expand(text)
+    text_after_bracket = re.search(r"\][^\[\],]+(,|$)", text)
+    assert oracle is None if text_after_bracket else expanded == oracle
+
+
+@given(bracketed, st.sampled_from(["b", "-ib", ".example.org", "0", "x1"]))
+def test_text_after_the_last_bracket_is_added_to_each_name(item, text):
+    assert expand_hostlist(f"{item}{text},z") == [*(name + text for name in expand_hostlist(item)), "z"]
+
+
+class TestDifferencesFromSlurm:
+    """Each is on purpose, and stands in the docstring of the module."""
+
+    @pytest.mark.parametrize(
+        ("hostlist", "names"),
+        [
+            ("gpu-a[1-2]b", ["gpu-a1b", "gpu-a2b"]),
+            ("n[01-03,7],gpu-a[1-2]b", ["n01", "n02", "n03", "n7", "gpu-a1b", "gpu-a2b"]),
+            ("x[0-1]c[0-1]b0", ["x0c0b0", "x0c1b0", "x1c0b0", "x1c1b0"]),
+            ("n[1-65537]", [f"n{number}" for number in range(1, 65538)]),
+        ],
+    )
+    def test_taken_here_and_refused_there(self, scontrol, hostlist, names):
+        assert scontrol.expand(hostlist) is None
+        assert expand_hostlist(hostlist) == names
+
+    @pytest.mark.parametrize(
+        ("hostlist", "there"),
+        [
+            ("n[1-2", ["n]"]),
+            ("n1]", ["n1]"]),
+            ("a[1b[2]", ["a[1b2"]),
+            ("n[1-]", ["n1"]),
+            ("n[+1]", ["n01"]),
+            ("n[1a-3]", ["n01", "n02", "n03"]),
+            ("n{1-2}", ["n{1-2}"]),
+            ("n1;n2", ["n1;n2"]),
+            ("n1:8", ["n1:8"]),
+            ("é1", ["é1"]),
+        ],
+    )
+    def test_refused_here_and_taken_there(self, scontrol, hostlist, there):
+        assert scontrol.expand(hostlist) == there
+        with pytest.raises(UserError, match="malformed"):
+            expand_hostlist(hostlist)
+
+    @pytest.mark.parametrize(("hostlist", "there"), [("n[1, 2]", ["n1", "n02"]), ("n1\n", ["n1"])])
+    def test_spaces_refused_here_and_taken_there(self, slurm, hostlist, there):
+        assert expand_by_argument(slurm, hostlist) == there
+        with pytest.raises(UserError, match="malformed"):
+            expand_hostlist(hostlist)
+
+    def test_numbers_of_more_than_64_bits(self, scontrol):
+        assert scontrol.expand("n99999999999999999999") == ["n18446744073709551615"]
+        assert expand_hostlist("n99999999999999999999") == ["n99999999999999999999"]
+        assert expand_hostlist("n[99999999999999999998-99999999999999999999]") == [
+            "n99999999999999999998",
+            "n99999999999999999999",
+        ]
 
 
 @pytest.mark.parametrize(
-    ("hostlist", "place"),
+    ("hostlist", "place", "problem"),
     [
-        ("n[1-", "character 2"),
-        ("n1]", "character 3"),
-        ("n[1[2]]", "character 4"),
-        ("n[a-b]", "character 3"),
-        ("n[3-1]", "character 3"),
-        ("n[1,]", "character 5"),
-        ("a b", "character 2"),
-        ("n[1-99999999]", "character 3"),
+        ("n[1-", 2, "a '[' without its ']'"),
+        ("n1]", 3, "a ']' without its '['"),
+        ("n[1[2]]", 4, "a '[' inside brackets"),
+        ("n[a-b]", 3, "'a-b' is neither a number nor a range"),
+        ("n1,n[4,3-1]", 8, "the range 3-1 runs backwards"),
+        ("n[010-9]", 3, "the range 010-9 runs backwards"),
+        ("n[1,]", 5, "'' is neither"),
+        ("n[]", 3, "'' is neither"),
+        ("n[1-2-3]", 3, "'1-2-3' is neither"),
+        ("n[1, 2]", 5, "' 2' is neither"),
+        ("n[١]", 3, "'١' is neither"),
+        ("n1\n", 3, "'\\n' is in no node's name"),
+        ("n1;n2", 3, "';' is in no node's name"),
+        ("n[9-" + "1" * 5000 + "-]", 3, "'9-11"),
     ],
 )
-def test_malformed_list_is_quoted_with_the_place(hostlist, place):
-    with pytest.raises(UserError, match="malformed") as caught:
+def test_malformed_list_is_quoted_with_the_place(hostlist, place, problem):
+    with pytest.raises(UserError) as caught:
         expand_hostlist(hostlist)
-    assert repr(hostlist) in str(caught.value)
-    assert place in str(caught.value)
+    assert f"malformed at character {place}: {problem}" in str(caught.value)
+    _, quoted, caret = str(caught.value).splitlines()
+    assert quoted.strip() == repr(hostlist) or len(hostlist) > 80
+    assert quoted[caret.index("^")] == (hostlist[place - 1] if hostlist[place - 1] != "\n" else "\\")
 
 
-names = st.from_regex(r"[a-z]([a-z-]{0,3}[0-9]{0,4}){1,2}", fullmatch=True)
+@pytest.mark.parametrize(
+    "before", ["", "a," * 10, "n[1-3]," * 100], ids=["at the start", "near the start", "far from it"]
+)
+@pytest.mark.parametrize(
+    "after", ["", ",b" * 10, ",n[1-3]" * 100], ids=["at the end", "near it", "far from it"]
+)
+def test_only_the_part_around_the_place_of_a_long_list_is_quoted(before, after):
+    with pytest.raises(UserError) as caught:
+        expand_hostlist(f"{before}n[7-x]{after}")
+    _, quoted, caret = str(caught.value).splitlines()
+    assert quoted[caret.index("^") :].startswith("7-x]")
+    assert len(quoted) < 100
 
 
-@given(st.lists(names, max_size=30))
-def test_compressing_and_expanding_gives_the_names_back(hosts):
-    assert expand_hostlist(compress_hostlist(hosts)) == hosts
+@pytest.mark.parametrize(
+    "hostlist",
+    [
+        "n[1-1000001]",
+        "a[1-1001]b[1-1000]",
+        "a[1-999]b[1-999]c[1-2]d",
+        ",".join(["n[1-1000]"] * 1001),
+        "n[0-9" + "9" * 5000 + "]",
+    ],
+    ids=["a range", "a product", "a product of three", "a sum", "a number that Python does not read"],
+)
+def test_more_than_a_million_names_are_refused(hostlist):
+    with pytest.raises(UserError, match=r"stands for more than 1,000,000 names") as caught:
+        expand_hostlist(hostlist)
+    assert len(str(caught.value)) < 160
 
 
-def test_runs_are_folded():
-    assert compress_hostlist(["n01", "n02", "n03", "n07", "gpu"]) == "n[01-03,07],gpu"
+def test_a_million_names_are_not_too_many():
+    assert len(expand_hostlist("a[1-1000]b[1-1000]")) == 1_000_000
+
+
+#: Neighbours that can be folded, and what breaks runs of them: other names, names twice, other widths.
+name_lists = st.lists(
+    names.map(lambda name: [name]) | bracketed.map(lambda item: expand_hostlist(item)[:40])
+).map(lambda lists: [name for names in lists for name in names])
+
+
+@MANY
+@given(name_lists)
+@example(["n9", "n10", "n011", "n12"])
+@example(["n099", "n100"])
+@example(["r1n1", "r1n2", "r2n1", "r2n2", "r3n1", "r3n2", "r4n1"])
+@example(["a", "a", "a1", "a1", "a01"])
+def test_compressed_list_expands_to_the_names_here_and_by_scontrol(scontrol, hosts):
+    compressed = compress_hostlist(hosts)
+    assert expand_hostlist(compressed) == hosts
+    if hosts:
+        assert scontrol.expand(compressed) == hosts
+
+
+@MANY
+@given(name_lists.filter(bool))
+def test_lists_that_scontrol_compressed_are_expanded(scontrol, hosts):
+    # Slurm reads no longer numbers, here as elsewhere.
+    assume(not any(re.search("[0-9]{19}", host) for host in hosts))
+    [compressed] = scontrol.show("hostlist", ",".join(hosts))
+    assert expand_hostlist(compressed) == hosts
+
+
+@pytest.mark.parametrize(
+    ("hosts", "compressed"),
+    [
+        ([], ""),
+        (["login"], "login"),
+        (["n1"], "n1"),
+        (["n01", "n02", "n03", "n07", "gpu"], "n[01-03,07],gpu"),
+        (["n8", "n9", "n10", "n11"], "n[8-11]"),
+        (["n2", "n1", "n1"], "n[2,1,1]"),
+        (["r1n1", "r1n2", "r2n1", "r2n2"], "r[1-2]n[1-2]"),
+        (["r1n1", "r1n2", "r2n1", "r2n3"], "r1n[1-2],r2n[1,3]"),
+        (["a1b", "a2b"], "a1b,a2b"),
+    ],
+)
+def test_runs_are_folded(hosts, compressed):
+    assert compress_hostlist(hosts) == compressed
+
+
+@pytest.mark.parametrize("shape", ["n{}", "rack{0}node{0}", "n{0:018}{0}"])
+def test_what_is_compressed_keeps_to_the_limits_of_slurm(slurm, shape):
+    hosts = [shape.format(number) for number in range(100_000)]
+    compressed = compress_hostlist(hosts)
+    assert expand_hostlist(compressed) == hosts
+    if len(compressed) < 100_000:
+        assert expand_by_argument(slurm, compressed) == hosts
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "a b", "n[1-2]", "n1\n", "é"])
+def test_what_is_no_name_is_not_compressed(name):
+    with pytest.raises(UserError, match="cannot be in a node list") as caught:
+        compress_hostlist(["n1", name])
+    assert repr(name) in str(caught.value)
