@@ -97,7 +97,7 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
             f"node rank {node_rank} (SLURM_NODEID) but {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}). "
             f"{believe('local')}"
         )
-    node = environ.get("SLURMD_NODENAME") or (hosts[0] if len(hosts) == 1 else "")
+    node = hosts[0] if len(hosts) == 1 else environ.get("SLURMD_NODENAME", "")
     if node not in hosts:
         raise EnvironmentMismatch(
             f"SLURMD_NODENAME is {node!r}, which is none of the step's nodes ({HOSTS}={environ[HOSTS]}). "

@@ -1,4 +1,4 @@
-"""`detect` in every kind of launch, run here and now, on the Slurm of the tests and with what else is there."""
+"""`detect` in every kind of launch, run here and now: on the Slurm of the tests, with what is installed."""
 
 from __future__ import annotations
 
