@@ -25,11 +25,11 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
 
 test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
-	@scripts/install_slurm.sh
+	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q --durations=15
 
 test-long: .venv/installed  ## the tests that take minutes
-	@scripts/install_slurm.sh
+	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -m long --durations=15
 
 check: .venv/installed  ## format, lint, types, layers, documentation

@@ -1,0 +1,31 @@
+#!/bin/sh
+# Makes sure that the tests find a Slurm to start, and MPI. Where these cannot be had, tests are skipped; with
+# CI=true that is a failure.
+set -eu
+cd "$(dirname "$0")/.."
+PATH="$PATH:/usr/sbin:/sbin"
+
+missing() {
+    for program; do
+        command -v "$program" >/dev/null || return 0
+    done
+    return 1
+}
+
+provide() { # NAME PACKAGE...
+    name=$1
+    shift
+    if scripts/apt_install.sh "$@"; then return; fi
+    if [ "${CI:-}" = true ]; then
+        echo "CI=true, and $name cannot be had: see above" >&2
+        exit 1
+    fi
+    echo "$name cannot be had here: the tests that need it will be skipped" >&2
+}
+
+if missing slurmctld slurmd munged; then provide Slurm slurm-wlm munge; fi
+# These two packages of MariaDB start no server of the machine's own, as mariadb-server does.
+if missing slurmdbd mariadbd my_print_defaults; then
+    provide "Slurm's accounting" slurmdbd mariadb-server-core mariadb-client
+fi
+if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
