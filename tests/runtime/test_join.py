@@ -1,0 +1,81 @@
+"""Joining without a supervisor: separate hosts, and steps of a real Slurm."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY, run_command
+from separate_hosts import SeparateHosts, need_separate_hosts
+
+from hpctrain.files import read_json_lines
+
+RANK = Path(__file__).with_name("joining.py")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[SeparateHosts]:
+    need_separate_hosts()
+    with SeparateHosts(2) as hosts:
+        yield hosts
+
+
+def join_on(hosts: SeparateHosts) -> list[dict[str, object]]:
+    """One rank a host, as two tasks of a job step of Slurm."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": str(time.monotonic_ns() % 2**31),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_LOCALID": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                hosts.start(
+                    host,
+                    [sys.executable, RANK],
+                    {**step, "SLURMD_NODENAME": host, "SLURM_PROCID": str(i), "SLURM_NODEID": str(i)},
+                )
+            )
+            for i, host in enumerate(hosts.names)
+        ]
+        outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return [json.loads(out) for out, _ in outputs]
+
+
+def test_gloo_crosses_hosts_whose_own_names_are_loopback_addresses(hosts):
+    for host in hosts.names:
+        hosts.set_hosts(host, {**{name: hosts.address(name) for name in hosts.names}, host: "127.0.1.1"})
+    for end in join_on(hosts):
+        assert end["sum"] == [1.0, 2.0]
+        assert end["gloo"] == "eth0"
+
+
+@pytest.mark.long
+def test_gloo_crosses_hosts_of_ipv6_only(hosts):
+    for host in hosts.names:
+        hosts.set_hosts(host, {name: hosts.address6(name) for name in hosts.names})
+    assert [end["sum"] for end in join_on(hosts)] == [[1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_ranks"), [(2, 3), pytest.param(4, 8, marks=pytest.mark.long)], ids=str
+)
+def test_the_trainer_under_a_bare_srun(slurm, tmp_path, num_nodes, num_ranks):
+    """Nobody tells the ranks where to meet."""
+    script = REPOSITORY / "tests" / "e2e" / "job.py"
+    env = {**slurm.env, "HPCTRAIN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    words = ["srun", f"-N{num_nodes}", f"-n{num_ranks}", sys.executable, script, "--epochs", "1"]
+    run_command(words, env, cwd=tmp_path, timeout=100)
+    assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
+    assert len(list((tmp_path / "samples").iterdir())) == num_ranks
