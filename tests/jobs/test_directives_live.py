@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,11 @@ from helpers import environment, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain import sandbox
+from hpctrain.jobs.prepare import prepare
 from hpctrain.jobs.render import render
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.submit import hand_over
 
 #: All that can stand in a line of a script: control characters are refused.
 words = st.text(
@@ -124,3 +130,77 @@ def test_the_size_of_a_job_is_what_was_asked_for(queue, make, fields, shown):
 )
 def test_a_directive_is_what_was_given(queue, make, directives, shown):
     assert queue.submit(make(directives=directives)).items() >= shown.items()
+
+
+@pytest.fixture(scope="module")
+def site(slurm) -> Iterator[sandbox.Sandbox]:
+    """A node with typed GPUs, a feature, licences and a reservation."""
+    name = f"pytest-d{os.getpid()}"
+    try:
+        box = sandbox.up(name, nodes=2, gpu_type="h100", settings=["Licenses=fluent:8"])
+        feature = f"scontrol update NodeName={name}-1 AvailableFeatures=fast,big ActiveFeatures=fast,big"
+        run_command(feature.split(), box.env)
+        reservation = "scontrol create reservation=ours Users=root Nodes=ALL Duration=60 StartTime=now"
+        run_command(reservation.split(), box.env)
+        yield box
+    finally:
+        sandbox.down(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"gpus_per_node": 2, "gpu_type": "h100"}, {"TresPerNode": "gres:gpu:h100:2"}),
+        (
+            {"gpus_per_node": 2, "gpu_type": "h100", "gpu_directive": "gpus-per-node"},
+            {"TresPerNode": "gres:gpu:h100:2"},
+        ),
+        ({"directives": {"licenses": "fluent:2"}}, {"Licenses": "fluent:2"}),
+        ({"directives": {"constraint": "fast&big"}}, {"Features": "fast&big"}),
+        ({"directives": {"reservation": "ours"}}, {"Reservation": "ours"}),
+        ({"directives": {"mem-per-gpu": "1G"}, "gpus_per_node": 1}, {"MemPerTres": "gres:gpu:1024"}),
+    ],
+)
+def test_what_only_some_sites_have_is_what_was_given(site, tmp_path, make, fields, shown):
+    assert Queue(site.env, tmp_path).submit(make(**fields)).items() >= shown.items()
+
+
+def test_nodes_are_those_that_were_named(site, tmp_path, make):
+    one, other = site.nodes
+    fields = Queue(site.env, tmp_path).submit(make(directives={"nodelist": one, "exclude": other}))
+    assert (fields["ReqNodeList"], fields["ExcNodeList"]) == (one, other)
+
+
+def test_ranks_have_what_the_job_was_given(slurm, tmp_path):
+    """Since 22.05 srun takes over less from sbatch than before."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os, subprocess\n"
+        "step = f\"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}\"\n"
+        "shown = subprocess.run(['scontrol', 'show', 'step', step], capture_output=True, text=True).stdout\n"
+        "print(json.dumps({'step': shown, **os.environ}))\n"
+    )
+    options = {
+        "nodes": 1,
+        "gpus_per_node": 2,
+        "cpus_per_task": 3,
+        "mem_per_cpu": 100,
+        "gpu_directive": "gpus-per-node",
+        "sbatch": {"hint": "compute_bound"},
+        "run_dir": "r",
+    }
+    run = hand_over(
+        prepare(script, (), options, environ=environment(slurm.env), cwd=tmp_path, python=sys.executable)
+    )
+    run.wait(timeout=60)
+    seen = json.loads(run.dir.rank_log(0, 1).read_text())
+    assert "TRES=cpu=6," in seen["step"]
+    expected = {
+        "SLURM_CPUS_PER_TASK": "3",
+        "OMP_NUM_THREADS": "3",
+        "SLURM_MEM_PER_CPU": "100",
+        "SLURM_GPUS_PER_NODE": "2",
+        "SLURM_STEP_GPUS": "0,1",
+        "SLURM_HINT": "compute_bound",
+    }
+    assert {name: seen.get(name) for name in expected} == expected

@@ -1,0 +1,91 @@
+"""Names, paths, arguments and variables of any kind, from the command to the ranks of a real Slurm job."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers import environment
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.submit import hand_over
+
+#: As a supervisor it starts the ranks once, without a store; as a rank it tells what reached it.
+_LAUNCHER = """#!{python}
+import json, os, queue, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+
+if sys.argv[1] == "-m":
+    from hpctrain.supervisor.srun import SrunLauncher
+    from hpctrain.supervisor.step import StepEnded
+
+    run = RunDir(Path(sys.argv[3]))
+    spec = JobSpec.load(run.spec)
+    events = queue.SimpleQueue()
+    command = [spec.python, "rank", json.dumps([spec.script, *spec.args])]
+    step = SrunLauncher(spec, os.environ).start(command, {{"OUT": str(run.path / "seen.json")}}, events.put)
+    while not isinstance(events.get(timeout=60), StepEnded):
+        pass
+    step.close()
+    run.log_event("finished", 0, state="COMPLETED", exit_code=0)
+else:
+    script, *args = json.loads(sys.argv[2])
+    seen = {{"script": script, "args": args, "cwd": os.getcwd(), "env": dict(os.environ)}}
+    Path(os.environ["OUT"]).write_text(json.dumps(seen))
+"""
+
+_CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x00")
+#: What a process can be given.
+words = st.text(_CHARACTERS, max_size=60)
+#: What a file can be called, and a line of a script can hold.
+names = st.text(
+    st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f/"),
+    min_size=1,
+    max_size=40,
+).filter(lambda name: name.strip(".") and len(name.encode()) < 200)
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("launcher") / "python"
+    path.write_text(_LAUNCHER.format(python=sys.executable, path=sys.path))
+    path.chmod(0o755)
+    return str(path)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    args=st.lists(words, max_size=30),
+    values=st.lists(words, max_size=20),
+    name=names,
+    script=names,
+    folder=names,
+    run_dir=names,
+)
+def test_what_arrives_at_a_rank_is_what_was_given(
+    slurm, tmp_path, launcher, args, values, name, script, folder, run_dir
+):
+    cwd = Path(tempfile.mkdtemp(dir=tmp_path), folder)
+    cwd.mkdir()
+    path = cwd / f"s{script}"
+    path.write_text("")
+    env = {f"VALUE_{i}": value for i, value in enumerate(values)}
+    options = {"name": name, "run_dir": f"r{run_dir}", "env": env, "backend": "slurm"}
+    submission = prepare(path.name, args, options, environ=environment(slurm.env), cwd=cwd, python=launcher)
+    run = hand_over(submission)
+    run.wait(timeout=60)
+    seen = json.loads((run.dir.path / "seen.json").read_text())
+    assert (seen["script"], seen["args"], seen["cwd"]) == (str(path), args, str(cwd))
+    assert {key: seen["env"][key] for key in env} == env
+    assert seen["env"]["SLURM_JOB_NAME"] == name
+    assert seen["env"]["OUT"] == os.path.join(cwd, f"r{run_dir}", "seen.json")
+    assert run.dir.slurm_log.exists()
