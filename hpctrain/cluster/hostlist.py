@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
+from itertools import groupby
 
 from hpctrain.errors import UserError
 
@@ -83,66 +83,77 @@ def compress_hostlist(names: Iterable[str]) -> str:
 
 def _expand(hostlist: str) -> list[str]:
     """Expand a well-formed list. ValueError where a range runs backwards, or where the names are too many."""
-    found: list[list[str]] = []
+    hostlist = hostlist.replace(" ", ",").replace("\t", ",").strip(",")
+    while ",," in hostlist:
+        hostlist = hostlist.replace(",,", ",")
+    if not hostlist:
+        return []
+    # All names are written into one text, which is split once: splitting is what takes the time.
+    written: list[str] = []
     num_names = 0
     item: list[str] = []
-    for i, part in enumerate(_BRACKET.split(hostlist)):
+    for i, part in enumerate(_BRACKET.split(f"{hostlist},")):
         if i % 2:
             item.append(part)
             continue
         # What is not in brackets ends one name, may hold whole ones, and begins another.
-        texts = part.replace(" ", ",").replace("\t", ",").split(",")
-        item.append(texts[0])
-        if len(texts) > 1:
-            found += _expand_item(item), [*filter(None, texts[1:-1])]
-            item = texts[-1:]
-            num_names += len(found[-2]) + len(found[-1])
+        end, comma, rest = part.partition(",")
+        item.append(end)
+        if comma:
+            plain, _, beginning = rest.rpartition(",")
+            text, count = _write_item(item)
+            num_names += count
             _limit(num_names)
-    found.append(_expand_item(item))
-    _limit(num_names + len(found[-1]))
-    return found[0] if len(found) == 1 else list(chain.from_iterable(found))
+            written += (text, plain) if plain else (text,)
+            item = [beginning]
+    names = ",".join(written).split(",")
+    _limit(len(names))
+    return names
 
 
-def _expand_item(item: list[str]) -> list[str]:
-    """Names of one item, which alternates between text and what is in a bracket, from text to text.
+def _write_item(item: list[str]) -> tuple[str, int]:
+    """The names of one item, between commas, and how many they are.
 
-    Of several brackets the last one runs fastest, then the first, then the second: Slurm's order.
+    An item alternates between text and what is in a bracket, from text to text. Of several brackets the last
+    one runs fastest, then the first, then the second: Slurm's order.
     """
     if len(item) == 1:
-        return item if item[0] else []
+        return item[0], 1
     if len(item) == 3:
-        text, bracket, tail = item
-        return _numbers(bracket, text, tail)
+        before, bracket, after = item
+        return _write_bracket(bracket, before, after)
     *front, last, tail = item
     leads = front[:1]
     for bracket, text in zip(front[1::2], front[2::2], strict=True):
-        numbers = _numbers(bracket)
-        _limit(len(leads) * len(numbers))
-        leads = [lead + number + text for number in numbers for lead in leads]
-    numbers = _numbers(last, "", tail)
-    _limit(len(leads) * len(numbers))
-    return [lead + number for lead in leads for number in numbers]
+        numbers, count = _write_bracket(bracket)
+        _limit(len(leads) * count)
+        leads = [lead + number + text for number in numbers.split(",") for lead in leads]
+    numbers, count = _write_bracket(last)
+    _limit(len(leads) * count)
+    each = numbers.split(",")
+    return ",".join([lead + f"{tail},{lead}".join(each) + tail for lead in leads]), len(leads) * count
 
 
-def _numbers(bracket: str, before: str = "", after: str = "") -> list[str]:
-    """The numbers in a bracket, each between two texts."""
+def _write_bracket(bracket: str, before: str = "", after: str = "") -> tuple[str, int]:
+    """The numbers in a bracket, each between two texts, with commas between; and how many they are."""
     between = f"{after},{before}"
     if "-" not in bracket:
-        return f"{before}{bracket.replace(',', between)}{after}".split(",")
+        return f"{before}{bracket.replace(',', between)}{after}", bracket.count(",") + 1
     written = []
-    num_numbers = 0
+    count = 0
     for piece in bracket.split(","):
         first, dash, last = piece.partition("-")
-        if not dash:
-            written.append(piece)
-            continue
-        low, high = int(first), int(last)
-        if low > high:
-            raise ValueError
-        num_numbers += high - low + 1
-        _limit(num_numbers)
-        written.append(_count(low, high, len(first), between))
-    return f"{before}{between.join(written)}{after}".split(",")
+        if dash:
+            low, high = int(first), int(last)
+            if low > high:
+                raise ValueError
+            count += high - low + 1
+            _limit(count)
+            piece = _count(low, high, len(first), between)
+        else:
+            count += 1
+        written.append(piece)
+    return f"{before}{between.join(written)}{after}", count
 
 
 def _count(low: int, high: int, width: int, between: str) -> str:
@@ -173,7 +184,7 @@ def _fold(parts: Iterable[tuple[str, str, str]]) -> Iterator[str]:
         numbers = [number for _, number, _ in run]
         if numbered:
             ranges = ",".join(_ranges(numbers))
-            # Digits before a number would be read as a part of it, and it be too long for Slurm.
+            # Right after other digits it would be read with them, as a number that is too long for Slurm.
             plain = ranges.isdecimal() and not before[-1:].isdecimal()
             yield before + (ranges if plain else f"[{ranges}]") + after
         else:
@@ -201,7 +212,7 @@ def _split_trailing_number(name: str) -> tuple[str, str, str]:
 
 
 def _split_before_bracket(item: str) -> tuple[str, str, str]:
-    match = _NUMBER_BEFORE_BRACKET.fullmatch(item)
+    match = _NUMBER_BEFORE_BRACKET.fullmatch(item) if "[" in item else None
     return (match[1], match[2], match[3]) if match else (item, "", "")
 
 
@@ -221,7 +232,7 @@ def _syntax_error(hostlist: str, place: int) -> UserError:
         if not _NUMBER_OR_RANGE.fullmatch(piece):
             break
         place += len(piece) + 1
-    return _malformed(hostlist, place, f"{_quote(piece, 0)[0]} is neither a number nor a range")
+    return _malformed(hostlist, place, f"{_quote(piece)[0]} is neither a number nor a range")
 
 
 def _range_error(hostlist: str) -> UserError:
@@ -231,8 +242,8 @@ def _range_error(hostlist: str) -> UserError:
             # Compared as text, since Python makes no number of more than 4300 digits.
             first, last = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
             if first > last:
-                return _malformed(hostlist, piece.start(), f"the range {piece[0]} runs backwards")
-    quoted, _ = _quote(hostlist, 0)
+                return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} runs backwards")
+    quoted, _ = _quote(hostlist)
     return UserError(f"node list {quoted} stands for more than {_MOST_NAMES:,} names. Check its ranges.")
 
 
@@ -244,10 +255,10 @@ def _malformed(hostlist: str, place: int, problem: str) -> UserError:
     )
 
 
-def _quote(hostlist: str, place: int) -> tuple[str, int]:
-    """The list in quotes, of a long one the part around `place`; and the column at which `place` is in it."""
-    before, after = hostlist[:place], hostlist[place:]
-    if len(hostlist) > 2 * _QUOTED_AROUND:
+def _quote(text: str, place: int = 0) -> tuple[str, int]:
+    """The text in quotes, of a long one the part around `place`; and the column at which `place` is in it."""
+    before, after = text[:place], text[place:]
+    if len(text) > 2 * _QUOTED_AROUND:
         if len(before) > _QUOTED_AROUND:
             before = "…" + before[-_QUOTED_AROUND:]
         if len(after) > _QUOTED_AROUND:

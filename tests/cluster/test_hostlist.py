@@ -245,8 +245,8 @@ class TestDifferencesFromSlurm:
         ("n1]", 3, "a ']' without its '['"),
         ("n[1[2]]", 4, "a '[' inside brackets"),
         ("n[a-b]", 3, "'a-b' is neither a number nor a range"),
-        ("n1,n[4,3-1]", 8, "the range 3-1 runs backwards"),
-        ("n[010-9]", 3, "the range 010-9 runs backwards"),
+        ("n1,n[4,3-1]", 8, "'3-1' runs backwards"),
+        ("n[010-9]", 3, "'010-9' runs backwards"),
         ("n[1,]", 5, "'' is neither"),
         ("n[]", 3, "'' is neither"),
         ("n[1-2-3]", 3, "'1-2-3' is neither"),
@@ -255,6 +255,7 @@ class TestDifferencesFromSlurm:
         ("n1\n", 3, "'\\n' is in no node's name"),
         ("n1;n2", 3, "';' is in no node's name"),
         ("n[9-" + "1" * 5000 + "-]", 3, "'9-11"),
+        ("n[" + "9" * 5000 + "-1]", 3, "'999"),
     ],
 )
 def test_malformed_list_is_quoted_with_the_place(hostlist, place, problem):

@@ -1,0 +1,102 @@
+"""How long `hpctrain.detect` takes in a job of 16,384 ranks.
+
+    python benchmarks/detect.py [--rounds N] [--limit MS]
+
+The variables are those that srun sets for a task: 2,048 nodes here and there on a busy cluster, eight tasks
+on most and one more or less on some. The time is that of the median call; the first is shown besides. Exits
+with 1 where the median is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from itertools import groupby
+
+from hpctrain.cluster import compress_hostlist, detect
+
+NUM_NODES, TASKS_PER_NODE = 2048, 8
+NUM_TASKS = NUM_NODES * TASKS_PER_NODE
+
+
+def variables() -> tuple[dict[str, str], dict[str, int]]:
+    """What srun sets for one task, and the ranks that it means."""
+    chance = random.Random(1)
+    nodes = [f"n{node:05}" for node in sorted(chance.sample(range(1, 2 * NUM_NODES), NUM_NODES))]
+    tasks = [TASKS_PER_NODE] * NUM_NODES
+    for node in range(0, NUM_NODES, 32):
+        tasks[node] -= 1
+        tasks[node + chance.randrange(1, 32)] += 1
+    runs = [(count, len(list(run))) for count, run in groupby(tasks)]
+    node_rank = 1536
+    rank = sum(tasks[:node_rank]) + 3
+    nodelist = compress_hostlist(nodes)
+    per_node = ",".join(f"{count}(x{length})" if length > 1 else str(count) for count, length in runs)
+    environ = {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(TASKS_PER_NODE))),
+        "SLURMD_NODENAME": nodes[node_rank],
+        "SLURM_CLUSTER_NAME": "big",
+        "SLURM_CPUS_ON_NODE": "128",
+        "SLURM_DISTRIBUTION": "block",
+        "SLURM_GTIDS": ",".join(str(rank - 3 + task) for task in range(tasks[node_rank])),
+        "SLURM_JOBID": "4711",
+        "SLURM_JOB_CPUS_PER_NODE": f"128(x{NUM_NODES})",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NODELIST": nodelist,
+        "SLURM_JOB_NUM_NODES": str(NUM_NODES),
+        "SLURM_JOB_PARTITION": "gpu",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+        "SLURM_LOCALID": "3",
+        "SLURM_NNODES": str(NUM_NODES),
+        "SLURM_NODEID": str(node_rank),
+        "SLURM_NODELIST": nodelist,
+        "SLURM_NPROCS": str(NUM_TASKS),
+        "SLURM_NTASKS": str(NUM_TASKS),
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEPID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": nodelist,
+        "SLURM_STEP_NUM_NODES": str(NUM_NODES),
+        "SLURM_STEP_NUM_TASKS": str(NUM_TASKS),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_TASKS_PER_NODE": per_node,
+        "SLURM_TASK_PID": "12345",
+    }
+    expected = {
+        "rank": rank,
+        "world_size": NUM_TASKS,
+        "local_rank": 3,
+        "local_world_size": tasks[node_rank],
+        "node_rank": node_rank,
+        "num_nodes": NUM_NODES,
+    }
+    return environ, expected
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--limit", type=float, default=20.0, help="milliseconds")
+    options = parser.parse_args()
+    environ, expected = variables()
+    times = []
+    for _ in range(options.rounds):
+        start = time.perf_counter()
+        ranks = detect(environ)
+        times.append((time.perf_counter() - start) * 1000)
+        wrong = {name: getattr(ranks, name) for name in expected if getattr(ranks, name) != expected[name]}
+        if wrong:
+            sys.exit(f"detect says {wrong}, but it is {expected}")
+    median = statistics.median(times)
+    print(f"node list {len(environ['SLURM_STEP_NODELIST']):,} characters, {NUM_TASKS:,} ranks")
+    print(f"detect, first call      {times[0]:6.2f} ms")
+    print(f"detect, median of {len(times):3}   {median:6.2f} ms    (limit {options.limit:g})")
+    sys.exit(median > options.limit)
+
+
+if __name__ == "__main__":
+    main()
