@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hpctrain.errors import RunFailed
 from hpctrain.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -56,17 +57,31 @@ def echo_json(document: Any) -> None:
 
 def handle_of(run_dir: str) -> str:
     """What to type for a run: its id where that is enough, else its folder."""
-    path = Path(run_dir)
-    known = path.parent == Path.cwd() / "runs"
-    return shlex.quote(path.name if known else short_path(path))
+    run = RunDir(Path(run_dir))
+    folder = (run.array or run).path
+    known = folder.parent == Path.cwd() / "runs"
+    handle = run.run_id if known else short_path(run.path)
+    # A word that begins with a dash would be taken for an option.
+    return shlex.quote(short_path(run.path) if handle.startswith("-") else handle)
 
 
 def short_path(path: Path | str) -> str:
     """The path as seen from here, where that is shorter."""
     try:
-        return str(Path(path).relative_to(Path.cwd()))
+        short = str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+    return f"./{short}" if short.startswith("-") else short
+
+
+def describe_state(status: RunStatus) -> str:
+    """The state, with what the scheduler says of it."""
+    from hpctrain.jobs.doubt import unknown_for
+
+    # A folder without a submission has no state that somebody could know.
+    if status.unknown_s is not None:
+        return f"{status.state}: {unknown_for(status)}"
+    return str(status.state) + (f" ({status.words})" if status.words else "")
 
 
 def describe_end(status: RunStatus) -> str:
@@ -78,14 +93,25 @@ def describe_end(status: RunStatus) -> str:
         lines += [f"cause        {status.cause}", f"log          {short_path(status.log or run.logs)}"]
     step = f", step {status.step}" if status.step is not None else ""
     loss = f", loss {status.loss:.6g}" if status.loss is not None else ""
-    lines += [f"run          {status.run_id}: {status.state}{step}{loss}"]
+    counts = f", {status.words}" if status.tasks is not None else ""
+    lines += [f"run          {status.run_id}: {status.state}{counts}{step}{loss}"]
     # A script that does not train with hpctrain leaves its own files instead.
     files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
     lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
+    if tasks := run.tasks():
+        handle = handle_of(str(run.task(tasks[0]).path))
     lines += [
         f"next         {program()} status {handle}  |  {program()} logs {handle}",
     ]
     return "\n".join(lines)
+
+
+def leave_with(status: RunStatus) -> None:
+    """End the program with the exit code of an ended run, where it failed; why has been said."""
+    from hpctrain.jobs.states import RunState
+
+    if status.state is not RunState.COMPLETED:
+        sys.exit(RunFailed.exit_code)
 
 
 def program() -> str:

@@ -15,8 +15,10 @@ from hpctrain.cli.common import echo_json, json_option, runs_dir_option
 @runs_dir_option
 @json_option
 def command(runs_dir: Path, as_json: bool) -> None:
-    """List the runs, the newest last."""
+    """List the runs, the newest last. A job array is one line; Slurm is asked once for all."""
+    from hpctrain.jobs.doubt import unknown_for
     from hpctrain.jobs.runs import list_runs, statuses
+    from hpctrain.jobs.states import RunState
 
     found = statuses(list_runs(runs_dir, os.environ))
     if as_json:
@@ -27,6 +29,11 @@ def command(runs_dir: Path, as_json: bool) -> None:
         return
     width = max(len(status.run_id) for status in found)
     for status in found:
-        step = f"step {status.step}" if status.step is not None else ""
         job = f"{status.backend} {status.job_id}" if status.job_id else ""
-        click.echo(f"{status.run_id:<{width}}  {status.state:<9}  {job:<16}  {step}".rstrip())
+        if status.tasks is not None:
+            about = status.words
+        elif status.state is RunState.UNKNOWN and status.job_id is not None:
+            about = unknown_for(status)
+        else:
+            about = f"step {status.step}" if status.step is not None else ""
+        click.echo(f"{status.run_id:<{width}}  {status.state:<9}  {job:<16}  {about}".rstrip())

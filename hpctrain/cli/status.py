@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, short_path
+from hpctrain.cli.common import (
+    describe_state,
+    echo_json,
+    json_option,
+    open_run,
+    run_argument,
+    short_path,
+)
 
 
 @click.command("status")
@@ -16,7 +23,8 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, 
 def command(run: str, runs_dir: Path, as_json: bool) -> None:
     """Show where RUN stands: state, job, progress, newest checkpoint, cause of failure.
 
-    A job that only waits for the delay which Slurm puts on a requeue is let go at once.
+    Of a job array, it says how many tasks are in which state; RUN/task-3 is one of them. A job that only
+    waits for the delay which Slurm puts on a requeue is let go at once.
     """
     found = open_run(run, runs_dir)
     status = found.status()
@@ -27,7 +35,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     facts = {
         "run": status.run_id,
         "folder": short_path(status.run_dir),
-        "state": str(status.state) + (f" ({status.words})" if status.words else ""),
+        "state": describe_state(status),
         "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
         "attempt": status.attempt,
         "step": status.step,

@@ -6,9 +6,9 @@ import sys
 
 import click
 
-from hpctrain.cli.common import describe_end, handle_of, program
+from hpctrain.cli.common import describe_end, handle_of, leave_with, program
 from hpctrain.jobs.follow import Notice, Text, follow
-from hpctrain.jobs.runs import Run, ended_well
+from hpctrain.jobs.runs import Run
 
 _INTERRUPTED = 130
 
@@ -16,8 +16,7 @@ _INTERRUPTED = 130
 def stream(run: Run, rank: int = 0, *, whole: bool, text_to_stderr: bool = False) -> None:
     """Print the log as it comes and the run's turns on stderr, then what became of the run.
 
-    Raises:
-        RunFailed: the run ended without success.
+    Ends the program with the exit code that says whether the run succeeded.
     """
     status = None
     try:
@@ -39,4 +38,4 @@ def stream(run: Run, rank: int = 0, *, whole: bool, text_to_stderr: bool = False
         sys.exit(_INTERRUPTED)
     assert status is not None, "follow() ends with a status"
     click.echo(describe_end(status), err=True)
-    ended_well(status)
+    leave_with(status)

@@ -57,6 +57,8 @@ class JobRow:
     reason: str = ""
     restarts: int = 0
     eligible_at: str = ""
+    submitted_at: str = ""
+    """Asked of accounting only, whose first record of a job may lack the folder."""
 
 
 class JobRows:
@@ -112,11 +114,11 @@ def ask_accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobRow
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
     columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
     answer = run_slurm([*command, columns, *_selection(job_ids)], environ)
-    newest: dict[str, tuple[str, JobRow]] = {}
-    for job_id, raw_id, state, submitted, workdir in _cells(answer, len(_ACCOUNTING_COLUMNS)):
-        if job_id not in newest or newest[job_id][0] <= submitted:
-            newest[job_id] = submitted, JobRow(job_id, raw_id, state, workdir)
-    return JobRows(row for _, row in newest.values())
+    newest: dict[str, JobRow] = {}
+    for job_id, raw_id, state, submitted_at, workdir in _cells(answer, len(_ACCOUNTING_COLUMNS)):
+        if job_id not in newest or newest[job_id].submitted_at <= submitted_at:
+            newest[job_id] = JobRow(job_id, raw_id, state, workdir, submitted_at=submitted_at)
+    return JobRows(newest.values())
 
 
 def ask_controller(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobRows:

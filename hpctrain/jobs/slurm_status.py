@@ -29,7 +29,6 @@ from hpctrain.jobs.slurm_jobs import (
     min_job_age_s,
 )
 from hpctrain.jobs.states import JobView, RunState, first_word, from_slurm, join_views
-from hpctrain.rundir import RunDir
 
 #: A requeued job that starts within the second in which it was stopped fails with "Job credential revoked".
 REQUEUE_PAUSE_S = 2
@@ -42,6 +41,9 @@ _OUT_OF_REACH = ("Unable to contact slurm controller", "Socket timed out", NO_AN
 
 #: Ends that a requeue may have followed, which accounting hears of later.
 _MAY_GO_ON = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+#: By how much the clocks of a cluster's hosts may differ, and the moments of a submission on them.
+_CLOCKS_DIFFER_S = 120.0
 
 _Ask = Callable[[Sequence[str], Mapping[str, str]], JobRows]
 
@@ -135,19 +137,22 @@ def _denied(job: Job, remembered_s: float) -> JobView:
 
 def _rows_of(job: Job, rows: JobRows) -> list[JobRow]:
     """The job's rows that are of this run: a cluster that was set up anew counts its jobs from 1 again."""
-    return [row for row in rows.of(job.job_id) if job.by_hand or _is_of(row.workdir, job.run)]
+    return [row for row in rows.of(job.job_id) if job.by_hand or _is_of(row, job)]
 
 
-def _is_of(workdir: str, run: RunDir) -> bool:
-    """Whether a job that runs in `workdir` is of the run, or of the array that the run is a task of.
+def _is_of(row: JobRow, job: Job) -> bool:
+    """Whether the row's job runs in the folder of the run, or of the array that the run is a task of.
 
     The folder may be mounted elsewhere here, or lie behind another link, so its name suffices.
     """
-    folder = (run.array or run).path
-    if Path(workdir).name == folder.name:
+    folder = (job.run.array or job.run).path
+    if not row.workdir:
+        submitted = _timestamp(row.submitted_at)
+        return submitted is not None and abs(submitted - job.submitted) < _CLOCKS_DIFFER_S
+    if Path(row.workdir).name == folder.name:
         return True
     with suppress(OSError):
-        return os.path.samefile(workdir, folder)
+        return os.path.samefile(row.workdir, folder)
     return False
 
 
@@ -166,8 +171,13 @@ def _view(row: JobRow) -> JobView:
 
 def _is_about_to_start(eligible_at: str) -> bool:
     """Whether a job's begin time is so near that its hold must have been lifted already."""
+    begin = _timestamp(eligible_at)
+    return begin is not None and begin - time.time() <= 2 * REQUEUE_PAUSE_S
+
+
+def _timestamp(text: str) -> float | None:
+    """Seconds since the epoch of a time in Slurm's words, which is this machine's local time."""
     try:
-        begin = datetime.fromisoformat(eligible_at)
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        return False
-    return (begin - datetime.now()).total_seconds() <= 2 * REQUEUE_PAUSE_S
+        return None

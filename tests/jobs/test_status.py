@@ -224,6 +224,15 @@ def test_a_number_that_is_anothers_by_now_says_nothing_of_this_run(run, fake_slu
     assert "scancel" not in fake_slurm.calls
 
 
+def test_a_first_record_without_a_folder_is_known_by_its_time(fake_slurm):
+    """Accounting learns of the folder some seconds later, of a job that ended at once too."""
+    fake_slurm.answer("squeue", stderr=OUT_OF_REACH, code=1)
+    for age_s, state in ((1, RunState.FAILED), (3600, UNKNOWN)):
+        submit = time.strftime("%FT%T", time.localtime(time.time() - age_s))
+        fake_slurm.answer("sacct", recorded("17", "FAILED", submit=submit, workdir=""))
+        assert look(fake_slurm, "17")[0].state is state
+
+
 def test_a_folder_is_known_by_another_path(run, fake_slurm, tmp_path):
     for workdir in (run.dir.path, "/mnt/nfs/runs/r", tmp_path / "link"):
         (tmp_path / "link").unlink(missing_ok=True)

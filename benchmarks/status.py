@@ -1,0 +1,114 @@
+"""How long `hpctrain list` takes over 1,000 runs whose jobs are in the queue, next to squeue alone.
+
+    python benchmarks/status.py [--rounds N] [--limit SECONDS]
+
+Starts a sandbox (Linux, root, Slurm's packages) and 1,000 jobs that wait, and makes a run folder for each,
+with the events, metrics and checkpoints of a run that has been going for a while. Both are run in turn; the
+times are those of the fastest runs, which noise can only raise. Exits with 1 where the list takes longer than
+the limit, or asks squeue more than once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hpctrain import sandbox
+from hpctrain.rundir import RunDir
+
+NUM_RUNS = 1000
+STEPS, CHECKPOINT_EVERY, KEPT_CHECKPOINTS, ATTEMPTS = 500, 20, 3, 3
+
+
+def make_run(folder: Path, job_id: str) -> None:
+    """The folder of a run that was preempted twice and trains on."""
+    run = RunDir(folder)
+    run.path.mkdir(parents=True)
+    run.spec.touch()
+    events = [{"kind": "submitted", "job_id": job_id, "backend": "slurm", "by_hand": True}]
+    for attempt in range(ATTEMPTS):
+        run.attempt_logs(attempt).mkdir(parents=True)
+        events += [{"kind": "started", "nodes": 4, "world_size": 32, "hosts": []}, {"kind": "requeue"}]
+    events += [
+        {
+            "kind": "checkpoint",
+            "step": step,
+            "path": str(run.checkpoint(step)),
+            "bytes": 10**9,
+            "seconds": 1.5,
+        }
+        for step in range(CHECKPOINT_EVERY, STEPS, CHECKPOINT_EVERY)
+    ]
+    write_lines(run.events, [{"time": time.time(), "attempt": 0, **event} for event in events])
+    write_lines(
+        run.metrics,
+        [
+            {"step": step, "epoch": 0, "loss": 1 / step, "time": time.time(), "attempt": 0}
+            for step in range(1, STEPS)
+        ],
+    )
+    for step in range(STEPS - KEPT_CHECKPOINTS, STEPS):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "manifest.json").touch()
+
+
+def write_lines(path: Path, records: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def seconds(command: list[str], folder: Path, environ: dict[str, str]) -> float:
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    if (lines := done.stdout.count("PENDING")) < NUM_RUNS:
+        sys.exit(f"{' '.join(command)} knows of {lines} jobs that wait; there are {NUM_RUNS}")
+    return time.perf_counter() - start
+
+
+def measure(box: sandbox.Sandbox, rounds: int) -> tuple[float, float, float]:
+    """The fastest squeue and the fastest list in seconds, and how often a list called squeue."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wrapper = folder / "bin" / "squeue"
+        wrapper.parent.mkdir()
+        wrapper.write_text(f'#!/bin/sh\necho >>{folder}/calls\nexec {shutil.which("squeue")} "$@"\n')
+        wrapper.chmod(0o755)
+        environ = {**os.environ, **box.env, "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
+        submit = ["sbatch", "--parsable", "--hold", f"--array=0-{NUM_RUNS - 1}", "--wrap=true"]
+        job = subprocess.check_output(submit, env=environ, cwd=folder, text=True).strip()
+        for index in range(NUM_RUNS):
+            make_run(folder / "runs" / f"run-{index}", f"{job}_{index}")
+        squeue = [str(shutil.which("squeue")), "--array", "--noheader", "--format=%i %T %r %Z"]
+        listing = [sys.executable, "-m", "hpctrain", "list"]
+        pairs = [(seconds(squeue, folder, environ), seconds(listing, folder, environ)) for _ in range(rounds)]
+        bare, ours = (min(times) for times in zip(*pairs, strict=True))
+        return bare, ours, len((folder / "calls").read_text().splitlines()) / rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--limit", type=float, default=1.0)
+    options = parser.parse_args()
+    box = sandbox.up(f"bench-{os.getpid()}", nodes=1, gpus_per_node=0)
+    try:
+        bare, ours, calls = measure(box, options.rounds)
+    finally:
+        box.down()
+    print(f"squeue, {NUM_RUNS} jobs           {bare * 1000:7.1f} ms")
+    print(f"hpctrain list, {NUM_RUNS} runs    {ours * 1000:7.1f} ms    (limit {options.limit * 1000:.0f})")
+    print(f"ratio                       {ours / bare:7.1f}")
+    print(f"calls of squeue in a list   {calls:7.1f}")
+    sys.exit(ours > options.limit or calls != 1)
+
+
+if __name__ == "__main__":
+    main()

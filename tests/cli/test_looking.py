@@ -1,0 +1,83 @@
+"""How runs are looked at where Slurm does not answer, and how they are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.rundir import RunDir
+
+
+@pytest.fixture
+def lost(tmp_path) -> RunDir:
+    """A run whose Slurm has vanished."""
+    run = RunDir(tmp_path / "runs" / "lost")
+    run.path.mkdir(parents=True)
+    run.spec.touch()
+    run.log_event("submitted", 0, job_id="17", backend="slurm")
+    return run
+
+
+GONE = {"SLURM_CONF": "/nowhere/slurm.conf"}
+
+
+def test_slurm_that_is_gone_leaves_a_run_unknown_and_says_since_when(hpctrain, lost):
+    status = json.loads(hpctrain("status", "lost", "--json", env=GONE).stdout)
+    assert (status["state"], status["job_state"]) == ("UNKNOWN", None)
+    assert 0 <= status["unknown_s"] < 60
+    assert "/nowhere/slurm.conf" in status["words"]
+    text = hpctrain("status", "lost", env=GONE).stdout
+    assert "state       UNKNOWN: unknown for" in text
+    listed = hpctrain("list", env=GONE).stdout
+    assert "lost  UNKNOWN" in listed
+    assert "unknown for" in listed
+
+
+def test_waiting_for_a_slurm_that_is_gone_says_what_for(hpctrain, lost):
+    done = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
+    assert done.returncode == 1
+    words, error = done.stderr.splitlines()
+    assert words.startswith("Waiting for run lost: where it stands is unknown for ")
+    assert words.endswith("; that does not end it")
+    assert error.startswith("Error: Run lost has not ended within 0.5 s: it is UNKNOWN.")
+
+
+def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):
+    for index, state in ((0, "COMPLETED"), (1, "FAILED"), (2, "CANCELLED")):
+        task = lost.task(index)
+        task.path.mkdir()
+        task.spec.touch()
+        task.log_event("submitted", 0, job_id=f"17_{index}", backend="slurm")
+        task.log_event("finished", 0, state=state, cause="boom" if state == "FAILED" else None)
+    status = json.loads(hpctrain("status", "lost", "--json", env=GONE).stdout)
+    assert status["tasks"] == {"FAILED": 1, "CANCELLED": 1, "COMPLETED": 1}
+    assert (status["state"], status["cause"]) == ("FAILED", "lost/task-1: boom")
+    assert "3 tasks: 1 FAILED, 1 CANCELLED, 1 COMPLETED" in hpctrain("list", env=GONE).stdout
+    one = json.loads(hpctrain("status", "lost/task-0", "--json", env=GONE).stdout)
+    assert (one["run_id"], one["state"], one["tasks"]) == ("lost/task-0", "COMPLETED", None)
+    done = hpctrain("wait", "lost", env=GONE)
+    assert done.returncode == 4
+    assert "run          lost: FAILED, 3 tasks: 1 FAILED" in done.stdout
+    assert "hpctrain status lost/task-0" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_folder_that_looks_like_an_option_can_be_typed_as_it_is_told(hpctrain, tmp_path):
+    done = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
+    assert done.returncode == 0
+    assert "hpctrain status ./-r" in done.stderr
+    assert hpctrain("status", "./-r", "--json").returncode == 0
+
+
+def test_what_failed_is_said_once(hpctrain, tmp_path):
+    (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
+    options = ("--backend", "local", "--max-failures", "1", "--run-dir", "r")
+    done = hpctrain("submit", *options, "--follow", "bad.py")
+    assert done.returncode == 4
+    after_the_last_turn = done.stderr.rpartition("== ")[2]
+    assert after_the_last_turn.count("cause        ") == 1
+    assert "\nError: " not in done.stderr
+    waited = hpctrain("wait", "r")
+    assert (waited.returncode, waited.stderr) == (4, "")
+    assert waited.stdout.count("boom") == 1

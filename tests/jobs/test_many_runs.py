@@ -1,0 +1,78 @@
+"""A thousand runs are looked at with one question to Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from helpers import environment, run_command
+
+from hpctrain.files import append_json_line
+from hpctrain.jobs.runs import list_runs, statuses
+from hpctrain.rundir import RunDir
+
+NUM_RUNS = 1000
+
+
+def counted(environ: Mapping[str, str], folder: Path, *commands: str) -> dict[str, str]:
+    """Variables under which each call of one of Slurm's commands leaves a line in `folder`/calls."""
+    folder.mkdir()
+    for command in commands:
+        wrapper = folder / command
+        wrapper.write_text(f'#!/bin/sh\necho {command} >>{folder}/calls\nexec {shutil.which(command)} "$@"\n')
+        wrapper.chmod(0o755)
+    return {**environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def calls(slurm, tmp_path) -> tuple[dict[str, str], Path]:
+    folder = tmp_path / "bin"
+    environ = counted(environment(slurm.env), folder, "squeue", "sacct", "scontrol")
+    return environ, folder / "calls"
+
+
+@pytest.fixture
+def held_jobs(slurm) -> Iterator[list[str]]:
+    """As many jobs in the queue as there are runs."""
+    options = ("--parsable", "--hold", f"--array=0-{NUM_RUNS - 1}", "--output=/dev/null", "--wrap=true")
+    job_id = run_command(["sbatch", *options], slurm.env).stdout.strip()
+    yield [f"{job_id}_{index}" for index in range(NUM_RUNS)]
+    run_command(["scancel", job_id], slurm.env)
+
+
+def runs_of(job_ids: list[str], folder: Path) -> None:
+    for number, job_id in enumerate(job_ids):
+        run = RunDir(folder / f"run-{number:04d}")
+        run.path.mkdir(parents=True)
+        run.spec.touch()
+        record = {"attempt": 0, "kind": "submitted", "job_id": job_id, "backend": "slurm", "by_hand": True}
+        append_json_line(run.events, {"time": 1.7e9, **record})
+
+
+def test_a_thousand_runs_cost_one_squeue(calls, held_jobs, tmp_path):
+    environ, log = calls
+    runs_of(held_jobs, tmp_path / "runs")
+    states = Counter(status.state for status in statuses(list_runs(tmp_path / "runs", environ)))
+    assert states == {"PENDING": NUM_RUNS}
+    assert log.read_text().split() == ["squeue"]
+    log.unlink()
+    done = run_command([sys.executable, "-m", "hpctrain", "list", "--json"], environ, cwd=tmp_path)
+    assert Counter(status["state"] for status in json.loads(done.stdout)) == {"PENDING": NUM_RUNS}
+    assert log.read_text().split() == ["squeue"]
+
+
+def test_a_thousand_runs_that_nobody_knows_cost_one_question_each_of_all(calls, tmp_path):
+    environ, log = calls
+    runs_of([str(50_000_000 + number) for number in range(NUM_RUNS)], tmp_path / "runs")
+    for folder in (tmp_path / "runs").iterdir():
+        os.utime(folder / "events.jsonl", (0, 1.7e9))
+    states = Counter(status.state for status in statuses(list_runs(tmp_path / "runs", environ)))
+    # Silent for years: these have ended, whatever Slurm remembers.
+    assert states == {"FAILED": NUM_RUNS}
+    assert sorted(log.read_text().split()) == ["sacct", "scontrol", "scontrol", "squeue"]

@@ -1,0 +1,105 @@
+"""Jobs that a real Slurm has lost, and a real Slurm that is lost itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from helpers import environment, wait_for
+
+from hpctrain import sandbox
+from hpctrain.jobs.runs import Run
+from hpctrain.jobs.states import RunState
+from hpctrain.sandbox.processes import processes
+from jobs.raw_run import Slurm
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(params=["plain", "accounting"])
+def own(request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """A cluster of this test's own, whose controller it may treat badly."""
+    request.getfixturevalue("slurm" if request.param == "plain" else "accounting")
+    name = f"lost-{os.getpid()}"
+    try:
+        box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=request.param == "accounting")
+        yield Slurm(box, environment(box.env))
+    finally:
+        sandbox.down(name)
+
+
+def lose_the_state(slurm: Slurm) -> None:
+    """Let the controller start again without what it knew of its jobs."""
+    box = slurm.box
+    pid = box.daemons()["slurmctld"]
+    next(process for process in processes() if process.pid == pid).kill()
+    wait_for(lambda: box.daemons()["slurmctld"] is None, 5, "the end of slurmctld")
+    for path in box.plan.state.glob("job_state*"):
+        path.unlink()
+    box.start()
+
+
+def silence(run: Run, seconds: float) -> None:
+    """Let the run have written nothing for so long."""
+    past = time.time() - seconds
+    text = run.dir.events.read_text()
+    stamp = text.partition('"time": ')[2].partition(",")[0]
+    run.dir.events.write_text(text.replace(stamp, str(past)))
+    for path in (run.dir.events, run.dir.path / "slurm.log"):
+        os.utime(path, (past, past))
+
+
+def test_a_job_that_slurm_has_lost(own, tmp_path):
+    """It is not taken for dead at once, and never for the job that has its number now."""
+    run = own.submit(tmp_path / "first", "echo here; sleep 60")
+    log = tmp_path / "first" / "slurm.log"
+    wait_for(lambda: log.exists() and "here" in log.read_text(), 20, "the job to start")
+    assert run.status().state is RunState.RUNNING
+    if own.box.shape.accounting:
+        record = ("sacct", "-nXP", "-o", "State", "-j", run.job_id)
+        wait_for(lambda: own.command(*record) == "RUNNING", 20, "the job to be on record")
+    lose_the_state(own)
+    if own.box.shape.accounting:
+        # A controller that starts without its state tells accounting so.
+        wait_for(lambda: run.status().state.ended, 20, "the end on record")
+        assert run.status().job_state in ("CANCELLED", "NODE_FAIL")
+    else:
+        status = run.status()
+        assert status.state is RunState.UNKNOWN
+        assert f"Slurm no longer knows job {run.job_id}" in status.words
+
+    other = own.submit(tmp_path / "second", "sleep 60", "--hold")
+    assert other.job_id == run.job_id
+    assert other.status().state is RunState.PENDING
+    assert run.status().state is not RunState.PENDING
+    silence(run, 1000)
+    assert run.status().state.ended
+    run.cancel()
+    assert other.status().state is RunState.PENDING
+
+
+def test_a_controller_that_does_not_answer_for_a_while(own, tmp_path):
+    """What it would say is waited for; accounting tells of ends meanwhile."""
+    running = own.submit(tmp_path / "running", "sleep 60")
+    ended = own.submit(tmp_path / "ended", "exit 3")
+    wait_for(lambda: running.status().state is RunState.RUNNING, 20, "the job to start")
+    wait_for(lambda: own.command("squeue", "-h", "-t", "failed") != "", 20, "the other to end")
+    if own.box.shape.accounting:
+        record = ("sacct", "-nXP", "-o", "State", "-j", ended.job_id)
+        wait_for(lambda: own.command(*record) == "FAILED", 20, "its end to be on record")
+    squeue = tmp_path / "squeue"
+    squeue.write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n"
+    )
+    squeue.chmod(0o755)
+    environ = {**own.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    status = Run(running.dir, environ).status()
+    assert (status.state, status.job_state) == (RunState.UNKNOWN, None)
+    assert "Unable to contact slurm controller" in status.words
+    expected = RunState.FAILED if own.box.shape.accounting else RunState.UNKNOWN
+    status = Run(ended.dir, environ).status()
+    assert status.state is expected, status.words
+    assert running.status().state is RunState.RUNNING
+    assert ended.status().state is RunState.FAILED
