@@ -22,6 +22,7 @@ from hpctrain.errors import (
 
 if TYPE_CHECKING:
     from hpctrain.cluster import Ranks, compress_hostlist, detect, expand_hostlist
+    from hpctrain.jobs.executor import Executor
     from hpctrain.jobs.options import SubmitOptions
     from hpctrain.jobs.runs import Run
     from hpctrain.jobs.spec import JobSpec
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.status import RunStatus
     from hpctrain.jobs.submit import submit
     from hpctrain.rundir import RunDir
+    from hpctrain.runtime.stop import should_stop
     from hpctrain.training import Module, Trainer
 
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     # on the login node
     "submit",
+    "Executor",
     "SubmitOptions",
     "Run",
     "RunState",
@@ -45,6 +48,7 @@ __all__ = [
     # in a rank
     "Module",
     "Trainer",
+    "should_stop",
     "detect",
     "Ranks",
     "expand_hostlist",
@@ -63,6 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Executor": "hpctrain.jobs.executor",
     "JobSpec": "hpctrain.jobs.spec",
     "Module": "hpctrain.training",
     "Ranks": "hpctrain.cluster",
@@ -75,6 +80,7 @@ _HOMES = {
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",
     "expand_hostlist": "hpctrain.cluster",
+    "should_stop": "hpctrain.runtime.stop",
     "submit": "hpctrain.jobs.submit",
 }
 

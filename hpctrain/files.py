@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace the file at `path` by `text`: a reader sees the old content or the new, never a part.
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Replace the file at `path` by `content`: a reader sees the old one or the new, never a part.
 
     Args:
         path: the file.
-        text: its new content.
+        content: what it holds then.
         durable: wait until it survives a power cut, which takes milliseconds.
 
     Raises:
@@ -24,8 +24,8 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

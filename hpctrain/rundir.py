@@ -65,6 +65,16 @@ class RunDir:
         return self.path / "job.sbatch"
 
     @property
+    def function(self) -> Path:
+        """The function that every rank calls, where the run is not one of a script. Written once."""
+        return self.path / "function.pkl"
+
+    @property
+    def continuation(self) -> Path:
+        """What the function's `checkpoint` method wants to be called in its place when the run goes on."""
+        return self.path / "continuation.pkl"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -112,6 +122,14 @@ class RunDir:
 
     def failure(self, attempt: int, rank: int) -> Path:
         return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
+
+    def raised(self, attempt: int, rank: int) -> Path:
+        """The exception behind a failure, pickled, where that is possible."""
+        return self.failure(attempt, rank).with_suffix(".pkl")
+
+    def result(self, attempt: int, rank: int) -> Path:
+        """What the function returned in this rank."""
+        return self.path / "results" / f"attempt-{attempt:03d}-rank-{rank:05d}.pkl"
 
     def samples(self, attempt: int, rank: int) -> Path:
         return self.path / "samples" / f"attempt-{attempt:03d}-rank-{rank:05d}.jsonl"

@@ -9,8 +9,8 @@ from helpers import run_command
 import hpctrain
 
 PUBLIC = {
-    "submit", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
-    "Module", "Trainer", "detect", "Ranks", "expand_hostlist", "compress_hostlist",
+    "submit", "Executor", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
+    "Module", "Trainer", "should_stop", "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
     "RunFailed", "WaitTimeout", "CheckpointError",
     "BrokenCheckpoint",

@@ -86,9 +86,13 @@ def _positive(option: str, value: int | None) -> int:
 def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
     if (asked := given.get("run_dir")) is not None:
         return Path(os.path.normpath(cwd / asked))
+    return cwd / RUNS_FOLDER / new_run_id(name)
+
+
+def new_run_id(name: str) -> str:
+    """A run id for a job of that name; two of the same second hardly ever meet."""
     stem = _NOT_IN_ID.sub("-", name)[:_LONGEST_NAME_IN_ID].strip("-.") or "run"
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return cwd / RUNS_FOLDER / f"{stem}-{stamp}-{os.urandom(2).hex()}"
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def _nodes(value: int | str) -> int:

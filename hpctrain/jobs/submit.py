@@ -24,8 +24,12 @@ from hpctrain.rundir import RunDir
 _LOCK_PATIENCE_S = 5.0
 
 
-def hand_over(submission: Submission) -> Run:
+def hand_over(submission: Submission, functions: Sequence[bytes] = ()) -> Run:
     """Write the run folder and submit the job; of a job array, also the folder of each task.
+
+    Args:
+        submission: the job.
+        functions: what the ranks call, pickled, for the run or for each task; none where they run a script.
 
     Raises:
         SpecError: the folder cannot be written, or its run is still going.
@@ -39,6 +43,8 @@ def hand_over(submission: Submission) -> Run:
         with _claimed(run, list(map(_folder, tasks))) as lock:
             for part in (spec, *tasks):
                 _write(part)
+            for part, function in zip(tasks or [spec], functions, strict=False):
+                write_atomic(_folder(part).function, function, durable=part.array_task is None)
             write_atomic(folder.job_script, submission.script)
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:

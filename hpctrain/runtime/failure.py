@@ -16,6 +16,13 @@ from hpctrain.files import write_atomic
 #: Key in the attempt's store that counts failures: the order in which ranks failed, by one clock.
 FAILURE_COUNT_KEY = "hpctrain/failures"
 _STORE_TIMEOUT = timedelta(seconds=2)
+#: Marks an exception that another start would only bring about again.
+_FINAL = "_hpctrain_final"
+
+
+def mark_final(error: BaseException) -> None:
+    """Let `error` end the run where it turns out to be the cause: the ranks are not started again."""
+    setattr(error, _FINAL, True)
 
 
 def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
@@ -33,14 +40,24 @@ def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
         "kind": "exception",
         "error": type(error).__name__,
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": _traceback(error),
         "log": str(log),
+        "final": getattr(error, _FINAL, False),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(record, indent=1) + "\n")
     except OSError as problem:
         print(f"hpctrain: {path} cannot be written: {problem}", file=sys.stderr)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the user's first line on: how we got there is of no use to anybody."""
+    package = str(Path(__file__).parents[1])
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((package, "<frozen runpy>")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _take_place(environ: Mapping[str, str]) -> int | None:

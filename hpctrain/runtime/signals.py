@@ -22,6 +22,10 @@ from hpctrain.errors import EXIT_CONTINUE
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
+class LeftAtOnce(SystemExit):
+    """This rank was told to stop while nobody listened, and leaves wherever it is; its peers may be ahead."""
+
+
 class StopFlag:
     """Whether this rank was told to stop, and by which signal."""
 
@@ -67,4 +71,4 @@ def leave_on_stop() -> None:
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     # Not print: the signal may have come in the middle of one.
     os.write(2, f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.\n".encode())
-    raise SystemExit(EXIT_CONTINUE)
+    raise LeftAtOnce(EXIT_CONTINUE)

@@ -49,6 +49,8 @@ class Outcome(Enum):
     """The ranks were told to stop and left, to be continued."""
     FAILED = "failed"
     """A rank crashed."""
+    DOOMED = "doomed"
+    """A rank crashed, and would again: the function that it called raised an exception."""
     NOT_STARTED = "not started"
     """The scheduler did not start the step: a node is broken, perhaps."""
     OUT_OF_TIME = "out of time"
@@ -107,5 +109,5 @@ def decide(
         case Outcome.NOT_STARTED:
             # Other nodes may do, and the scheduler knows by then which of these does not.
             return Action.REQUEUE
-        case Outcome.OUT_OF_TIME:
+        case Outcome.DOOMED | Outcome.OUT_OF_TIME:
             return Action.FAIL

@@ -37,6 +37,8 @@ class Failure:
     order: int | None
     """Place among the attempt's failures, by the store's count."""
     time: float
+    final: bool = False
+    """Whether the rank says that another start would end the same way."""
 
     @property
     def is_peer_lost(self) -> bool:
@@ -92,6 +94,7 @@ def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
                 log=record["log"],
                 order=record["order"],
                 time=record["time"],
+                final=record.get("final", False),
             )
         except (OSError, ValueError, KeyError) as error:
             print(f"hpctrain: {path} cannot be read: {error}", flush=True)

@@ -109,20 +109,26 @@ class Supervisor:
         cause = None
         if outcome is Outcome.NOT_STARTED:
             cause = self._note_refusal(attempt, watch)
-        elif outcome is Outcome.FAILED and (cause := self._note_failure(attempt, watch)) is None:
-            outcome = Outcome.STOPPED
+        elif outcome is Outcome.FAILED:
+            outcome, cause = self._note_failure(attempt, watch)
         return outcome, self._will(watch.signals), cause
 
-    def _note_failure(self, attempt: int, watch: Watch) -> str | None:
-        """Record what went wrong; None where the failed ranks only lost peers that had been told to leave."""
+    def _note_failure(self, attempt: int, watch: Watch) -> tuple[Outcome, str | None]:
+        """Record what went wrong. Returns what it comes to, and the cause.
+
+        Ranks that only lost peers which had been told to leave have not failed: they were stopped.
+        """
         failures = collect(self._run, attempt, watch.exits, self._launcher.hosts, self._spec.tasks_per_node)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
         if not failures:
-            return "the step ended badly, and no rank said why"
+            return Outcome.FAILED, "the step ended badly, and no rank said why"
         first = root_cause(failures)
         if told_to_leave and first.is_peer_lost:
-            return None
-        return self._record(attempt, first, len(failures))
+            return Outcome.STOPPED, None
+        # A rank that was left alone by peers that were told to stop may fail in its own words.
+        doomed = first.final and not first.is_peer_lost and not told_to_leave
+        outcome = Outcome.DOOMED if doomed else Outcome.FAILED
+        return outcome, self._record(attempt, first, len(failures))
 
     def _note_refusal(self, attempt: int, watch: Watch) -> str:
         assert watch.end is not None

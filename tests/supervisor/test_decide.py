@@ -30,6 +30,9 @@ from hpctrain.supervisor.step import Ending, TaskExit
         (Outcome.FAILED, Will.CANCEL, History(failures=1), Action.CANCEL),
         (Outcome.FAILED, Will.LEAVE, History(failures=1), Action.LEAVE),
         (Outcome.OUT_OF_TIME, Will.GO_ON, History(), Action.FAIL),
+        (Outcome.DOOMED, Will.GO_ON, History(failures=1), Action.FAIL),
+        (Outcome.DOOMED, Will.CANCEL, History(failures=1), Action.CANCEL),
+        (Outcome.DOOMED, Will.LEAVE, History(failures=1), Action.LEAVE),
     ],
 )
 def test_every_row(outcome, will, history, action):

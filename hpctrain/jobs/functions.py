@@ -1,0 +1,148 @@
+"""Runs whose ranks call a function: their submission, what the function returned, and how it failed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hpctrain.errors import RunFailed
+from hpctrain.jobs.backends import SubmissionUnclear
+from hpctrain.jobs.build import new_run_id
+from hpctrain.jobs.options import SubmitOptions
+from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.record import read_record
+from hpctrain.jobs.runs import Run
+from hpctrain.jobs.status import RunStatus
+from hpctrain.jobs.submit import hand_over
+from hpctrain.pickles import Call, Parcel
+from hpctrain.rundir import RunDir
+
+log = logging.getLogger("hpctrain")
+
+#: What every rank runs. It is started by its path, and not imported here: it needs torch.
+_SCRIPT = Path(__file__).resolve().parents[1] / "runtime" / "function.py"
+
+#: A file of another host may be seen a while after its name was heard of.
+_RESULT_PATIENCE_S = 30.0
+
+
+def submit_calls(
+    calls: Sequence[Call],
+    options: SubmitOptions,
+    *,
+    folder: Path,
+    at_once: int = 0,
+    environ: Mapping[str, str],
+    told: set[str],
+) -> list[Run]:
+    """Submit calls, several of them as a job array, and return the run of each.
+
+    Args:
+        calls: what to call; each is a run of its own.
+        options: what to ask for.
+        folder: where to make the folder of the run or of the array.
+        at_once: how many tasks of the array may run at once; 0 leaves it to the backend.
+        environ: the variables of the submission.
+        told: notes for the user that were given before; gets those that are given now.
+
+    Raises:
+        UserError: a function or an argument cannot be pickled, or the job cannot be done as asked.
+        SchedulerError: the scheduler refused, or cannot be reached.
+    """
+    # A function that raised is called again only where somebody asked for it.
+    again = "max_failures" in options
+    parcels = [Parcel.pack(call, again=again).to_bytes() for call in calls]
+    names = {call.name for call in calls}
+    name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
+    array = None if len(calls) == 1 else f"0-{len(calls) - 1}" + (f"%{at_once}" if at_once else "")
+    with _new_folder(folder, name) as run_dir:
+        asked = cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir, "array": array})
+        submission = prepare(_SCRIPT, [], asked, environ=environ, cwd=Path.cwd(), python=sys.executable)
+        for note in submission.notes:
+            if note not in told:
+                told.add(note)
+                log.warning(note)
+        for prospect in submission.prospects:
+            log.info(prospect)
+        run = hand_over(submission, parcels)
+    return run.tasks() or [run]
+
+
+@contextmanager
+def _new_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Make a folder that is nobody else's. It goes again where the block fails and no job may be queued."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = parent / new_run_id(name)
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+    try:
+        yield folder
+    except Exception as error:
+        if not isinstance(error, SubmissionUnclear):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def read_result(run: RunDir, rank: int) -> Any:
+    """What the function returned in a rank of a completed run. Another host may just have written it.
+
+    Raises:
+        RunFailed: there is no result.
+    """
+    path = run.result(int((read_record(run).finished or {}).get("attempt", 0)), rank)
+    deadline = time.monotonic() + _RESULT_PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RunFailed(f"Rank {rank} of run {run.run_id} has left no result: {path} is not there.")
+        time.sleep(0.2)
+    try:
+        return pickle.loads(path.read_bytes())
+    except Exception as error:
+        error.add_note(f"while reading the result of rank {rank}, {path}")
+        raise
+
+
+@dataclass(frozen=True)
+class FunctionFailure:
+    """Why a run failed, with all that its folder knows of it."""
+
+    message: str
+    rank: int | None
+    """The rank that failed first; None where no rank could be started."""
+    host: str | None
+    log: str | None
+    exception: BaseException | None
+    """What the function raised, where that could be pickled."""
+
+    @classmethod
+    def of(cls, status: RunStatus) -> FunctionFailure:
+        """The failure of a run that has failed."""
+        run = RunDir(Path(status.run_dir))
+        told = read_record(run).failure or {}
+        rank = None if told.get("rank", -1) < 0 else int(told["rank"])
+        message = f"Run {status.run_id} failed: {str(status.cause).rstrip('.')}. Log: {status.log}"
+        exception = None
+        if rank is not None:
+            with suppress(OSError, ValueError, KeyError):
+                record = json.loads(run.failure(told["attempt"], rank).read_text(encoding="utf-8"))
+                message += f"\n\n{record['traceback']}".rstrip()
+            # Unpickling runs code of the exception's class, which may not even be there.
+            with suppress(Exception):
+                exception = pickle.loads(run.raised(told["attempt"], rank).read_bytes())
+        return cls(message, rank, told.get("host"), status.log, exception)
+
+
+def read_call(run: RunDir) -> Call:
+    """What the run's ranks call."""
+    return Parcel.read(run.function).open()

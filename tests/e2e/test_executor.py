@@ -1,0 +1,284 @@
+"""Functions as jobs: on a real Slurm, and on pretend nodes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import functions
+import pytest
+import submitit
+from functions import Count
+from helpers import assert_no_process_left, environment, run_command, wait_for
+from submitit.core.utils import FailedJobError, UncompletedJobError
+
+from hpctrain import Executor, RunFailed
+from hpctrain.files import read_json_lines
+from hpctrain.jobs.executor import Job, JobCancelled
+
+pytestmark = pytest.mark.timeout(300)
+
+_SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
+BOTH = pytest.mark.parametrize("backend", ["local", _SLURM], indirect=True)
+LOCAL = pytest.mark.parametrize("backend", ["local"], indirect=True)
+SLURM = pytest.mark.parametrize("backend", [_SLURM], indirect=True)
+#: On Slurm, and on pretend nodes where there is time.
+SLURM_FIRST = pytest.mark.parametrize(
+    "backend", [_SLURM, pytest.param("local", marks=pytest.mark.long)], indirect=True
+)
+#: On pretend nodes, and on Slurm where there is time.
+LOCAL_FIRST = pytest.mark.parametrize(
+    "backend",
+    ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.long])],
+    indirect=True,
+)
+
+
+@pytest.fixture
+def backend(request, monkeypatch) -> str:
+    """Puts this process where a user of that backend is."""
+    name: str = request.param
+    env = environment(request.getfixturevalue("slurm").env if name == "slurm" else {})
+    for variable in os.environ.keys() - env.keys():
+        monkeypatch.delenv(variable)
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    return name
+
+
+@pytest.fixture
+def executor(backend, tmp_path) -> Iterator[Executor]:
+    """Two nodes; what is still going at the end is cancelled, and no process is left."""
+    executor = Executor(tmp_path / "runs", backend=backend, nodes=2)
+    yield executor
+    jobs = [executor.job(path.name) for path in (tmp_path / "runs").glob("*")]
+    for job in jobs:
+        job.cancel()
+    for job in jobs:
+        job.wait()
+        assert_no_process_left(job.run.dir.path, timeout=30)
+
+
+def wait_for_step(job: Job[Any], step: int) -> None:
+    file = job.run.dir.path / "step-0"
+    wait_for(lambda: file.exists() and int(file.read_text() or 0) >= step, 60, f"step {step} of {job}")
+
+
+@BOTH
+def test_every_rank_has_a_result_and_the_process_group(executor, backend):
+    executor.update_parameters(gpus_per_node=2)
+    job = executor.submit(functions.introduce, base=10)
+    assert isinstance(job, submitit.Job)
+    assert job.results() == [(rank, 4, 46.0) for rank in range(4)]
+    assert job.task(2).result() == (2, 4, 46.0)
+    assert (job.state, job.done(), job.exception()) == ("COMPLETED", True, None)
+    assert job.task(3).stdout().count("rank 3 says hello") == 1
+    assert [job.stdout().count(f"rank {rank} says hello") for rank in range(4)] == [1, 1, 1, 1]
+    assert job.run.status().backend == backend
+
+
+@LOCAL
+def test_a_single_rank_has_a_process_group_too(executor):
+    executor.update_parameters(nodes=1)
+    assert executor.submit(functions.introduce, 10).result() == (0, 1, 10.0)
+
+
+@SLURM_FIRST
+def test_an_exception_comes_back_once_with_its_rank_host_and_log(executor):
+    executor.update_parameters(tasks_per_node=2)
+    job = executor.submit(functions.fail_on, 3)
+    error = job.exception()
+    assert isinstance(error, FailedJobError)
+    assert isinstance(error, RunFailed)
+    host = next(event["hosts"][1] for event in job.run.dir.read_events() if event["kind"] == "started")
+    assert (error.rank, error.host, error.log) == (3, host, str(job.run.dir.rank_log(0, 3)))
+    assert f"rank 3 on {host}: ValueError: no such thing. Log: {error.log}\n" in str(error)
+    assert "functions.py" in str(error)
+    assert "worker.py" not in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    with pytest.raises(FailedJobError, match="no such thing"):
+        job.results()
+    with pytest.raises(FailedJobError, match="rank 3"):
+        job.task(0).result()
+    assert job.state == "FAILED"
+    assert job.run.dir.attempts() == [0]
+
+
+@LOCAL
+def test_a_killed_rank_is_started_again(executor):
+    assert executor.submit(functions.die_once, 1).results() == ["1", "1"]
+
+
+@pytest.mark.long
+@LOCAL
+def test_max_failures_has_an_exception_tried_again(executor):
+    executor.update_parameters(max_failures=2, nodes=1)
+    job = executor.submit(functions.fail_on, 0)
+    assert "no such thing" in str(job.exception())
+    assert job.run.dir.attempts() == [0, 1]
+
+
+@LOCAL
+def test_a_result_that_cannot_be_pickled_is_named(executor):
+    job = executor.submit(functions.unpicklable, 1)
+    error = job.exception()
+    assert "rank 1 on local-1: UserError: unpicklable(): result['model'][0]" in str(error)
+    assert "ProcessGroup, which cannot be pickled" in str(error)
+    assert job.run.dir.attempts() == [0]
+
+
+@LOCAL
+def test_exits_of_the_function(executor):
+    executor.update_parameters(nodes=1)
+    with executor.batch():
+        fine, bad = executor.submit(functions.leave_with, 0), executor.submit(functions.leave_with, "no data")
+    assert fine.result() is None
+    assert "leave_with() called sys.exit('no data')" in str(bad.exception())
+    assert bad.run.dir.attempts() == [0]
+
+
+@SLURM_FIRST
+def test_a_preempted_training_returns_what_an_undisturbed_one_returns(executor):
+    undisturbed = executor.submit(functions.train, step_s=0.0)
+    job = executor.submit(functions.train, step_s=0.1)
+    submitted = job.run.dir.function.read_bytes()
+    steps = lambda: [record["step"] for record in read_json_lines(job.run.dir.metrics)]  # noqa: E731
+    wait_for(lambda: max(steps(), default=0) >= 10, 60, "step 10")
+    job.run.requeue()
+    results = job.results()
+    assert len(job.run.dir.attempts()) == 2
+    assert results == undisturbed.results()
+    assert results[0] == results[1]
+    assert job.run.dir.function.read_bytes() == submitted
+
+
+@LOCAL_FIRST
+def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
+    job = executor.submit(functions.count_with_own_file, 30)
+    wait_for_step(job, 5)
+    job.run.requeue()
+    (first, last), other = job.results()
+    assert 5 <= first < last == 30
+    assert other == (first, last)
+    assert "told to stop by SIGTERM" in job.task(0).stdout()
+
+
+@LOCAL
+def test_checkpoint_is_called_on_all_ranks_and_says_what_comes_next(executor):
+    job = executor.submit(Count(), 30)
+    submitted = job.run.dir.function.read_bytes()
+    for step in (5, 15):
+        wait_for_step(job, step)
+        job.run.requeue()
+        attempts = len(job.run.dir.attempts())
+        wait_for(lambda n=attempts: len(job.run.dir.attempts()) > n, 60, "the next attempt")
+    (last, starts), other = job.results()
+    assert (last, len(starts)) == (30, 3)
+    assert starts[0] == 0 < 5 <= starts[1] < 15 <= starts[2]
+    assert other == (last, starts)
+    assert job.run.dir.function.read_bytes() == submitted
+
+
+@LOCAL
+def test_a_single_rank_needs_no_agreement(executor):
+    executor.update_parameters(nodes=1)
+    job = executor.submit(Count(agreed=False), 30)
+    wait_for_step(job, 5)
+    job.run.requeue()
+    last, starts = job.result()
+    assert (last, len(starts)) == (30, 2)
+    assert starts[1] >= 5
+
+
+@pytest.mark.long
+@LOCAL
+def test_several_ranks_without_an_agreement_start_anew(executor):
+    job = executor.submit(Count(agreed=False), 20)
+    wait_for_step(job, 5)
+    job.run.requeue()
+    assert job.results() == [(20, [0])] * 2
+    assert "hpctrain.should_stop()" in job.task(0).stdout()
+    assert not job.run.dir.continuation.exists()
+
+
+@SLURM
+def test_a_job_waits_runs_and_is_cancelled(executor):
+    executor.update_parameters(begin="now+1hour")
+    waiting = executor.submit(functions.sleep, 300)
+    executor.update_parameters(begin=None)
+    running = executor.submit(functions.sleep, 300)
+    assert waiting.state == "PENDING"
+    wait_for((running.run.dir.path / "asleep-1").exists, 60, "the function")
+    assert running.get_info()["State"] == "RUNNING"
+    assert not running.done()
+    for job in (waiting, running):
+        job.cancel()
+        error = job.exception()
+        assert isinstance(error, JobCancelled)
+        assert isinstance(error, UncompletedJobError)
+        assert (job.state, job.done()) == ("CANCELLED", True)
+    assert running.run.dir.attempts() == [0]
+
+
+@SLURM
+def test_map_array(executor):
+    executor.update_parameters(nodes=1)
+    jobs = executor.map_array(lambda a, b: a * b, range(5), [10] * 5)
+    assert [job.result() for job in jobs] == [0, 10, 20, 30, 40]
+    assert len({job.run.dir.path for job in jobs}) == 5
+
+
+PROGRAM = """
+import dataclasses, json, sys
+import submitit
+import hpctrain, mine
+
+
+@dataclasses.dataclass
+class Answer:
+    value: int
+
+
+def make(number):
+    double = lambda x: 2 * x
+
+    def closure(base):
+        return Answer(double(mine.add(base, number)))
+
+    return closure
+
+
+executor = hpctrain.Executor("runs", backend="local")
+with executor.batch():
+    jobs = [executor.submit(make(3), 4), executor.submit(mine.environment)]
+assert "torch" not in sys.modules
+answer, seen = [job.result() for job in jobs]
+assert isinstance(answer, Answer), answer
+print(json.dumps([answer.value, seen]))
+"""
+
+MODULE = """
+import os, sys
+import submitit
+
+def add(a, b):
+    return a + b
+
+def environment():
+    job = submitit.JobEnvironment()
+    return [os.getcwd(), job.global_rank, job.num_tasks, job.num_nodes, job.hostnames, "torch" in sys.modules]
+"""
+
+
+def test_functions_of_the_program_and_of_modules_beside_it(tmp_path):
+    (tmp_path / "experiments").mkdir()
+    program = tmp_path / "experiments" / "launch.py"
+    program.write_text(PROGRAM)
+    program.with_name("mine.py").write_text(MODULE)
+    done = run_command([sys.executable, "experiments/launch.py"], cwd=tmp_path, timeout=100)
+    value, seen = json.loads(done.stdout.splitlines()[-1])
+    assert value == 14
+    assert seen == [str(tmp_path), 0, 1, 1, ["local-0"], True]

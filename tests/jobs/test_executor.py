@@ -1,0 +1,245 @@
+"""submitit's interface, with a supervisor that only pretends: no function is called here."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import submitit
+from helpers import environment, wait_for
+
+from hpctrain import Executor
+from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, UserError
+from hpctrain.files import is_locked
+from hpctrain.jobs import functions
+from hpctrain.jobs.backends import SubmissionUnclear
+from hpctrain.jobs.backends.local import LocalBackend
+from hpctrain.jobs.executor import Job
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.pickles import Parcel
+from hpctrain.rundir import RunDir
+
+
+@pytest.fixture
+def executor(tmp_path, monkeypatch, fake_python):
+    monkeypatch.setattr(sys, "executable", fake_python)
+    plain = environment()
+    for name in os.environ.keys() - plain.keys():
+        monkeypatch.delenv(name)
+    for name, value in plain.items():
+        monkeypatch.setenv(name, value)
+    return Executor(tmp_path / "runs", backend="local")
+
+
+def add(a, b=0):
+    return a + b
+
+
+def spec_of(job: Job[object]) -> JobSpec:
+    return JobSpec.load(job.run.dir.spec)
+
+
+def refuse(*_):
+    raise SchedulerError("the queue is full")
+
+
+def wait_for_array(jobs: list[Job[object]]) -> None:
+    for job in jobs:
+        job.wait()
+    array = RunDir(jobs[0].run.dir.path.parent)
+    wait_for(lambda: not is_locked(array.lock), 20, "the end of the array's supervisor")
+
+
+def test_a_job_is_a_run_in_the_folder_with_the_functions_name(executor, tmp_path):
+    job = executor.submit(add, 1, b=2)
+    assert isinstance(job, submitit.Job)
+    assert isinstance(executor, submitit.Executor)
+    assert job.run.dir.path.parent == tmp_path / "runs"
+    assert job.run.run_id.startswith("add-")
+    assert job.job_id == job.run.job_id
+    spec = spec_of(job)
+    assert (spec.name, spec.workdir) == ("add", str(Path.cwd()))
+    job.wait()
+    assert (job.state, job.done()) == ("COMPLETED", True)
+    assert job.stdout() == job.stderr() == "hello from attempt 0\n"
+    assert job.paths.stdout.read_text() == "hello from attempt 0\n"
+    assert job.paths.folder == job.run.dir.path
+    assert job.paths.submission_file == job.run.dir.job_script
+    assert job.get_info()["JobID"] == job.job_id
+    assert job.submission().result() == 3
+    assert "COMPLETED" in repr(job)
+
+
+def test_several_ranks_are_tasks(executor):
+    executor.update_parameters(nodes=2, tasks_per_node=2)
+    job = executor.submit(add, 1)
+    job.wait()
+    assert job.num_tasks == 4
+    assert [job.task(i).paths.result_pickle.name for i in range(4)] == [
+        f"attempt-000-rank-0000{i}.pkl" for i in range(4)
+    ]
+    with pytest.raises(UserError, match="4 ranks"):
+        job.result()
+
+
+def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executor):
+    executor.update_parameters(
+        timeout_min=90, mem_gb=1.5, slurm_partition="gpu", cpus_per_task=2, name="n", tasks_per_node=2
+    )
+    assert executor.parameters == {
+        "backend": "local",
+        "time": "01:30:00",
+        "mem": "1536M",
+        "partition": "gpu",
+        "cpus_per_task": 2,
+        "name": "n",
+        "tasks_per_node": 2,
+    }
+    executor.update_parameters(partition=None, time=None, mem=None)
+    job = executor.submit(add, 1)
+    spec = spec_of(job)
+    assert (spec.cpus_per_task, spec.name, spec.time_limit_s, spec.directives) == (2, "n", None, {})
+    job.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("node", "'nodes'"), ("slurm_partitions", "'partition'"), ("run_dir", "`folder`")]
+)
+def test_an_unknown_parameter_is_named_with_the_nearest_one(executor, name, hint):
+    with pytest.raises(SpecError, match=f"(?s){name}.*{hint}|{hint}"):
+        executor.update_parameters(**{name: 1})
+    with pytest.raises(SpecError):
+        Executor(**{name: 1})
+
+
+def test_what_cannot_be_pickled_is_refused_before_anything_is_written(executor, tmp_path):
+    with pytest.raises(UserError, match=r"add\(\): argument b.* _thread.lock"):
+        executor.submit(add, 1, b=[threading.Lock()])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
+    executor.update_parameters(nodes=0)
+    with pytest.raises(SpecError, match="at least 1 node"):
+        executor.submit(add, 1)
+    executor.update_parameters(nodes=1)
+
+    monkeypatch.setattr(LocalBackend, "submit", refuse)
+    with pytest.raises(SchedulerError):
+        executor.submit(add, 1)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_batch_is_submitted_when_its_block_ends(executor, tmp_path):
+    with executor.batch():
+        jobs = [executor.submit(add, i) for i in range(3)]
+        assert not (tmp_path / "runs").exists()
+        assert all(isinstance(job, submitit.Job) for job in jobs)
+        with pytest.raises(AttributeError):
+            _ = jobs[0].job_id
+    assert [job.submission().args for job in jobs] == [(0,), (1,), (2,)]
+    (array,) = (tmp_path / "runs").iterdir()
+    assert [job.run.dir.path for job in jobs] == [array / f"task-{i}" for i in range(3)]
+    assert [job.job_id for job in jobs] == [f"{executor.job(str(array)).job_id}_{i}" for i in range(3)]
+    with suppress(ZeroDivisionError), executor.batch():
+        executor.submit(add, 1 // 0)
+    assert list((tmp_path / "runs").iterdir()) == [array]
+    wait_for_array(jobs)
+
+
+def test_functions_of_a_batch_may_differ(executor):
+    executor.update_parameters(array_parallelism=2)
+    jobs = executor.submit_array([lambda: 1, partial(add, 1)])
+    assert spec_of(jobs[0]).name == "functions"
+    assert JobSpec.load(jobs[0].run.dir.path.parent / "spec.yaml").array == "0-1%2"
+    assert [job.submission().result() for job in jobs] == [1, 1]
+    wait_for_array(jobs)
+
+
+def test_a_refused_array_leaves_no_folder(executor, tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalBackend, "submit", refuse)
+    with pytest.raises(SchedulerError, match="the queue is full"):
+        executor.map_array(add, range(5))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_under_a_job_that_may_be_queued_stays(executor, tmp_path, monkeypatch):
+    def vanish(*_):
+        raise SubmissionUnclear("no answer")
+
+    monkeypatch.setattr(LocalBackend, "submit", vanish)
+    with pytest.raises(SubmissionUnclear):
+        executor.submit(add, 1)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "function.pkl").exists()
+
+
+def test_jobs_of_many_programs_in_one_folder_never_mix(executor, monkeypatch):
+    # Whoever draws the same name in the same second has to draw again.
+    monkeypatch.setattr(os, "urandom", lambda n: bytes(n - 1) + bytes([threading.get_native_id() % 2]))
+    with ThreadPoolExecutor(4) as pool:
+        jobs = list(pool.map(lambda i: executor.submit(add, i), range(4)))
+    assert len({job.run.dir.path for job in jobs}) == 4
+    assert [Parcel.read(job.run.dir.function).open().args for job in jobs] == [(0,), (1,), (2,), (3,)]
+    for job in jobs:
+        job.wait()
+
+
+def test_a_job_outlives_its_program(executor, monkeypatch):
+    monkeypatch.setenv("SECRET", "do not write me down")
+    executor.update_parameters(nodes=2)
+    job = executor.submit(add, 1)
+    job.wait()
+    data = pickle.dumps(job)
+    assert b"do not write me down" not in data
+    for again in (pickle.loads(data), executor.job(job.run.run_id), executor.job(str(job.run.dir.path))):
+        assert (again.job_id, again.num_tasks, again.state) == (job.job_id, 2, "COMPLETED")
+        assert again.run.environ["SECRET"] == "do not write me down"
+    with pytest.raises(RunNotFound):
+        executor.job("no-such-run")
+
+
+def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
+    monkeypatch.setattr(functions, "_RESULT_PATIENCE_S", 0.1)
+    job = executor.submit(add, 1)
+    with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* has left no result: .*rank-00000\.pkl"):
+        job.result()
+
+
+def test_one_look_serves_all_jobs(executor, monkeypatch):
+    looks = []
+    look = LocalBackend.look
+    monkeypatch.setattr(
+        LocalBackend, "look", lambda backend, jobs: looks.append(len(jobs)) or look(backend, jobs)
+    )
+    jobs = executor.map_array(add, range(3))
+    Job.watcher.update()
+    assert looks[0] >= 1
+    assert len(looks) <= len(jobs) + 1
+    wait_for_array(jobs)
+    looks.clear()
+    assert [job.state for job in jobs] == ["COMPLETED"] * 3, [job.run.status() for job in jobs]
+    Job.watcher.update()
+    assert looks == []
+
+
+def test_a_note_is_told_once(executor, caplog):
+    executor.update_parameters(gpus_per_node=1)
+    for job in [executor.submit(add, 1), executor.submit(add, 2)]:
+        job.wait()
+    assert [record.message for record in caplog.records if "No GPU here" in record.message] != []
+    assert len([record for record in caplog.records if "No GPU here" in record.message]) == 1
+
+
+def test_cancel_at_deletion(executor, monkeypatch):
+    job = executor.submit(add, 1).cancel_at_deletion()
+    job.wait()
+    monkeypatch.setattr(Job, "cancel", lambda *_, **__: pytest.fail("an ended job was cancelled"))
+    job.__del__()
