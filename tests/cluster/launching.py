@@ -7,6 +7,7 @@ as `scontrol` lists them; for MPI it is what the MPI library says, for torchrun 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ from typing import Any
 from helpers import run_command, wait_for
 
 from hpctrain.cluster import detect
+from hpctrain.cluster.ports import port_candidates
 from hpctrain.errors import EnvironmentMismatch
 
 _HERE = Path(__file__).parent
@@ -113,7 +115,7 @@ def run(
         **(words or {}),
         **_WORDS,
         "FOLDER": str(folder),
-        "PORT": str(_free_port()),
+        "PORT": str(_free_port(folder)),
         **{f"node{i}": node for i, node in enumerate(nodes)},
     }.items():
         command = re.sub(rf"\b{word}\b", lambda _, text=text: text, command)
@@ -238,6 +240,9 @@ _RANKS: dict[str, Callable[[list[Record], str], dict[int, int]]] = {
 }
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def _free_port(folder: Path) -> int:
+    """A port that the kernel gives to nobody by itself before the launch takes it."""
+    for port in port_candidates(str(folder)):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError

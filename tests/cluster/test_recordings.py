@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import ALL
 from launching import RECORDINGS, check, recorded
@@ -43,6 +43,7 @@ NO_STEPS = [
 
 
 @pytest.mark.parametrize("name", [*NO_STEPS, "ssh-session-with-leftovers"])
+@settings(deadline=None)
 @given(data=st.data())
 def test_an_ssh_or_ide_session_with_any_part_of_an_allocations_variables_is_alone(name, data):
     (process,) = recorded(name)
@@ -55,6 +56,7 @@ STEPS = ["srun-uneven", "srun-on-a-part-of-the-nodes", "het-job-unsorted", "arra
 
 
 @pytest.mark.parametrize("name", STEPS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_step_of_which_variables_were_lost_is_recognised_or_refused_but_never_taken_for_another(name, data):
     process = data.draw(st.sampled_from(recorded(name)))
