@@ -1,8 +1,33 @@
-"""Where am I: node lists, environments, ranks. Imports no torch."""
+"""Where am I: node lists, environments, ranks. Imports no torch.
 
-from hpctrain.cluster.detect import detect
-from hpctrain.cluster.hostlist import compress_hostlist, expand_hostlist
-from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE
+Each name is imported when it is first used, for `hpctrain submit`, which needs few of them, starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.cluster.detection import detect
+    from hpctrain.cluster.hostlist import compress_hostlist, expand_hostlist
+    from hpctrain.cluster.ranks import Ranks
+    from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE
 
 __all__ = ["ENVIRONMENT_VARIABLE", "Ranks", "compress_hostlist", "detect", "expand_hostlist"]
+
+_HOMES = {
+    "ENVIRONMENT_VARIABLE": "variables",
+    "Ranks": "ranks",
+    "compress_hostlist": "hostlist",
+    "detect": "detection",
+    "expand_hostlist": "hostlist",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

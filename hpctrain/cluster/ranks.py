@@ -34,7 +34,7 @@ class Ranks:
     master_port: int
     """TCP port at which the processes meet; 0 where there is only one process."""
     environment: str
-    """Which detector answered; `hpctrain.cluster.detect` lists the names."""
+    """Which detector answered; `hpctrain.cluster.detection` lists the names."""
     meeting_key: str = ""
     """What names this set of processes among all that may share its hosts, alike on every rank. The ports at
     which they may meet follow from it (`hpctrain.cluster.ports`); empty where there is only one process."""

@@ -7,8 +7,7 @@ from dataclasses import fields
 import pytest
 from launching import recorded
 
-from hpctrain.cluster import Ranks, detect
-from hpctrain.cluster.detect import ENVIRONMENT_VARIABLE
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.step_layout import parse_tasks_per_node
 from hpctrain.errors import EnvironmentMismatch
 
