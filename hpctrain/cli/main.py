@@ -22,6 +22,7 @@ _COMMANDS = (
     "requeue",
     "env",
     "exec",
+    "doctor",
     "sandbox",
 )
 

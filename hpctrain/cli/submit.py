@@ -124,8 +124,8 @@ def command(
             "--follow shows one run, and a job array (--array) has many: leave it out, and look at one of "
             "them with hpctrain logs -f RUN/task-0, or wait for all with hpctrain wait."
         )
-    for note in submission.notes:
-        click.echo(note, err=True)
+    for line in (*submission.notes, *submission.prospects):
+        click.echo(line, err=True)
     if dry_run:
         click.echo(submission.script, nl=False)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from hpctrain.jobs.config_files import standing_files
 from hpctrain.jobs.given import Given, Source, find_option, nearest, wrong_value
 from hpctrain.jobs.option import Option
 from hpctrain.jobs.options import SubmitOptions, options
+from hpctrain.jobs.site.facts import Site
 
 if TYPE_CHECKING:
     from hpctrain.jobs.config_reader import ConfigFile
@@ -31,6 +33,22 @@ class Settings:
 
     given: Mapping[str, Given]
     """By key: the name of an option, or `env.NAME` and the like for an entry of one."""
+    files: tuple[ConfigFile, ...] = ()
+    """The files that were read, the weakest first."""
+
+    @property
+    def site(self) -> Site:
+        """What the files say the site is like.
+
+        Raises:
+            SpecError: one of them says something that does not exist.
+        """
+        sections = [(file.path, node) for file in self.files for node in file.site]
+        if not sections:
+            return Site()
+        from hpctrain.jobs.site.profile import read_profile
+
+        return reduce(lambda site, section: read_profile(site, *section), sections, Site())
 
     @property
     def options(self) -> SubmitOptions:
@@ -86,7 +104,7 @@ def resolve(
                 del settled[key]
         else:
             settled[given.key] = given
-    return Settings({**_defaults(), **settled})
+    return Settings({**_defaults(), **settled}, (*standing, *named))
 
 
 def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]:

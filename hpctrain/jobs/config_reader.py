@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.given import PROFILES, Given, Source, find_option, wrong_value
+from hpctrain.jobs.given import PROFILES, SITE, Given, Source, find_option, wrong_value
 from hpctrain.jobs.option import Option
 
 
@@ -22,6 +22,8 @@ class ConfigFile:
     path: Path
     plain: list[Given] = field(default_factory=list)
     profiles: dict[str, list[Given]] = field(default_factory=dict)
+    site: list[yaml.Node] = field(default_factory=list)
+    """What it says the site is like; nothing, or one section."""
 
 
 def read_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
@@ -63,7 +65,9 @@ class _Reader:
         if root is None or _is_null(root):
             return found
         for key, line, node in self._entries(root, "the file"):
-            if key != PROFILES:
+            if key == SITE:
+                found.site.append(node)
+            elif key != PROFILES:
                 found.plain.extend(self._option(key, node, line, None))
             elif not _is_null(node):
                 for name, _, section in self._entries(node, PROFILES):

@@ -12,6 +12,8 @@ from hpctrain.jobs.options import options
 
 #: The key under which a file holds named sets of options.
 PROFILES = "profiles"
+#: The key under which a file says what the site is like.
+SITE = "site"
 
 
 class Source(NamedTuple):
@@ -51,7 +53,7 @@ def find_option(key: str, where: str) -> Option:
     if key in known:
         raise SpecError(f"{where}{key!r} can be given on the command line only, as {known[key].flag}.")
     names = [name for name, option in known.items() if option.about.in_files]
-    raise SpecError(f"{where}there is no option {key!r}. {nearest(key, (*names, PROFILES))}")
+    raise SpecError(f"{where}there is no option {key!r}. {nearest(key, (*names, PROFILES, SITE))}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -27,6 +27,8 @@ class Submission:
     script: str
     #: What the user should know, a line each.
     notes: tuple[str, ...]
+    #: When it starts, and what it may cost.
+    prospects: tuple[str, ...]
     backend: Backend
     environ: Mapping[str, str]
 
@@ -80,8 +82,9 @@ def _prepare(
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python)
     check_files(spec)
-    notes += backend.check(spec)
-    return Submission(spec, render(spec), tuple(notes), backend, environ)
+    text = render(spec)
+    outlook = backend.check(spec, text, settings.site)
+    return Submission(spec, text, (*notes, *outlook.notes), outlook.prospects, backend, environ)
 
 
 def _resolve_runs(

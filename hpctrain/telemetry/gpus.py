@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hpctrain.cluster.devices import visible_devices
 
@@ -52,3 +53,39 @@ def installed_gpus() -> list[str]:
     finally:
         pynvml.nvmlShutdown()
     return uuids
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """What the driver of this machine says of itself and of its GPUs."""
+
+    version: str | None = None
+    """None where there is no driver."""
+    cuda: str | None = None
+    """The newest CUDA that it knows."""
+    names: list[str] = field(default_factory=list)
+    """The GPUs that this process may open, in the driver's order."""
+
+
+def driver_facts() -> DriverFacts:
+    """What the driver says; a driver that hangs hangs its caller, too."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return DriverFacts()
+    names = []
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                names.append(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))))
+            except pynvml.NVMLError:
+                continue  # another job's, fenced off by a cgroup
+        # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
+        return DriverFacts(
+            str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names
+        )
+    finally:
+        pynvml.nvmlShutdown()

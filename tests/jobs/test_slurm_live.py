@@ -110,12 +110,12 @@ def test_a_run_that_never_starts_can_be_cancelled(prepared, environ):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of the cluster has more than 2"),
-        ({"nodes": 5, "gpus_per_node": 2}, SpecError, "the cluster has 4"),
+        ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of partition preemptible has more than 2"),
+        ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has 4"),
         ({"gpus_per_node": 3, "partition": "urgent"}, SpecError, "partition urgent has more than 2"),
-        ({"partition": "nowhere"}, SchedulerError, "invalid partition"),
-        ({"nodes": 9}, SpecError, "9 nodes are asked for .* the cluster has 4"),
-        ({"sbatch": {"mem": "lots"}}, SchedulerError, "mem"),
+        ({"partition": "nowhere"}, SpecError, "no partition 'nowhere' here"),
+        ({"nodes": 9}, SpecError, "9 nodes are asked for .* partition preemptible has 4"),
+        ({"mem": "lots"}, SchedulerError, "mem"),
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused_in_words(

@@ -67,22 +67,6 @@ def test_sbatch_of_several_clusters_names_one(fake_slurm, prepared):
     assert hand_over(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"gpus_per_node": 8}, "8 GPUs .* no node of the cluster has more than 4"),
-        ({"gpus_per_node": 4, "nodes": 3}, r"3 nodes with 4 GPUs .* has 2"),
-        ({"gpus_per_node": 4, "partition": "big"}, "partition big has more than 2"),
-    ],
-)
-def test_more_gpus_than_the_cluster_has(fake_slurm, prepared, options, words):
-    fake_slurm.answer("sinfo", "3|gpu:a100:2(S:0-1),shard:8\n2|gpu:a100:3(S:0),gpu:v100:1\n9|(null)\n")
-    if "partition" in options:
-        fake_slurm.answer("sinfo", "3|gpu:2\n")
-    with pytest.raises(SpecError, match=words):
-        prepared(backend="slurm", environ=fake_slurm.environ, **options)
-
-
 def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
     assert prepared(backend="auto", environ=fake_slurm.environ).spec.backend == "slurm"
     fake_slurm.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source\n", code=1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.record import Job
+from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView
 from hpctrain.rundir import RunDir
@@ -16,16 +18,31 @@ class SubmissionUnclear(SchedulerError):
     """Whether the scheduler took the job cannot be told: the run folder has to stay."""
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What there is to say about a job that nothing speaks against."""
+
+    notes: tuple[str, ...] = ()
+    """What the user should know, a line each."""
+    prospects: tuple[str, ...] = ()
+    """When the job starts, and what it may cost."""
+
+
 class Backend(Protocol):
     """One way to run jobs. Job ids are the backend's own words."""
 
     name: ClassVar[BackendName]
 
-    def check(self, spec: JobSpec) -> list[str]:
-        """Hold what is asked against what exists, and return what the user should know.
+    def check(self, spec: JobSpec, script: str, profile: Site) -> Outlook:
+        """Hold what is asked against what exists. Nothing is changed by it.
+
+        Args:
+            spec: what was asked for.
+            script: the batch script, as it would be submitted.
+            profile: what files of options say of the site.
 
         Raises:
-            SpecError: more is asked than exists.
+            SpecError: the job cannot be done as asked.
         """
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:
@@ -78,6 +95,11 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
 _SILENT = ("gave no answer within", "Unable to contact slurm controller")
 
 
+def is_silent(trouble: str) -> bool:
+    """Whether what is wrong with Slurm says that it is set up here, and does not answer."""
+    return any(words in trouble for words in _SILENT)
+
+
 def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, list[str]]:
     """The backend for a submission, and what the user should know about the choice.
 
@@ -108,7 +130,7 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, lis
             f"Slurm does not answer here: {trouble}. Submit from a login node of the cluster, "
             "or take --backend local to run on this machine."
         )
-    if any(words in trouble for words in _SILENT):
+    if is_silent(trouble):
         raise SchedulerError(
             f"Slurm is set up here, but does not answer: {trouble}. Try again later, "
             "or take --backend local to run on this very machine."

@@ -15,8 +15,10 @@ from typing import ClassVar
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked
 from hpctrain.jobs.array import Array
+from hpctrain.jobs.backends import Outlook
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.record import Job
+from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView, RunState
 from hpctrain.rundir import RunDir
@@ -35,7 +37,7 @@ class LocalBackend:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def check(self, spec: JobSpec) -> list[str]:
+    def check(self, spec: JobSpec, script: str, profile: Site) -> Outlook:  # noqa: ARG002 (no site here)
         at_once = _tasks_at_once(spec)
         most = max(_LEAST_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (asked := at_once * spec.world_size) > most:
@@ -53,7 +55,7 @@ class LocalBackend:
             notes.append(f"There is no queue on this machine: {options} changes nothing here.")
         if spec.gpus_per_node:
             notes += self._check_gpus(spec, at_once)
-        return notes
+        return Outlook(tuple(notes))
 
     def _check_gpus(self, spec: JobSpec, at_once: int) -> list[str]:
         from hpctrain.telemetry.gpus import count_gpus

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.backends import SubmissionUnclear
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.backends import Outlook, SubmissionUnclear
 from hpctrain.jobs.directives import directives_of
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
 from hpctrain.jobs.record import Job
+from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, NO_ANSWER, run_slurm
 from hpctrain.jobs.slurm_status import REQUEUE_PAUSE_S, look
 from hpctrain.jobs.spec import BackendName, JobSpec
@@ -24,8 +24,6 @@ _PROBE_TIMEOUT_S = 5
 
 #: What is said where a request may have arrived and only the answer is missing.
 _ANSWER_LOST = (NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
-
-_GPUS = re.compile(r"\bgpu(?::[^,:()]+)?:(\d+)")
 
 
 class SlurmBackend:
@@ -47,29 +45,11 @@ class SlurmBackend:
             return str(error)
         return None
 
-    def check(self, spec: JobSpec) -> list[str]:
-        command = ["sinfo", "--noheader", "--format=%D|%G"]
-        # Without a partition the site may choose one by the job's needs, so all of them count.
-        where = "the cluster"
-        if partition := spec.directives.get("partition"):
-            command.append(f"--partition={partition}")
-            where = f"partition {partition}"
-        groups = [line.split("|", 1) for line in self._run(command).splitlines() if "|" in line]
-        gpus_of = [(int(nodes), sum(map(int, _GPUS.findall(gres)))) for nodes, gres in groups]
-        most = max((gpus for _, gpus in gpus_of), default=0)
-        if gpus_of and spec.gpus_per_node > most:
-            raise SpecError(
-                f"{spec.gpus_per_node} GPUs a node are asked for (--gpus-per-node), but no node of {where} "
-                f"has more than {most} (sinfo). Ask for fewer, or for another --partition."
-            )
-        gpus = f" with {spec.gpus_per_node} GPUs each" if spec.gpus_per_node else ""
-        fitting = sum(nodes for nodes, gpus in gpus_of if gpus >= spec.gpus_per_node)
-        if gpus_of and spec.nodes > fitting:
-            raise SpecError(
-                f"{spec.nodes} nodes{gpus} are asked for (--nodes), but {where} has {fitting} (sinfo). "
-                "Ask for fewer, or for another --partition."
-            )
-        return []
+    def check(self, spec: JobSpec, script: str, profile: Site) -> Outlook:
+        # Only a submission needs all of this.
+        from hpctrain.jobs.lint_site import lint_site
+
+        return lint_site(spec, script, self._environ, profile)
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_environment(self._environ, directives_of(spec))

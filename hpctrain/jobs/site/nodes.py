@@ -1,0 +1,178 @@
+"""The nodes of a partition, against what a job asks of each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from hpctrain.errors import UserError
+from hpctrain.jobs.given import nearest
+from hpctrain.jobs.site.facts import NodeGroup, Partition
+from hpctrain.jobs.site.problem import Problem, memory, plural
+from hpctrain.jobs.site.request import Request
+
+#: Between the words of a constraint stand operators, counts and brackets (sbatch(1), --constraint).
+_FEATURE = re.compile(r"[^&|,()\[\]*\s]+(?:\*\d+)?")
+#: Among more nodes than this, the nearest name is not looked for.
+_MANY = 1000
+
+
+def node_problems(request: Request, partition: Partition) -> Iterator[Problem]:
+    """Why the partition's nodes cannot hold the job. Where it has none to be seen, nothing is said."""
+    if not partition.groups:
+        return
+    wrong_words = [*_gpu_type(request, partition), *_features(request, partition)]
+    wrong_words += _names(request, partition)
+    yield from wrong_words
+    if not wrong_words:
+        yield from _room(request, partition)
+
+
+def nodes_in_service(request: Request, partition: Partition) -> int:
+    """How many nodes that fit are not down, drained or in maintenance."""
+    return sum(group.num for group in partition.groups if not group.is_out and _fits(request, group))
+
+
+def _gpu_type(request: Request, partition: Partition) -> Iterator[Problem]:
+    asked = request.spec.gpu_type
+    known = list(dict.fromkeys(kind for group in partition.groups for kind in group.gpus if kind))
+    if asked and asked not in known:
+        hint = (
+            f"Its types are {', '.join(known)}."
+            if known
+            else "Its GPUs have no types: ask for a number alone."
+        )
+        yield Problem(
+            f"GPUs of type {asked!r} are asked for (--gpus-per-node), but partition {partition.name} has "
+            f"none (sinfo). {hint}"
+        )
+
+
+def _features(request: Request, partition: Partition) -> Iterator[Problem]:
+    known = list(dict.fromkeys(feature for group in partition.groups for feature in group.features))
+    for word in _words_of(request.word("constraint")):
+        if word not in known:
+            hint = nearest(word, known) if known else "Its nodes have no features: leave the option out."
+            yield Problem(
+                f"The feature {word!r} is asked for ({request.origin('constraint')}), but no node of "
+                f"partition {partition.name} has it (sinfo). {hint}"
+            )
+
+
+def _words_of(constraint: str) -> list[str]:
+    return [word.partition("*")[0] for word in _FEATURE.findall(constraint)]
+
+
+def _names(request: Request, partition: Partition) -> Iterator[Problem]:
+    if not (asked := _hosts(request.word("nodelist"))):
+        return
+    known = {name: None for group in partition.groups for name in _hosts(group.names)}
+    for name in asked:
+        if name not in known:
+            hint = nearest(name, known) if len(known) < _MANY else "Check its name."
+            yield Problem(
+                f"Node {name} is named ({request.origin('nodelist')}), but partition {partition.name} does "
+                f"not have it (sinfo). {hint}"
+            )
+
+
+def _hosts(hostlist: str) -> list[str]:
+    """The nodes of a list; none where it names a file of them."""
+    from hpctrain.cluster import expand_hostlist
+
+    try:
+        return [] if not hostlist or "/" in hostlist else expand_hostlist(hostlist)
+    except UserError:
+        return []
+
+
+def _room(request: Request, partition: Partition) -> Iterator[Problem]:
+    """Which one of the demands is too much for every node, or else that the nodes are too few."""
+    where = f"partition {partition.name}"
+    for asked, amount, words, mend in _demands(request):
+        most = max(map(amount, partition.groups))
+        if asked > most:
+            yield Problem(f"{words}, but no node of {where} has more than {most} (sinfo). {mend}")
+            return
+    fitting = sum(group.num for group in partition.groups if _fits(request, group))
+    excluded = len(set(_hosts(request.word("exclude"))) & _fitting_names(request, partition))
+    if request.spec.nodes > fitting - excluded:
+        less = f", {excluded} of them excluded (--exclude)" if excluded else ""
+        yield Problem(
+            f"{request.spec.nodes} nodes{_alike(request)} are asked for (--nodes), but {where} has "
+            f"{fitting}{less} (sinfo). Ask for fewer, or for another --partition."
+        )
+
+
+def _demands(request: Request) -> Iterator[tuple[int, Callable[[NodeGroup], int], str, str]]:
+    """What the job wants of each node: how much, how much a node has, the words for it, and what to do."""
+    spec = request.spec
+    yield (
+        spec.gpus_per_node,
+        lambda group: _gpus(request, group),
+        f"{_gpu_words(request)} a node are asked for (--gpus-per-node)",
+        "Ask for fewer, or for another --partition.",
+    )
+    cpus = f"{plural(spec.tasks_per_node, 'rank')} × {spec.cpus_per_task or 1}, --cpus-per-task"
+    yield (
+        request.cpus_per_node,
+        lambda group: group.cpus,
+        f"{plural(request.cpus_per_node, 'CPU')} a node are asked for ({cpus})",
+        "Ask for fewer.",
+    )
+    origin = request.origin(request.memory_option or "mem")
+    yield (
+        request.memory_per_node_mib,
+        lambda group: group.memory_mib,
+        f"{request.memory_per_node_mib} MiB of memory a node are asked for ({origin})",
+        "Ask for less.",
+    )
+
+
+def _alike(request: Request) -> str:
+    """What the job wants of each of its nodes, in words."""
+    spec, demands = request.spec, []
+    if spec.gpus_per_node:
+        demands.append(f"{_gpu_words(request)} each")
+    if request.cpus_per_node > max(1, spec.gpus_per_node):
+        demands.append(f"{plural(request.cpus_per_node, 'CPU')} each")
+    if request.memory_per_node_mib:
+        demands.append(f"{memory(request.memory_per_node_mib)} of memory each")
+    if constraint := request.word("constraint"):
+        demands.append(f"the features {constraint}")
+    return f" with {', '.join(demands)}" if demands else ""
+
+
+def _gpu_words(request: Request) -> str:
+    kind = f"{request.spec.gpu_type} " if request.spec.gpu_type else ""
+    return plural(request.spec.gpus_per_node, f"{kind}GPU")
+
+
+def _fitting_names(request: Request, partition: Partition) -> set[str]:
+    if not request.word("exclude"):
+        return set()
+    return {name for group in partition.groups if _fits(request, group) for name in _hosts(group.names)}
+
+
+def _gpus(request: Request, group: NodeGroup) -> int:
+    kind = request.spec.gpu_type
+    return group.gpus.get(kind, 0) if kind else group.num_gpus
+
+
+def _fits(request: Request, group: NodeGroup) -> bool:
+    return (
+        _gpus(request, group) >= request.spec.gpus_per_node
+        and group.cpus >= request.cpus_per_node
+        and group.memory_mib >= request.memory_per_node_mib
+        and _has_features(request.word("constraint"), group)
+    )
+
+
+def _has_features(constraint: str, group: NodeGroup) -> bool:
+    """Whether such a node may be among the job's; only words joined by & or by | alone are looked into."""
+    words = _words_of(constraint)
+    if any(mark in constraint for mark in "()[]*,") or ("|" in constraint and "&" in constraint):
+        return True
+    if "|" in constraint:
+        return any(word in group.features for word in words)
+    return all(word in group.features for word in words)

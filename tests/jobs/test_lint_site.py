@@ -1,0 +1,377 @@
+"""Jobs against the rules of a real cluster: what is refused before it is queued, and what is foretold."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from helpers import environment, run_command, wait_for
+
+from hpctrain import sandbox
+from hpctrain.errors import SpecError
+from hpctrain.jobs.site import limits
+from hpctrain.jobs.site.check import check_site
+from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Site, SlurmConfig
+from hpctrain.jobs.site.nodes import node_problems
+from hpctrain.jobs.site.outlook import expected_start, highest_cost
+from hpctrain.jobs.site.paths import path_notes
+from hpctrain.jobs.site.read import read_site
+from hpctrain.jobs.site.request import Request
+from hpctrain.jobs.slurm_command import run_slurm
+
+STRICT = [
+    "JobRequeue=0",
+    "PreemptMode=CANCEL",
+    "MaxArraySize=21",
+    "PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime=0 State=UP",
+    "PartitionName=short Nodes=ALL MaxTime=30 DefaultTime=1 MaxNodes=1",
+    "PartitionName=wide Nodes=ALL MinNodes=2 MaxMemPerNode=1000 MaxCPUsPerNode=4",
+    "PartitionName=physics Nodes=ALL AllowAccounts=physics DenyQos=slow",
+    "PartitionName=reserved Nodes=ALL ReqResv=YES",
+    "PartitionName=drained Nodes=ALL State=DRAIN",
+    "PartitionName=broken Nodes=ALL State=DOWN",
+    "PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE",
+]
+
+#: Seven MiB more than there is on any machine.
+TOO_MUCH = "900T"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[sandbox.Sandbox]:
+    """A cluster of two nodes with two a100 each, all kinds of partitions, and a feature on its first node."""
+    name = f"strict-{os.getpid()}"
+    try:
+        box = sandbox.up(name, nodes=2, gpu_type="a100", settings=STRICT)
+        run_command(
+            ["scontrol", "update", f"NodeName={name}-1", "AvailableFeatures=fast", "ActiveFeatures=fast"],
+            box.env,
+        )
+        yield box
+    finally:
+        sandbox.down(name)
+
+
+@pytest.fixture
+def submission(strict, prepared):
+    """`prepare` for the strict cluster."""
+
+    def call(env=None, **options):
+        options.setdefault("time", "10")
+        return prepared(backend="slurm", environ=environment({**strict.env, **(env or {})}), **options)
+
+    return call
+
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": "shrt"}, r"no partition 'shrt' here \(--partition\)\. Did you mean 'short'\?"),
+        (
+            {"partition": "short", "time": "1:00:00"},
+            r"01:00:00 is asked for \(--time\), but partition short allows 00:30:00 \(MaxTime\)\.",
+        ),
+        (
+            {"partition": "short", "time": "60"},
+            r"\nAs it is, the job fits partition preemptible or urgent or wh",
+        ),
+        (
+            {"partition": "short", "time": None},
+            r"gives no --time after 00:01:00 \(DefaultTime\), which is not longer than the 120 s",
+        ),
+        ({"partition": "short", "nodes": 2}, r"2 nodes are asked for .* gives a job 1 \(MaxNodes\)"),
+        ({"partition": "wide"}, r"1 node is asked for .*, but a job in .* wide has at least 2 \(MinNodes\)"),
+        (
+            {"partition": "wide", "nodes": 2, "mem": "2G"},
+            r"2G of memory .* \(--mem\).* 1000M \(MaxMemPerNode\)",
+        ),
+        (
+            {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
+            r"5 CPUs of each node .* 4 \(MaxCPUsPerNode\)",
+        ),
+        ({"partition": "physics", "account": "art"}, r"account 'art' .* is for physics \(AllowAccounts\)"),
+        ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* refuses it \(DenyQos\)"),
+        ({"partition": "reserved"}, r"only jobs of a reservation \(ReqResv\)\. Give --reservation"),
+        ({"partition": "drained"}, r"takes no jobs for now \(State=DRAIN\)"),
+        ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
+        ({"nodes": 3}, r"3 nodes are asked for \(--nodes\), but partition preemptible has 2 \(sinfo\)"),
+        ({"gpus_per_node": 3}, r"3 GPUs a node .*, but no node of partition preemptible has more than 2"),
+        ({"gpus_per_node": "h100:1"}, r"type 'h100' .* has none \(sinfo\)\. Its types are a100\."),
+        (
+            {"cpus_per_task": 9},
+            r"9 CPUs a node are asked for \(1 rank × 9, --cpus-per-task\), .* more than 8",
+        ),
+        ({"gpus_per_node": 2, "cpus_per_task": 5}, r"10 CPUs a node are asked for \(2 ranks × 5"),
+        ({"mem": TOO_MUCH}, r"MiB of memory a node are asked for \(--mem\), but no node"),
+        ({"mem_per_cpu": TOO_MUCH}, r"memory a node are asked for \(--mem-per-cpu\)"),
+        ({"constraint": "fst"}, r"feature 'fst' .* no node of .* has it \(sinfo\)\. Did you mean 'fast'\?"),
+        ({"constraint": "fast&slow*2"}, r"feature 'slow' is asked for"),
+        ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has 1 \(sinfo\)"),
+        ({"nodelist": "nowhere-1"}, r"Node nowhere-1 is named \(--nodelist\), .* does not have it"),
+        ({"array": "0-21"}, r"Task 21 is asked for \(--array\), but 20 is the highest number here"),
+    ],
+)
+def test_what_would_be_refused_or_wait_for_ever_is_refused_with_its_mend(submission, options, words):
+    with pytest.raises(SpecError, match=words):
+        submission(**options)
+
+
+def test_an_excluded_node_counts(submission, strict):
+    with pytest.raises(SpecError, match=r"has 2, 1 of them excluded \(--exclude\)"):
+        submission(nodes=2, exclude=strict.nodes[0])
+    assert submission(nodes=1, exclude=strict.nodes[0]).prospects
+
+
+def test_a_variable_of_sbatch_is_named_as_such(submission):
+    with pytest.raises(SpecError, match=r"'shrt' here \(SBATCH_PARTITION\)"):
+        submission(env={"SBATCH_PARTITION": "shrt"})
+    with pytest.raises(SpecError, match=r"01:00:00 is asked for \(SBATCH_TIMELIMIT\)"):
+        submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
+
+
+def test_all_that_is_wrong_is_said_at_once(submission):
+    with pytest.raises(SpecError) as refusal:
+        submission(partition="short", time="60", nodes=2, gpus_per_node=3)
+    assert [re.findall(r"\((\w+)\)", line)[-1] for line in str(refusal.value).splitlines()] == [
+        "MaxTime",
+        "MaxNodes",
+        "sinfo",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "short"},
+        {"partition": "short,wide", "nodes": 2, "time": "60"},
+        {"partition": "physics", "account": "physics"},
+        {"nodes": 2, "gpus_per_node": "a100:2", "cpus_per_task": 4},
+        {"constraint": "fast"},
+        {"array": "0-20%3"},
+        {"mem_per_gpu": "1G", "gpus_per_node": 1},
+    ],
+)
+def test_what_fits_is_not_refused(submission, options):
+    (start, cost) = submission(**options).prospects
+    assert start.startswith("Slurm expects to start it at once, on strict-")
+    assert "It may cost up to" in cost
+
+
+def test_start_and_cost_are_foretold(submission):
+    assert submission(nodes=2, gpus_per_node=2, time="90").prospects == (
+        f"Slurm expects to start it at once, on strict-{os.getpid()}-[1-2], partition preemptible.",
+        "It may cost up to 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00), and as much again after each requeue.",
+    )
+    assert submission(time=None).prospects[1] == (
+        "Nothing is known to bound its cost (1 node × 1 CPU): neither --time nor preemptible sets a limit."
+    )
+    assert (
+        "1 GPU-hours (2 tasks × 1 node × 1 GPU × 00:30:00)"
+        in (submission(array="0,5", gpus_per_node=1, time="30").prospects[1])
+    )
+    # Whoever gets whole nodes pays for all of their GPUs.
+    assert (
+        "2 GPU-hours (1 node × 2 GPUs"
+        in submission(partition="whole", gpus_per_node=1, time="60").prospects[1]
+    )
+    assert (
+        "2 GPU-hours (1 node × 2 GPUs" in submission(exclusive=True, gpus_per_node=1, time="60").prospects[1]
+    )
+
+
+def test_a_job_behind_another_is_foretold_a_later_start(submission, strict):
+    job = run_command(
+        ["sbatch", "--parsable", "-N2", "--exclusive", "-t60", "-o/dev/null", "--wrap=sleep 100"], strict.env
+    ).stdout.strip()
+    try:
+        state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+        wait_for(lambda: "RUNNING" in run_command(state, strict.env).stdout, 20, "the other job's start")
+        assert re.match(
+            r"Slurm expects to start it (at \d\d:\d\d|on .* at .*), on", submission().prospects[0]
+        )
+    finally:
+        run_command(["scancel", job], strict.env)
+
+
+def test_what_slurm_would_refuse_in_the_end_is_said(submission):
+    (start, _) = submission(reservation="nope").prospects
+    assert start == (
+        "Slurm foretells no start: sbatch says: allocation failure: Requested reservation is invalid."
+    )
+
+
+def test_requeues_of_the_site_are_explained(submission):
+    requeue, preempted = submission().notes
+    assert "only jobs that ask for it (JobRequeue=0). A run does (--requeue)" in requeue
+    assert "is cancelled at once, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
+    assert "within 5 s (KillWait)" in preempted
+    assert submission(partition="urgent").notes == (requeue,)
+
+
+def test_a_run_is_requeued_where_the_site_requeues_only_who_asks(strict):
+    job = run_command(
+        ["sbatch", "--parsable", "--requeue", "-o/dev/null", "--wrap=sleep 100"], strict.env
+    ).stdout.strip()
+    try:
+        state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+        wait_for(lambda: "RUNNING" in run_command(state, strict.env).stdout, 20, "the job's start")
+        run_command(["scontrol", "requeue", job], strict.env)
+        wait_for(lambda: "PENDING" in run_command(state, strict.env).stdout, 20, "the requeue")
+    finally:
+        run_command(["scancel", job], strict.env)
+
+
+def test_a_partition_that_is_down_is_told(submission):
+    broken = submission(partition="broken")
+    assert broken.notes[0] == "Partition broken is down: the job waits until it is up again."
+    assert [line for line in broken.prospects if "start" in line] == []
+
+
+def test_nodes_out_of_service_are_told(submission, strict):
+    node = f"NodeName={strict.nodes[1]}"
+    run_command(["scontrol", "update", node, "State=DRAIN", "Reason=test"], strict.env)
+    try:
+        note = submission(nodes=2).notes[0]
+        assert note.startswith(
+            "2 nodes asked for, but 1 of the nodes of partition preemptible that fit the job"
+        )
+        assert not submission(nodes=1).notes[0].startswith("1 node asked for")
+    finally:
+        run_command(["scontrol", "update", node, "State=RESUME"], strict.env)
+
+
+def test_only_a_gap_is_told_where_slurm_does_not_answer_everything_a_fake_scontrol(
+    strict, submission, tmp_path
+):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load: error: Access denied' >&2\nexit 1\n")
+    (folder / "scontrol").chmod(0o755)
+    found = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
+    gap = "cannot be read (scontrol says: Access denied): the job is not checked against that."
+    assert found.notes == (f"Slurm's configuration {gap}", f"The partitions {gap}")
+
+
+def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
+    profile = tmp_path / "site.yaml"
+    profile.write_text("site: {habits: {memory_option: refused, needs_time: true, requeue: false}}\n")
+    env = {"HPCTRAIN_SITE_CONFIG": str(profile)}
+    with pytest.raises(SpecError, match=r"Memory is asked for \(--mem-per-cpu\), but this site refuses"):
+        submission(env=env, mem_per_cpu="1G")
+    with pytest.raises(SpecError, match=r"Memory is asked for \(SBATCH_MEM_PER_NODE\)"):
+        submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
+    with pytest.raises(SpecError, match=r"refuses jobs that give no time limit .* Give --time"):
+        submission(env=env, time=None)
+    assert submission(env=env).notes[0].startswith("This site lets no job be requeued")
+
+
+def test_a_site_that_demands_memory(submission, tmp_path):
+    profile = tmp_path / "site.yaml"
+    profile.write_text("site: {habits: {needs_memory: true}}\n")
+    with pytest.raises(SpecError, match=r"refuses jobs that give no memory .* Give --mem"):
+        submission(env={"HPCTRAIN_SITE_CONFIG": str(profile)})
+
+
+def test_a_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
+    environ = environment(accounting.env)
+    run_command(["sacctmgr", "-i", "add", "qos", "lifted", "Flags=PartitionTimeLimit"], accounting.env)
+    try:
+        site, _ = read_site(environ, Site())
+        short = replace(site.partition("urgent"), default=True, max_time_s=600.0)
+        request = Request.of(make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ)
+        ask = partial(run_slurm, environ=environ)
+        limited = replace(site, partitions=(short,))
+        with pytest.raises(SpecError, match=r"allows 00:10:00 \(MaxTime\)"):
+            check_site(request, limited, ask)
+        enforcing = replace(site.slurm, enforced=("associations", "limits", "qos"))
+        (note,), _ = check_site(request, replace(limited, slurm=enforcing), ask)
+        assert note.endswith("Only where the job's QOS is lifted does that not hold (PartitionTimeLimit).")
+    finally:
+        run_command(["sacctmgr", "-i", "delete", "qos", "lifted"], accounting.env)
+
+
+def test_files_in_a_folder_of_each_node_are_warned_of(make_spec):
+    spec = make_spec(script="/tmp/train.py", python="/tmp/venv/bin/python")
+    (warning,) = path_notes(spec, lambda command: "n1\nn2\n")
+    assert warning.startswith(
+        "The script '/tmp/train.py' and the interpreter '/tmp/venv/bin/python' lie in a folder that each node"
+    )
+    # Where this machine is all there is, nothing is amiss.
+    assert path_notes(spec, lambda command: f"{socket.gethostname().partition('.')[0]}\n") == []
+    assert path_notes(make_spec(), lambda command: "n1\n") == []
+
+
+@pytest.fixture
+def request_of(make_spec):
+    return lambda **fields: Request.of(make_spec(**fields), {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"gpus_per_node": 8}, "8 GPUs a node .* no node of partition mixed has more than 4"),
+        ({"gpus_per_node": 4, "nodes": 3}, "3 nodes with 4 GPUs each .* has 2"),
+        ({"gpus_per_node": 4, "gpu_type": "v100"}, "4 v100 GPUs a node .* more than 1"),
+        ({"gpus_per_node": 1, "gpu_type": "v100", "nodes": 3}, "3 nodes with 1 v100 GPU each .* has 2"),
+        ({"gpus_per_node": 3, "tasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs each, 60 CPUs"),
+        (
+            {"gpus_per_node": 1, "directives": {"constraint": "ib&old"}},
+            "with 1 GPU each, the features ib&old",
+        ),
+    ],
+)
+def test_nodes_of_several_kinds(request_of, fields, words):
+    nodes = {"memory_mib": 1000, "state": "idle"}
+    mixed = Partition(
+        name="mixed",
+        groups=(
+            NodeGroup(names="a[1-3]", num=3, cpus=64, gpus={"a100": 2}, features=("ib",), **nodes),
+            NodeGroup(
+                names="b[1-2]", num=2, cpus=32, gpus={"a100": 3, "v100": 1}, features=("old",), **nodes
+            ),
+            NodeGroup(names="c[1-9]", num=9, cpus=16, **nodes),
+        ),
+    )
+    (problem,) = node_problems(request_of(**fields), mixed)
+    assert re.search(words, problem.words)
+    assert list(node_problems(request_of(gpus_per_node=1, nodes=5), mixed)) == []
+    either = {"constraint": "ib|old"}
+    assert list(node_problems(request_of(nodes=5, directives=either), mixed)) == []
+    assert len(list(node_problems(request_of(nodes=6, directives=either), mixed))) == 1
+
+
+def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
+    asked, site = request_of(time_limit_s=3600), Site()
+    closed = [Partition(name="r", root_only=True), Partition(name="g", allow_groups=("nobodys",))]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert [
+        *limits.limit_problems(asked, closed[0], site),
+        *limits.limit_problems(asked, closed[1], site),
+    ] == []
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    (root_only,) = limits.limit_problems(asked, closed[0], site)
+    assert "is for root alone (RootOnly)" in root_only.words
+    (group,) = limits.limit_problems(asked, closed[1], site)
+    assert "is for members of nobodys (AllowGroups), and you are in none of these groups" in group.words
+
+
+def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):
+    site = Site(slurm=SlurmConfig(select="linear"), habits=Habits())
+    asked = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
+    assert highest_cost(asked, [], site).startswith(
+        "It may cost up to 38,400 GPU-hours (100 nodes × 8 GPUs × 2-00"
+    )
+    assert "neither --time nor its partition" in highest_cost(request_of(), [], site)
+
+
+def test_words_that_foretell_nothing(request_of):
+    assert expected_start(request_of(), [], lambda: "") == "Slurm foretells no start: it says nothing."
+    assert expected_start(request_of(), [], lambda: "a\n b") == "Slurm foretells no start: a b."

@@ -1,0 +1,214 @@
+"""Reading a site: Slurm's words into values, and a profile there and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import environment
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.config import resolve
+from hpctrain.jobs.site import words
+from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Site, SlurmConfig
+from hpctrain.jobs.site.mounts import is_per_node, mount_of
+from hpctrain.jobs.site.profile import write_profile
+from hpctrain.jobs.site.read import parse_config, read_site
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", {}),
+        ("gpu:2", {"": 2}),
+        ("gpu", {"": 1}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:4(S:0,1),gpu:h100:2,nvme:1", {"a100": 4, "h100": 2}),
+        ("craynetwork:4,gpu:a100_3g.40gb:2", {"a100_3g.40gb": 2}),
+        ("gpu:a:1,gpu:a:2", {"a": 3}),
+        ("mygpu:4,shard:8", {}),
+    ],
+)
+def test_gpus_are_read_out_of_generic_resources(gres, gpus):
+    assert words.gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("word", "mib"), [("64G", 65536), ("1000", 1000), ("1.5T", 1572864), ("100K", 1), ("0", 0), ("x", None)]
+)
+def test_sizes_of_memory(word, mib):
+    assert words.size_mib(word) == mib
+
+
+def test_times_without_a_limit():
+    assert [words.seconds(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
+    assert words.seconds("1-12:00:00") == 36 * 3600
+
+
+def test_configuration_of_a_site_with_everything_in_slurms_words():
+    config = parse_config(
+        """Configuration data as of 2026-11-21T07:49:55
+AccountingStorageEnforce = associations,limits,qos
+AccountingStorageType   = accounting_storage/slurmdbd
+ClusterName             = big
+DefMemPerCPU            = 2000
+EnforcePartLimits       = ALL
+JobRequeue              = 0
+JobSubmitPlugins        = lua
+KillWait                = 30 sec
+MaxArraySize            = 4001
+MaxMemPerNode           = UNLIMITED
+PowerPlugin             =
+PreemptMode             = GANG,SUSPEND
+PreemptType             = preempt/qos
+RequeueExit             = 1-3
+SelectType              = select/cons_tres
+SelectTypeParameters    = CR_CORE_MEMORY
+SlurmctldParameters     = preempt_send_user_signal,enable_configless
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 24.11.5
+"""
+    )
+    assert config == SlurmConfig(
+        cluster="big",
+        version="24.11.5",
+        accounting=True,
+        enforced=("associations", "limits", "qos"),
+        job_requeue=False,
+        preempt_type="qos",
+        preempt_mode="GANG,SUSPEND",
+        signals_user=True,
+        kill_wait_s=30,
+        slurmd_timeout_s=300,
+        max_array_size=4001,
+        def_mem_per_cpu_mib=2000,
+        select="cons_tres",
+        hands_out_memory=True,
+        enforces_limits="ALL",
+        chooses_partition=True,
+        requeue_exit="1-3",
+    )
+
+
+def test_a_real_site_is_read_whole(slurm):
+    site, gaps = read_site(environment(slurm.env), Site())
+    assert gaps == []
+    assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
+    assert (site.slurm.kill_wait_s, site.slurm.slurmd_timeout_s) == (5, 3)
+    preemptible, urgent = site.partitions
+    assert (preemptible.name, preemptible.default, preemptible.max_time_s) == ("preemptible", True, None)
+    assert (preemptible.preempt_mode, preemptible.grace_time_s) == ("REQUEUE", 30)
+    assert (urgent.name, urgent.preempt_mode, urgent.priority_tier) == ("urgent", "OFF", 100)
+    assert preemptible.num_nodes == 4
+    assert {(group.cpus, group.num_gpus) for group in preemptible.groups} == {(8, 2)}
+
+
+def test_what_slurm_does_not_tell_is_taken_from_the_profile(tmp_path):
+    known = Site(
+        slurm=SlurmConfig(cluster="c"),
+        partitions=(Partition(name="p", groups=(NodeGroup(names="n1", num=1, cpus=4, memory_mib=1),)),),
+    )
+    site, gaps = read_site({"PATH": str(tmp_path)}, known)
+    assert site == known
+    assert gaps == [
+        "Slurm's configuration cannot be read (there is no scontrol on the PATH)",
+        "The partitions cannot be read (there is no scontrol on the PATH)",
+        "The nodes cannot be read (there is no sinfo on the PATH)",
+    ]
+
+
+SITE = Site(
+    slurm=SlurmConfig(cluster="c", version="23.02", kill_wait_s=60.0, enforces_limits="ANY"),
+    partitions=(
+        Partition(
+            name="gpu",
+            default=True,
+            max_time_s=3600.0,
+            allow_accounts=("a", "b"),
+            groups=(
+                NodeGroup(
+                    names="n[1-4]", num=4, cpus=64, memory_mib=512000, gpus={"a100": 4}, features=("ib",)
+                ),
+            ),
+        ),
+        Partition(name="cpu"),
+    ),
+    habits=Habits(memory_option="refused", needs_time=True, containers=("pyxis",)),
+)
+
+
+def _read(tmp_path: Path, text: str) -> Site:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    return resolve({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).site
+
+
+def test_a_profile_is_read_back_as_it_was_written(tmp_path):
+    assert _read(tmp_path, yaml.safe_dump({"site": write_profile(SITE)})) == SITE
+    assert _read(tmp_path, yaml.safe_dump({"site": write_profile(Site())})) == Site()
+    assert _read(tmp_path, "site:\n") == Site()
+
+
+def test_later_files_add_to_the_sites(tmp_path):
+    folder = tmp_path / "site.d"
+    folder.mkdir()
+    (folder / "1.yaml").write_text(yaml.safe_dump({"partition": "gpu", "site": write_profile(SITE)}))
+    (folder / "2.yaml").write_text("site:\n  habits: {requeue: no}\n")
+    settings = resolve({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(folder)})
+    assert settings.options["partition"] == "gpu"
+    assert settings.site == replace(SITE, habits=replace(SITE.habits, requeue=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("site:\n  habbits: {}", r"site\.yaml:2: site has no 'habbits'\. Did you mean 'habits'\?"),
+        ("site: {habits: {requeue: maybe}}", r"yaml:1: site\.habits\.requeue is 'maybe', .* true or false"),
+        ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* it takes accepted or ignored or refused"),
+        ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but it takes a number"),
+        ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but it takes a list"),
+        ("site: {partitions: [{default: true}]}", r"site\.partitions\[0\] lacks 'name'"),
+        ("site: {partitions: [{name: a, nodes: 3}]}", r"site\.partitions\[0\] has no 'nodes'"),
+        ("site: [1]", r"site is a list, but it takes lines of the form"),
+        ("sites: {}", r"there is no option 'sites'\. Did you mean 'site'\?"),
+        ("profiles: {a: {site: {}}}", r"there is no option 'site'"),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_its_line(tmp_path, text, message):
+    with pytest.raises(SpecError, match=message):
+        _read(tmp_path, text)
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+server:/home /home nfs4 rw,local_lock=none 0 0
+server:/a\\040b /mnt/a\\040b nfs rw 0 0
+fs /scratch fuse.beegfs rw 0 0
+fs /shared/tmp lustre rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "point", "shared"),
+    [
+        ("/home/me/run", "/home", True),
+        ("/homes/me", "/", False),
+        ("/mnt/a b/c", "/mnt/a b", True),
+        ("/scratch", "/scratch", True),
+        ("/tmp/x", "/tmp", False),
+    ],
+)
+def test_the_file_system_of_a_path(tmp_path, path, point, shared):
+    table = tmp_path / "mounts"
+    table.write_text(MOUNTS)
+    mount = mount_of(path, table)
+    assert (mount.point, mount.is_shared) == (point, shared)
+
+
+def test_folders_that_each_node_has_for_itself():
+    assert is_per_node("/dev/shm/x")
+    assert not is_per_node("/home/me")
+    assert not is_per_node("/tmpfoo")
