@@ -44,6 +44,7 @@ format: .venv/installed  ## let ruff put the code into form
 	$(BIN)/ruff format
 
 docs: .venv/installed  ## the documentation, into site/
+	$(BIN)/python scripts/write_options.py
 	$(BIN)/mkdocs build --strict
 	@echo "The documentation lies in site/index.html"
 

@@ -1,14 +1,15 @@
-"""Writes the tables of options in docs/commands.md, from the commands themselves.
+"""Writes what docs/commands.md says of options, from the commands themselves.
 
     .venv/bin/python scripts/write_options.py
 
-A table stands between `<!-- options of COMMAND -->` and `<!-- end of options -->`; what is there is replaced.
+What stands between `<!-- options of COMMAND -->` and `<!-- end of options -->` is replaced: for `submit` by its
+options in their groups, for `the others` by a section for each other command.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -19,39 +20,55 @@ from hpctrain.cli.submit import heading
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 
-_TABLE = re.compile(r"(<!-- options of ([a-z ]+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- options of (submit|the others) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
 
 def filled_in(text: str) -> str:
-    """The page with all its tables as they have to be."""
-    return _TABLE.sub(lambda match: f"{match[1]}\n{tables(match[2].split())}\n{match[3]}", text)
+    """The page with all options as they have to be."""
+    texts = {"submit": _submit, "the others": _others}
+    return _PLACE.sub(lambda match: "\n".join([match[1], *texts[match[2]](), match[3]]), text)
 
 
-def tables(words: list[str]) -> str:
-    """The options of a command, a table for each of their groups."""
-    command: click.Command = cli
-    for word in words:
-        assert isinstance(command, click.Group)
-        found = command.get_command(click.Context(command), word)
-        assert found is not None, f"there is no command {word!r}"
-        command = found
-    options = [param for param in command.params if isinstance(param, click.Option)]
-    groups = groupby(options, heading if words == ["submit"] else lambda _: "")
-    return "\n".join(line for title, members in groups for line in _table(title, list(members)))
-
-
-def _table(title: str, options: list[click.Option]) -> Iterator[str]:
-    if title:
+def _submit() -> Iterator[str]:
+    (context,) = (context for name, context in _commands(cli, None) if name == "submit")
+    for title, members in groupby(_options(context), heading):
         yield f"**{title}**\n"
-    yield "| option | meaning |"
-    yield "|---|---|"
-    context = click.Context(cli)
-    for option in options:
-        record = option.get_help_record(context)
-        assert record is not None, option.name
-        names, text = (_escaped(words) for words in record)
-        yield f"| `{names}` | {text} |"
-    yield ""
+        yield from _table(members, context)
+
+
+def _others() -> Iterator[str]:
+    for name, context in _commands(cli, None):
+        if name != "submit":
+            arguments = " ".join(context.command.collect_usage_pieces(context))
+            yield f"### {name}\n"
+            yield f"`{context.command_path} {arguments}`\n"
+            yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
+            yield from _table(_options(context), context)
+
+
+def _commands(group: click.Group, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
+    """All commands in the order of the help, those of groups too, with the name behind `hpctrain`."""
+    context = click.Context(group, parent, group.name if parent else "hpctrain")
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {inner}", its) for inner, its in _commands(command, context))
+        else:
+            yield name, click.Context(command, context, name)
+
+
+def _options(context: click.Context) -> list[click.Option]:
+    return [param for param in context.command.params if isinstance(param, click.Option)]
+
+
+def _table(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
+    records = [record for option in options if (record := option.get_help_record(context))]
+    if records:
+        yield "| option | meaning |"
+        yield "|---|---|"
+        yield from (f"| `{_escaped(names)}` | {_escaped(text)} |" for names, text in records)
+        yield ""
 
 
 def _escaped(text: str) -> str:

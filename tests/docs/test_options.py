@@ -14,7 +14,8 @@ from hpctrain.jobs.config_reader import read_file
 def test_the_tables_of_options_are_up_to_date() -> None:
     module = runpy.run_path(str(REPOSITORY / "scripts" / "write_options.py"))
     text = module["PAGE"].read_text(encoding="utf-8")
-    assert "<!-- options of submit -->" in text
+    for place in ("submit", "the others"):
+        assert f"<!-- options of {place} -->" in text
     assert text == module["filled_in"](text), "run .venv/bin/python scripts/write_options.py"
 
 
