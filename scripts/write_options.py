@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/write_options.py
 
-What stands between `<!-- options of COMMAND -->` and `<!-- end of options -->` is replaced: for `submit` by its
-options in their groups, for `the others` by a section for each other command.
+What stands between `<!-- options of COMMAND -->` and `<!-- end of options -->` is replaced: for `submit` by
+its options in their groups, for `the others` by a section for each other command.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def hand_over(submission: Submission, functions: Sequence[bytes] = ()) -> Run:
 
 
 def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Unpack[SubmitOptions]) -> Run:
-    """Submit a script as a run, as `hpctrain submit` does.
+    """Submit a script as a run, as `hpctrain submit` does. Files of options count here, too.
 
     Args:
         script: the Python script that every rank runs.
