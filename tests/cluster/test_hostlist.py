@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import environment, run_command
-from hypothesis import assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.errors import UserError
 
 #: A question to the oracle costs a fraction of a millisecond, so thousands of them take seconds.
-MANY = settings(max_examples=400, deadline=None)
+MANY = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 #: Where each question is a process of its own.
-FEWER = settings(max_examples=150, deadline=None)
+FEWER = settings(MANY, max_examples=150)
 
 
 class Scontrol:
@@ -182,6 +182,7 @@ def test_any_text_is_refused_or_expanded_as_by_scontrol(scontrol, text):
     assert oracle is None if text_after_bracket else expanded == oracle
 
 
+@FEWER
 @given(bracketed, st.sampled_from(["b", "-ib", ".example.org", "0", "x1"]))
 def test_text_after_the_last_bracket_is_added_to_each_name(item, text):
     assert expand_hostlist(f"{item}{text},z") == [*(name + text for name in expand_hostlist(item)), "z"]
