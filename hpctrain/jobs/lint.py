@@ -13,12 +13,13 @@ from hpctrain.rundir import RunDir
 
 
 def check_files(spec: JobSpec) -> None:
-    """See to it that the script can be read and the run folder can be written.
+    """See to it that the script can be read, the interpreter run and the run folder written.
 
     Raises:
         SpecError: one of them cannot.
     """
     _check_script(Path(spec.script))
+    _check_interpreter(Path(spec.python))
     try:
         _check_run_folder(RunDir(Path(spec.run_dir)), is_array=spec.array is not None)
     except OSError as error:
@@ -55,6 +56,14 @@ def _check_script(script: Path) -> None:
         raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
     if script.suffix == ".py":
         _check_syntax(script)
+
+
+def _check_interpreter(python: Path) -> None:
+    """A name alone is looked for where the job runs."""
+    if python.is_absolute() and not (python.is_file() and os.access(python, os.X_OK)):
+        raise SpecError(
+            f"There is no interpreter {str(python)!r} that could be run. Start hpctrain with another."
+        )
 
 
 def _check_run_folder(run: RunDir, *, is_array: bool) -> None:

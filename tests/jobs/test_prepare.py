@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from helpers import environment
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.prepare import prepare
 from hpctrain.telemetry import gpus
 
 
@@ -91,6 +93,12 @@ def test_options_reach_the_specification(prepared):
     }
     assert prepared(exclusive=True).spec.directives == {"exclusive": ""}
     assert prepared(exclusive=False).spec.directives == {}
+
+
+def test_an_interpreter_that_has_gone_is_missed(tmp_path, script):
+    for python in (tmp_path / "bin" / "python", script, tmp_path):
+        with pytest.raises(SpecError, match=r"no interpreter .* that could be run"):
+            prepare(script, (), {"backend": "local"}, environ=environment(), cwd=tmp_path, python=str(python))
 
 
 def test_slurm_by_name_has_to_answer(prepared, tmp_path):

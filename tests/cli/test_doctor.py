@@ -1,0 +1,69 @@
+"""`hpctrain doctor`: what it prints, writes and ends with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+
+def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    done = hpctrain("doctor", "--json", "--write", "site.yaml", env=slurm.env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    standings = {(one["topic"], one["name"]): one["standing"] for one in found["findings"]}
+    assert found["problems"] == 0
+    assert standings["Slurm", "version"] == "ok"
+    # Without accounting, and with the short limits of the sandbox.
+    assert standings["Slurm", "accounting"] == standings["Slurm", "KillWait"] == "note"
+    assert standings["Partitions", "preemptible (default)"] == "ok"
+    assert standings["Jobs", "a plain job"] == standings["Jobs", "GPUs"] == "ok"
+    assert standings["Runs folder", "locking"] == "ok"
+    assert standings["This machine", "gloo"] == "ok"
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "site.yaml"])
+    assert yaml.safe_load((tmp_path / "site.yaml").read_text()) == found["profile"]
+    assert found["profile"]["site"]["slurm"]["cluster"] == slurm.name
+
+    env = {**slurm.env, "HPCTRAIN_SITE_CONFIG": str(tmp_path / "site.yaml")}
+    submit = hpctrain("submit", "--dry-run", "--time", "30", "--gpus-per-node", "2", "train.py", env=env)
+    assert submit.returncode == 0, submit.stderr
+    assert submit.stderr.splitlines() == [
+        f"Slurm expects to start it at once, on {slurm.nodes[0]}, partition preemptible.",
+        "It may cost up to 1 GPU-hours (1 node × 2 GPUs × 00:30:00), and as much again after each requeue.",
+    ]
+
+
+@pytest.fixture
+def broken_torch(tmp_path) -> dict[str, str]:
+    """Variables under which torch cannot be imported, which also saves the seconds that it takes."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')\n")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(hpctrain, broken_torch):
+    done = hpctrain("doctor", env=broken_torch)
+    assert done.returncode == 1
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["Slurm"]
+    assert lines[1][:2] == ["ok", "none"]
+    assert "runs go to this machine itself" in done.stdout
+    assert "problem  torch" in done.stdout
+    assert "cannot be imported: ImportError: libcudart.so.13 is missing" in done.stdout
+    assert "→ No rank would start." in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("1 problem")
+    refused = hpctrain("doctor", "--write", "site.yaml", env=broken_torch)
+    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
+        2,
+        "Error: There is no Slurm here whose profile could be written. Look from a login node.",
+    )
+
+
+def test_a_slurm_that_does_not_answer_is_a_problem(hpctrain, broken_torch, tmp_path):
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=gone\nSlurmctldHost=localhost\nSlurmctldPort=1\nAuthType=auth/none\n")
+    done = hpctrain("doctor", "--json", env={**broken_torch, "SLURM_CONF": str(conf)})
+    assert done.returncode == 1
+    slurm = json.loads(done.stdout)["findings"][0]
+    assert (slurm["topic"], slurm["name"], slurm["standing"]) == ("Slurm", "silent", "problem")

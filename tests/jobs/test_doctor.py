@@ -1,0 +1,408 @@
+"""Each look of the doctor's by itself: at a site with its own plugin, at folders, containers and torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import environment, run_command, wait_for
+
+from hpctrain import sandbox
+from hpctrain.errors import SpecError, UserError
+from hpctrain.jobs.doctor import containers, folder, network
+from hpctrain.jobs.doctor.examine import Report
+from hpctrain.jobs.doctor.finding import Finding
+from hpctrain.jobs.doctor.folder_probe import PREFIX
+from hpctrain.jobs.doctor.machine import look_at_gpus, look_at_machine, torch_findings
+from hpctrain.jobs.doctor.program import LookFailed, output, python_facts
+from hpctrain.jobs.doctor.slurm import config_findings, partition_findings, qos_findings
+from hpctrain.jobs.doctor.tries import try_options
+from hpctrain.jobs.doctor.write import write
+from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Qos, Site, SlurmConfig
+from hpctrain.jobs.site.read import read_site
+
+
+def standings(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.standing for finding in findings}
+
+
+_LUA = """
+function slurm_job_submit(job, partitions, user)
+   local memory = job.pn_min_memory ~= nil and job.pn_min_memory ~= slurm.NO_VAL64
+   local time = job.time_limit ~= slurm.NO_VAL
+   local account = job.account ~= nil
+   if {condition} then
+      slurm.log_user("{words}")
+      return slurm.ERROR
+   end
+   return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, partitions, user)
+   return slurm.SUCCESS
+end
+"""
+
+
+@pytest.fixture(scope="module")
+def plugged() -> Iterator[sandbox.Sandbox]:
+    """A cluster whose own plugin refuses what a test says."""
+    name = f"lua-{os.getpid()}"
+    try:
+        box = sandbox.up(name, nodes=1, gpus_per_node=1)
+        (box.plan.folder / "job_submit.lua").write_text(_LUA.format(condition="false", words=""))
+        with box.conf.open("a") as conf:
+            conf.write("JobSubmitPlugins=lua\n")
+        run_command(["scontrol", "reconfigure"], box.env)
+        yield box
+    finally:
+        sandbox.down(name)
+
+
+#: Slurm reads the plugin's script again when its time of change, in whole seconds, is a later one.
+_LATER = itertools.count(int(time.time()) + 10, 2)
+
+
+@pytest.fixture
+def site_that_refuses(plugged):
+    """What the tries find where a plugin refuses jobs of one kind."""
+
+    def call(condition: str):
+        script = plugged.plan.folder / "job_submit.lua"
+        script.write_text(_LUA.format(condition=condition, words="not here"))
+        os.utime(script, (next(_LATER),) * 2)
+        environ = environment(plugged.env)
+        site, _ = read_site(environ, Site())
+        return try_options(site, environ)
+
+    return call
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("condition", "habits", "notes"),
+    [
+        ("false", Habits(memory_option="ignored"), {}),
+        ("memory", Habits(memory_option="refused"), {"memory": "note"}),
+        ("not memory", Habits(memory_option="ignored", needs_memory=True), {"memory": "note"}),
+        ("not time", Habits(memory_option="ignored", needs_time=True), {"time limit": "note"}),
+        (
+            "memory or not time",
+            Habits(memory_option="refused", needs_time=True),
+            {"memory": "note", "time limit": "note"},
+        ),
+        (
+            "not memory or not time",
+            Habits(memory_option="ignored", needs_time=True, needs_memory=True),
+            {"memory": "note", "time limit": "note"},
+        ),
+    ],
+)
+def test_what_a_sites_own_plugin_wants_is_found_out(site_that_refuses, condition, habits, notes):
+    tried = site_that_refuses(condition)
+    assert tried.habits == habits
+    every = {"a plain job": "ok", "memory": "ok", "time limit": "ok", "GPUs": "ok"}
+    assert standings(tried.findings) == every | notes
+    for finding in tried.findings:
+        if finding.standing == "note":
+            assert finding.value.endswith(": not here")
+
+
+@pytest.mark.slurm
+def test_a_site_that_refuses_every_plain_job_is_a_problem(site_that_refuses):
+    (finding,) = site_that_refuses("not account").findings
+    assert (finding.name, finding.value, finding.standing) == ("a plain job", "refused: not here", "problem")
+
+
+@pytest.mark.slurm
+def test_nothing_is_submitted_by_the_tries(plugged, site_that_refuses):
+    site_that_refuses("false")
+    assert run_command(["squeue", "--noheader", "--states=all"], plugged.env).stdout == ""
+
+
+def test_the_way_to_ask_for_gpus_a_fake_sbatch(tmp_path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        '#!/bin/sh\ncase "$*" in *--gres*) echo "sbatch: error: use the other" >&2; exit 1;; esac\n'
+    )
+    sbatch.chmod(0o755)
+    groups = (NodeGroup(names="n1", num=1, cpus=1, memory_mib=1, gpus={"": 2}),)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    tried = try_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
+    assert tried.gpu_directive == "gpus-per-node"
+    assert tried.findings[-1].value == "asked for by --gpus-per-node; --gres is refused: use the other"
+    assert tried.findings[-1].mend.startswith("Put `gpu_directive: gpus-per-node` into")
+    assert try_options(Site(), environ).findings[-1].value == "no partition has any"
+
+
+def test_settings_that_hold_runs_up():
+    assert set(standings(list(config_findings(SlurmConfig()))).values()) == {"ok"}
+    odd = SlurmConfig(job_requeue=False, requeue_exit="1", kill_wait_s=5, slurmd_timeout_s=3600)
+    notes = [name for name, standing in standings(list(config_findings(odd))).items() if standing == "note"]
+    assert notes == ["requeue", "RequeueExit", "KillWait", "SlurmdTimeout"]
+
+
+def test_partitions_in_a_line_each():
+    groups = (
+        NodeGroup(names="a", num=3, cpus=8, memory_mib=100, gpus={"a100": 4}),
+        NodeGroup(names="b", num=1, cpus=8, memory_mib=100, gpus={"a100": 4}, state="down*"),
+        NodeGroup(names="c", num=2, cpus=1, memory_mib=100),
+    )
+    low = Partition(
+        name="low",
+        default=True,
+        max_time_s=7200.0,
+        default_time_s=60.0,
+        max_nodes=2,
+        preempt_mode="CANCEL",
+        groups=groups,
+        allow_accounts=("physics",),
+    )
+    site = Site(
+        slurm=SlurmConfig(preempt_type="partition_prio", preempt_mode="CANCEL"),
+        partitions=(low, Partition(name="high", priority_tier=2), Partition(name="off", state="DOWN")),
+    )
+    first, second, third = partition_findings(site)
+    assert first.name == "low (default)"
+    assert first.value == (
+        "4 nodes with 8 CPUs, 100 MiB, 4 a100 GPUs + 2 nodes with 1 CPU, 100 MiB; time 02:00:00, "
+        "00:01:00 where none is given, at most 2 nodes, for accounts physics; preemption: CANCEL, 0 s grace"
+    )
+    assert first.mend.startswith(
+        "1 of 6 nodes is out of service. A preempted run saves if it can within KillWait"
+    )
+    assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
+    assert third.mend == "It takes or starts no jobs for now (State=DOWN)."
+    no_default = next(partition_findings(Site(partitions=(Partition(name="p"),))))
+    assert (no_default.name, no_default.standing) == ("default", "note")
+
+
+def test_only_a_qos_that_changes_something_is_shown():
+    shown = list(qos_findings([Qos(name="normal", preempt_mode="CLUSTER"), Qos(name="q", grace_time_s=20.0)]))
+    assert [(finding.name, finding.value) for finding in shown] == [("q", "20 s grace")]
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
+    findings = folder.look_at_folder(tmp_path / "not" / "there", environment(), other_machines=False)
+    assert standings(findings)["locking"] == "ok"
+    assert {"file system", "rename", "append", "clock", "free space"} <= standings(findings).keys()
+    assert findings[0].value.startswith(f"{tmp_path}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_each_node_is_a_problem_where_runs_go_elsewhere():
+    (place, *_) = folder.look_at_folder(Path("/dev/shm"), environment(), other_machines=True)
+    assert place.standing == "problem"
+    assert "give --run-dir" in place.mend
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem():
+    writing = folder.look_at_folder(Path("/proc/runs"), environment(), other_machines=False)[-1]
+    assert (writing.name, writing.standing) == ("writing", "problem")
+
+
+def _facts(**changes: object) -> dict[str, object]:
+    mount = {"source": "server:/x", "point": "/x", "type": "lustre", "options": ["rw"], "is_shared": True}
+    facts = {"folder": "/x", "mount": mount, "per_node": False, "free_bytes": 1 << 40, "clock_ahead_s": 0.0}
+    return {**facts, "lock": "", "rename": "", "append": "", **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "standing"),
+    [
+        ({}, None, "ok"),
+        ({"lock": "Function not implemented"}, "locking", "problem"),
+        ({"rename": "it is not there"}, "rename", "problem"),
+        ({"append": "one line is there"}, "append", "problem"),
+        ({"clock_ahead_s": -30.5}, "clock", "note"),
+        ({"free_bytes": 1 << 20}, "free space", "note"),
+        ({"mount": {**_facts()["mount"], "options": ["rw", "localflock"]}}, "locking", "note"),
+        ({"mount": {**_facts()["mount"], "type": "xfs", "is_shared": False}}, "file system", "note"),
+    ],
+)
+def test_what_a_file_system_cannot_do_a_fake_answer(monkeypatch, changes, name, standing):
+    monkeypatch.setattr(folder, "python_facts", lambda *_: _facts(**changes))
+    found = standings(folder.look_at_folder(Path("/x"), {}, other_machines=True))
+    assert found == dict.fromkeys(found, "ok") | ({name: standing} if name else {})
+
+
+def test_a_look_that_is_ended_takes_its_folder_away(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from hpctrain.jobs.doctor import folder_probe
+def stuck(place):
+    Path(sys.argv[2]).touch()
+    time.sleep(60)
+folder_probe._append = stuck
+folder_probe.main()
+"""
+    mark, place = tmp_path / "mark", tmp_path / "runs"
+    place.mkdir()
+    with subprocess.Popen([sys.executable, "-c", code, place, mark], env=environment()) as process:
+        try:
+            wait_for(mark.exists, 20, "the look to begin")
+            assert [path.name.startswith(PREFIX) for path in place.iterdir()] == [True]
+            process.terminate()
+            assert process.wait(20) == 1
+        finally:
+            process.kill()
+    assert list(place.iterdir()) == []
+
+
+def test_a_program_that_does_not_answer_is_ended():
+    start = time.monotonic()
+    with pytest.raises(LookFailed, match=r"no answer within 0\.2 s"):
+        output(["sleep", "60"], environment(), 0.2)
+    with pytest.raises(LookFailed, match=r"no answer within 0\.2 s"):
+        output(["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"], environment(), 0.2)
+    assert time.monotonic() - start < 30
+    with pytest.raises(LookFailed, match="cannot be run: No such file"):
+        output(["nowhere"], environment(), 1)
+    with pytest.raises(LookFailed, match="ValueError: 3"):
+        python_facts(["-c", "raise ValueError(3)"], environment(), 20)
+    with pytest.raises(LookFailed, match="the answer cannot be read"):
+        python_facts(["-c", "print('no JSON')"], environment(), 20)
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_containers_that_a_fake_enroot_srun_and_apptainer_pretend(tmp_path):
+    environ = {"PATH": str(tmp_path)}
+    assert containers.look_at_containers(environ)[1] == ()
+    _script(tmp_path / "enroot", "echo 3.5.0")
+    found, ways = containers.look_at_containers(environ)
+    assert ways == ("enroot",)
+    assert [(one.name, one.standing) for one in found] == [("enroot", "ok"), ("pyxis", "note")]
+    _script(tmp_path / "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]'")
+    _script(tmp_path / "apptainer", "echo broken >&2; exit 1")
+    found, ways = containers.look_at_containers(environ)
+    assert ways == ("pyxis", "apptainer", "enroot")
+    assert found[1].value.endswith("does not tell its version: broken")
+
+
+@pytest.mark.slurm
+def test_a_real_srun_has_no_pyxis_here(slurm):
+    assert "pyxis" not in containers.look_at_containers(environment(slurm.env))[1]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "standing", "words"),
+    [
+        (["10.0.0.5"], "ok", "is 10.0.0.5"),
+        (["127.0.1.1"], "note", "for itself"),
+        (OSError("Name or service not known"), "note", "does not resolve: Name or service not known"),
+    ],
+)
+def test_the_name_of_this_machine(monkeypatch, addresses, standing, words):
+    def resolve(name: str) -> list[str]:
+        assert name == socket.gethostname()
+        if isinstance(addresses, OSError):
+            raise addresses
+        return addresses
+
+    monkeypatch.setattr(network, "resolve", resolve)
+    name, interfaces, *_ = network.look_at_network({})
+    assert (name.standing, interfaces.name) == (standing, "interfaces")
+    assert words in name.value
+
+
+def test_variables_that_choose_an_interface_are_shown():
+    assert network.look_at_network({"NCCL_SOCKET_IFNAME": "ib0"})[-1].value.startswith("ib0 ")
+
+
+_TORCH = {"version": "2.13", "cuda": "13.0", "rocm": None, "usable": True, "num_gpus": 4, "warning": ""}
+_TORCH |= {"nccl": "2.28", "gloo": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "gpus_here", "gpus_of_site", "standing", "words"),
+    [
+        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs here"),
+        (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
+        (_TORCH | {"usable": False, "cuda": None}, 0, 0, "ok", "built for CPUs"),
+        (_TORCH | {"usable": False, "cuda": None}, 0, 8, "note", "built for CPUs"),
+        (
+            _TORCH | {"usable": False, "warning": "driver too old"},
+            1,
+            0,
+            "problem",
+            "GPUs here: driver too old",
+        ),
+        (LookFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
+    ],
+)
+def test_what_torch_makes_of_the_gpus(facts, gpus_here, gpus_of_site, standing, words):
+    torch, *_ = torch_findings(facts, gpus_here=gpus_here, gpus_of_site=gpus_of_site)
+    assert (torch.name, torch.standing) == ("torch", standing)
+    assert torch.value.endswith(words)
+
+
+def test_a_torch_without_gloo_is_a_problem():
+    findings = torch_findings(_TORCH | {"gloo": False, "nccl": None}, gpus_here=0, gpus_of_site=0)
+    assert standings(findings) == {"torch": "ok", "NCCL": "ok", "gloo": "problem"}
+
+
+def test_this_machine_is_described():
+    assert standings(look_at_machine()).keys() >= {"CPUs", "memory"}
+
+
+@pytest.mark.gpu
+def test_gpus_of_this_machine_are_named():
+    findings, number = look_at_gpus(dict(os.environ))
+    assert number > 0
+    assert standings(findings)["driver"] == "ok"
+    assert " × " in findings[0].value
+
+
+SITE = Site(
+    slurm=SlurmConfig(cluster="c"),
+    partitions=(
+        Partition(
+            name="p",
+            groups=(
+                NodeGroup(names="n[1-2]", num=2, cpus=1, memory_mib=1, state="idle"),
+                NodeGroup(names="n5", num=1, cpus=1, memory_mib=1, state="mixed"),
+                NodeGroup(names="n3", num=1, cpus=2, memory_mib=1, state="down*"),
+            ),
+        ),
+    ),
+    habits=Habits(requeue=False),
+)
+
+
+def test_a_profile_has_what_lasts_and_replaces_only_a_profile(tmp_path):
+    path = tmp_path / "etc" / "site.yaml"
+    for _ in range(2):
+        write(Report((), SITE, gpu_directive="gpus-per-node"), path)
+    found = yaml.safe_load(path.read_text())
+    assert found["gpu_directive"] == "gpus-per-node"
+    assert found["site"]["habits"] == {"requeue": False}
+    assert found["site"]["partitions"][0]["groups"] == [
+        {"names": "n[1-2],n5", "num": 3, "cpus": 1, "memory_mib": 1},
+        {"names": "n3", "num": 1, "cpus": 2, "memory_mib": 1},
+    ]
+    write(Report((), replace(SITE, habits=Habits())), path)
+    assert "gpu_directive" not in yaml.safe_load(path.read_text())
+    path.write_text("partition: gpu\nsite: {}\n")
+    with pytest.raises(SpecError, match=r"holds 'partition' besides the profile"):
+        write(Report((), SITE), path)
+    path.write_text("just words")
+    with pytest.raises(SpecError, match="besides the profile"):
+        write(Report((), SITE), path)
+    path.write_text("a: [")
+    with pytest.raises(SpecError, match="cannot be read"):
+        write(Report((), SITE), path)
+    with pytest.raises(UserError, match="no Slurm here"):
+        write(Report((), None), tmp_path / "other.yaml")
