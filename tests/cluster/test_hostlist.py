@@ -41,9 +41,9 @@ class Scontrol:
         # It repeats each question after its prompt.
         first, *lines, last = lines
         assert (first, last) == (f"scontrol: show {what} {text}", f"scontrol: show hostnames {self._LAST}")
-        return (
-            None if any(line.startswith("Invalid hostlist") for line in lines) else list(filter(None, lines))
-        )
+        if any(line.startswith("Invalid hostlist") for line in lines):
+            return None
+        return list(filter(None, lines))
 
     def expand(self, hostlist: str) -> list[str] | None:
         return self.show("hostnames", hostlist)
@@ -55,7 +55,7 @@ def scontrol(slurm) -> Iterator[Scontrol]:
     env = environment({**slurm.env, "COLUMNS": "100000", "TERM": "dumb"})
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        ["scontrol"], env=env, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+        ["scontrol"], env=env, encoding="utf-8", stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
     ) as process:
         try:
             oracle = Scontrol(process)
