@@ -7,6 +7,7 @@ supervisor; `hpctrain.jobs.functions` submits it and reads what it left.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +51,18 @@ class JobFailed(RunFailed, FailedJobError):
     The exception itself, where it could be pickled, is the cause (`__cause__`).
     """
 
-    def __init__(self, failure: FunctionFailure) -> None:
-        super().__init__(failure.message)
-        self.rank, self.host, self.log = failure.rank, failure.host, failure.log
-        self.__cause__ = failure.exception
+    rank: int | None = None
+    """The rank that failed first; None where no rank could be started."""
+    host: str | None = None
+    log: str | None = None
+    """What that rank printed."""
+
+    @classmethod
+    def of(cls, failure: FunctionFailure) -> JobFailed:
+        error = cls(failure.message)
+        error.rank, error.host, error.log = failure.rank, failure.host, failure.log
+        error.__cause__ = failure.exception
+        return error
 
 
 class JobCancelled(RunFailed, UncompletedJobError):
@@ -107,6 +116,8 @@ class RunWatcher(InfoWatcher):
 
     def __init__(self) -> None:
         super().__init__()
+        #: Jobs are waited for in threads.
+        self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._statuses: dict[str, RunStatus] = {}
         self._watcher = Watcher([], {})
@@ -115,18 +126,20 @@ class RunWatcher(InfoWatcher):
     def follow(self, run: Run) -> None:
         """Look at `run`, too, from now on."""
         key = str(run.dir.path)
-        self._runs.setdefault(key, run)
-        if key not in self._registered:
-            self.register_job(key)
+        with self._lock:
+            self._runs.setdefault(key, run)
+            if key not in self._registered:
+                self.register_job(key)
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
         """Where the run stands, or stood at the last look where another would burden the scheduler."""
         self.follow(run)
         key = str(run.dir.path)
-        self.update_if_long_enough(mode)
-        if mode != "cache" and key not in self._finished and read_record(run.dir).finished:
-            self._learn([key], Watcher([run.dir], run.environ))
-        return self._statuses.get(key)
+        with self._lock:
+            self.update_if_long_enough(mode)
+            if mode != "cache" and key not in self._finished and read_record(run.dir).finished:
+                self._learn([key], Watcher([run.dir], run.environ))
+            return self._statuses.get(key)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         return self.get_info(job_id, mode).get("State", RunState.UNKNOWN.value)
@@ -143,14 +156,14 @@ class RunWatcher(InfoWatcher):
 
     def update(self) -> None:
         """Look at all runs that have not ended."""
-        going = [key for key in self._runs if key not in self._finished]
-        if going != self._watched:
-            environ = self._runs[going[-1]].environ if going else {}
-            self._watcher = Watcher([self._runs[key].dir for key in going], environ)
-            self._watched = going
-        self._num_calls += 1
-        self._learn(going, self._watcher)
-        self._last_status_check = time.time()
+        with self._lock:
+            going = [key for key in self._runs if key not in self._finished]
+            if going != self._watched:
+                self._watcher = Watcher([self._runs[key].dir for key in going], os.environ)
+                self._watched = going
+            self._num_calls += 1
+            self._learn(going, self._watcher)
+            self._last_status_check = time.time()
 
     def _learn(self, keys: Sequence[str], watcher: Watcher) -> None:
         for key, status in zip(keys, watcher.look(), strict=True):
@@ -167,7 +180,7 @@ class Job(submitit.Job[R]):
     watcher = RunWatcher()
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
-        self.run = Run(RunDir(Path(folder).absolute()), dict(os.environ))
+        self.run = Run(RunDir(Path(folder).absolute()), os.environ)
         super().__init__(folder, job_id, tasks)
         self._paths = RunPaths(self.run.dir, job_id, self.task_id)
 
@@ -246,7 +259,7 @@ class Job(submitit.Job[R]):
             case RunState.CANCELLED:
                 return JobCancelled(f"Run {status.run_id} was cancelled.")
             case _:
-                return JobFailed(FunctionFailure.of(status))
+                return JobFailed.of(FunctionFailure.of(status))
 
     @property
     def state(self) -> str:
@@ -279,7 +292,7 @@ class Job(submitit.Job[R]):
         return {**self.__dict__, "run": Run(self.run.dir, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "run": Run(state["run"].dir, dict(os.environ))})
+        super().__setstate__({**state, "run": Run(state["run"].dir, os.environ)})
 
 
 class Executor(submitit.Executor):
@@ -309,8 +322,14 @@ class Executor(submitit.Executor):
 
         Raises:
             RunNotFound: there is none.
+            UserError: it is a job array.
         """
-        return Job.of(find_run(run_id, self.folder, dict(os.environ)))
+        run = find_run(run_id, self.folder, os.environ)
+        if tasks := run.tasks():
+            raise UserError(
+                f"{run_id!r} is an array of {len(tasks)} jobs. Take one, such as {tasks[0].run_id!r}."
+            )
+        return Job.of(run)
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
@@ -335,7 +354,7 @@ class Executor(submitit.Executor):
         calls = [Call(delayed.function, delayed.args, delayed.kwargs) for delayed in delayed_submissions]
         asked = dict(self.parameters)
         at_once = asked.pop(_AT_ONCE, 0)
-        runs = submit_calls(
+        runs, world_size = submit_calls(
             calls,
             cast(SubmitOptions, asked),
             folder=self.folder,
@@ -343,8 +362,7 @@ class Executor(submitit.Executor):
             environ=dict(os.environ),
             told=self._told,
         )
-        ranks = range(JobSpec.load(runs[0].dir.spec).world_size)
-        return [Job(run.dir.path, run.job_id or "", ranks) for run in runs]
+        return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
 
 
 def _translated(name: str, value: Any) -> tuple[str, Any]:

@@ -43,8 +43,8 @@ def submit_calls(
     at_once: int = 0,
     environ: Mapping[str, str],
     told: set[str],
-) -> list[Run]:
-    """Submit calls, several of them as a job array, and return the run of each.
+) -> tuple[list[Run], int]:
+    """Submit calls, several of them as a job array.
 
     Args:
         calls: what to call; each is a run of its own.
@@ -53,6 +53,9 @@ def submit_calls(
         at_once: how many tasks of the array may run at once; 0 leaves it to the backend.
         environ: the variables of the submission.
         told: notes for the user that were given before; gets those that are given now.
+
+    Returns:
+        The run of each call, and the number of ranks that each has.
 
     Raises:
         UserError: a function or an argument cannot be pickled, or the job cannot be done as asked.
@@ -74,7 +77,7 @@ def submit_calls(
         for prospect in submission.prospects:
             log.info(prospect)
         run = hand_over(submission, parcels)
-    return run.tasks() or [run]
+    return run.tasks() or [run], submission.spec.world_size
 
 
 @contextmanager
@@ -130,6 +133,8 @@ class FunctionFailure:
         """The failure of a run that has failed."""
         run = RunDir(Path(status.run_dir))
         told = read_record(run).failure or {}
+        if told.get("cause") != status.cause:
+            told = {}  # That attempt was not the last one.
         rank = None if told.get("rank", -1) < 0 else int(told["rank"])
         message = f"Run {status.run_id} failed: {str(status.cause).rstrip('.')}. Log: {status.log}"
         exception = None

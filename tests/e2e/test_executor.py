@@ -18,6 +18,7 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from hpctrain import Executor, RunFailed
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.executor import Job, JobCancelled
+from hpctrain.jobs.runs import list_runs
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,12 +55,13 @@ def executor(backend, tmp_path) -> Iterator[Executor]:
     """Two nodes; what is still going at the end is cancelled, and no process is left."""
     executor = Executor(tmp_path / "runs", backend=backend, nodes=2)
     yield executor
-    jobs = [executor.job(path.name) for path in (tmp_path / "runs").glob("*")]
-    for job in jobs:
-        job.cancel()
-    for job in jobs:
-        job.wait()
-        assert_no_process_left(job.run.dir.path, timeout=30)
+    runs = list_runs(tmp_path / "runs", os.environ)
+    for run in runs:
+        run.cancel()
+    for run in runs:
+        run.wait_for_end(timeout=60)
+        for part in (run, *run.tasks()):
+            assert_no_process_left(part.dir.path, timeout=30)
 
 
 def wait_for_step(job: Job[Any], step: int) -> None:

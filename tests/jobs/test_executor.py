@@ -21,7 +21,9 @@ from hpctrain.files import is_locked
 from hpctrain.jobs import functions
 from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.backends.local import LocalBackend
-from hpctrain.jobs.executor import Job
+from hpctrain.jobs.executor import Job, JobFailed
+from hpctrain.jobs.functions import FunctionFailure
+from hpctrain.jobs.runs import find_run
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.pickles import Parcel
 from hpctrain.rundir import RunDir
@@ -147,7 +149,12 @@ def test_a_batch_is_submitted_when_its_block_ends(executor, tmp_path):
     assert [job.submission().args for job in jobs] == [(0,), (1,), (2,)]
     (array,) = (tmp_path / "runs").iterdir()
     assert [job.run.dir.path for job in jobs] == [array / f"task-{i}" for i in range(3)]
-    assert [job.job_id for job in jobs] == [f"{executor.job(str(array)).job_id}_{i}" for i in range(3)]
+    assert [job.job_id for job in jobs] == [
+        f"{find_run(array.name, array.parent, {}).job_id}_{i}" for i in range(3)
+    ]
+    assert executor.job(f"{array.name}/task-1").job_id == jobs[1].job_id
+    with pytest.raises(UserError, match=f"an array of 3 jobs. .*'{array.name}/task-0'"):
+        executor.job(array.name)
     with suppress(ZeroDivisionError), executor.batch():
         executor.submit(add, 1 // 0)
     assert list((tmp_path / "runs").iterdir()) == [array]
@@ -228,6 +235,28 @@ def test_one_look_serves_all_jobs(executor, monkeypatch):
     assert [job.state for job in jobs] == ["COMPLETED"] * 3, [job.run.status() for job in jobs]
     Job.watcher.update()
     assert looks == []
+
+
+def test_jobs_are_waited_for_in_threads(executor):
+    jobs = [executor.submit(add, i) for i in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda job: job.wait(), jobs * 4))
+    assert {job.state for job in jobs} == {"COMPLETED"}
+
+
+def test_a_failure_survives_pickling_and_is_that_of_the_last_attempt(executor):
+    job = executor.submit(add, 1)
+    job.wait()
+    run = job.run.dir
+    run.log_event("failure", 0, rank=3, host="n2", cause="rank 3 on n2: ValueError: x", log="/old.log")
+    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 3 on n2: ValueError: x")
+    error = pickle.loads(pickle.dumps(JobFailed.of(FunctionFailure.of(job.run.status()))))
+    assert (error.rank, error.host, error.log) == (3, "n2", "/old.log")
+    assert f"Run {job.run.run_id} failed: rank 3 on n2: ValueError: x. Log: /old.log" in str(error)
+    run.log_event("finished", 1, state="FAILED", exit_code=4, cause="the ranks did not leave in time")
+    failure = FunctionFailure.of(job.run.status())
+    assert (failure.rank, failure.host) == (None, None)
+    assert "did not leave in time" in failure.message
 
 
 def test_a_note_is_told_once(executor, caplog):
