@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import yaml
@@ -58,6 +59,22 @@ def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(h
         2,
         "Error: There is no Slurm here whose profile could be written. Look from a login node.",
     )
+
+
+def test_a_look_that_fails_is_a_line_a_fake_scontrol(hpctrain, slurm, broken_torch, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text("#!/bin/sh\necho 'error: Access denied' >&2\nexit 1\n")
+    (folder / "scontrol").chmod(0o755)
+    env = {**slurm.env, **broken_torch, "PATH": f"{folder}:{os.environ['PATH']}"}
+    found = json.loads(hpctrain("doctor", "--json", env=env).stdout)["findings"]
+    lines = [(one["topic"], one["value"], one["standing"]) for one in found]
+    words = "cannot be read (scontrol says: error: Access denied)"
+    assert lines[:2] == [
+        ("Slurm", f"Slurm's configuration {words}", "note"),
+        ("Slurm", f"The partitions {words}", "note"),
+    ]
+    assert ("Jobs", "accepted", "ok") in lines
 
 
 def test_a_slurm_that_does_not_answer_is_a_problem(hpctrain, broken_torch, tmp_path):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,17 @@ from hpctrain.jobs.doctor.finding import Finding
 from hpctrain.jobs.doctor.folder_probe import PREFIX
 from hpctrain.jobs.doctor.machine import look_at_gpus, look_at_machine, torch_findings
 from hpctrain.jobs.doctor.program import LookFailed, output, python_facts
-from hpctrain.jobs.doctor.slurm import config_findings, partition_findings, qos_findings
+from hpctrain.jobs.doctor.slurm import (
+    config_findings,
+    look_at_accounting,
+    partition_findings,
+    qos_findings,
+)
 from hpctrain.jobs.doctor.tries import try_options
 from hpctrain.jobs.doctor.write import write
 from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Qos, Site, SlurmConfig
-from hpctrain.jobs.site.read import read_site
+from hpctrain.jobs.site.read import read_qos, read_site
+from hpctrain.jobs.slurm_command import run_slurm
 
 
 def standings(findings: list[Finding]) -> dict[str, str]:
@@ -148,6 +155,25 @@ def test_settings_that_hold_runs_up():
     odd = SlurmConfig(job_requeue=False, requeue_exit="1", kill_wait_s=5, slurmd_timeout_s=3600)
     notes = [name for name, standing in standings(list(config_findings(odd))).items() if standing == "note"]
     assert notes == ["requeue", "RequeueExit", "KillWait", "SlurmdTimeout"]
+
+
+def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):
+    _script(tmp_path / "sacct", "echo 'sacct: error: slurm_persist_conn_open failed' >&2; exit 1")
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    silent = look_at_accounting(SlurmConfig(accounting=True), environ)
+    assert (silent.standing, silent.value) == (
+        "note",
+        "slurmdbd does not answer: sacct says: slurm_persist_conn_open failed",
+    )
+    assert look_at_accounting(SlurmConfig(), environ).value == "none, so no sacct"
+
+
+@pytest.mark.slurm
+def test_accounting_that_answers(accounting):
+    environ = environment(accounting.env)
+    site, _ = read_site(environ, Site())
+    assert look_at_accounting(site.slurm, environ).standing == "ok"
+    assert "normal" in [qos.name for qos in read_qos(partial(run_slurm, environ=environ))]
 
 
 def test_partitions_in_a_line_each():

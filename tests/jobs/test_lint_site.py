@@ -23,6 +23,7 @@ from hpctrain.jobs.site.paths import path_notes
 from hpctrain.jobs.site.read import read_site
 from hpctrain.jobs.site.request import Request
 from hpctrain.jobs.slurm_command import run_slurm
+from hpctrain.jobs.submit import hand_over
 
 STRICT = [
     "JobRequeue=0",
@@ -307,6 +308,14 @@ def test_files_in_a_folder_of_each_node_are_warned_of(make_spec):
     # Where this machine is all there is, nothing is amiss.
     assert path_notes(spec, lambda command: f"{socket.gethostname().partition('.')[0]}\n") == []
     assert path_notes(make_spec(), lambda command: "n1\n") == []
+
+
+def test_a_submission_asks_a_handful_of_questions_a_fake_slurm(fake_slurm, prepared):
+    hand_over(prepared(backend="slurm", environ=fake_slurm.environ))
+    # Does Slurm answer; partitions and nodes; the nodes' hosts, for the script lies in /tmp. The fake does
+    # not note that it was asked for its configuration.
+    asked = ["sinfo", "scontrol", "sinfo", "sinfo"]
+    assert sorted(fake_slurm.calls) == sorted([*asked, "sbatch", "sbatch"])
 
 
 @pytest.fixture

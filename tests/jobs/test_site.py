@@ -105,6 +105,12 @@ def test_a_real_site_is_read_whole(slurm):
     assert {(group.cpus, group.num_gpus) for group in preemptible.groups} == {(8, 2)}
 
 
+def test_nodes_that_take_no_job():
+    states = ["down*", "drained", "maint", "idle*", "idle", "mixed-", "allocated", "idle~", "planned"]
+    groups = [NodeGroup(names="n", num=1, cpus=1, memory_mib=1, state=state) for state in states]
+    assert [group.is_out for group in groups] == [True] * 4 + [False] * 5
+
+
 def test_what_slurm_does_not_tell_is_taken_from_the_profile(tmp_path):
     known = Site(
         slurm=SlurmConfig(cluster="c"),

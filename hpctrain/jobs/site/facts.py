@@ -76,11 +76,11 @@ class NodeGroup:
     @property
     def is_out(self) -> bool:
         """Whether no job starts there for now."""
-        # Marks behind a state: silent, powered down, planned, in maintenance (sinfo(1), NODE STATE CODES).
-        return self.state.rstrip("*~#!%$@^+-").lower() in _OUT
+        # Marks behind a state: * is silent, the others do not keep jobs out (sinfo(1), NODE STATE CODES).
+        return "*" in self.state or self.state.rstrip("~#!%$@^+-").lower() in _OUT
 
 
-#: States of nodes that take no job; those of a partition that is down are shown as the node's own.
+#: States of nodes that take no job.
 _OUT = frozenset(
     {"down", "drained", "draining", "drng", "drain", "fail", "failing", "maint", "unknown", "future"}
 )
