@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
-from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.errors import SchedulerError
 from hpctrain.jobs.record import Job
 from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.spec import BackendName, JobSpec
@@ -100,7 +100,9 @@ def is_silent(trouble: str) -> bool:
     return any(words in trouble for words in _SILENT)
 
 
-def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, list[str]]:
+def choose_backend(
+    asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str]
+) -> tuple[Backend, list[str]]:
     """The backend for a submission, and what the user should know about the choice.
 
     Args:
@@ -108,17 +110,10 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> tuple[Backend, lis
         environ: variables that Slurm's commands run under.
 
     Raises:
-        SpecError: there is no backend of that name.
         SchedulerError: Slurm was asked for by name and does not answer, or it is set up here and silent.
     """
     if asked == "local":
         return open_backend("local", environ), []
-    if asked not in ("auto", "slurm"):
-        from difflib import get_close_matches
-
-        close = get_close_matches(asked, ("auto", "slurm", "local"), 1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Take auto, slurm or local."
-        raise SpecError(f"There is no backend {asked!r} (--backend). {hint}")
     from hpctrain.jobs.backends.slurm import SlurmBackend
 
     slurm = SlurmBackend(environ)
