@@ -35,6 +35,7 @@ LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
+_RANK_LOG = re.compile(r"rank-(\d{5,})\.log")
 _TASK_FOLDER = re.compile(r"task-(\d+)")
 
 
@@ -120,6 +121,22 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
 
+    def agent_log(self, attempt: int, node: int) -> Path:
+        """What a node's agent of torchrun prints, where such agents start the ranks."""
+        return self.attempt_logs(attempt) / f"agent-{node:05d}.log"
+
+    def ranks(self, attempt: int) -> list[int]:
+        """Ranks that have begun a log in this attempt, ascending."""
+        return _numbered(self.attempt_logs(attempt), _RANK_LOG)
+
+    def log_times(self, attempt: int, node: int) -> Path:
+        """When the logs of a node's ranks had which length."""
+        return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
+
+    def all_log_times(self, attempt: int) -> list[Path]:
+        """Those files of all nodes that have begun one."""
+        return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
+
     def failure(self, attempt: int, rank: int) -> Path:
         return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
 
@@ -130,6 +147,10 @@ class RunDir:
     def result(self, attempt: int, rank: int) -> Path:
         """What the function returned in this rank."""
         return self.path / "results" / f"attempt-{attempt:03d}-rank-{rank:05d}.pkl"
+
+    def failure_files(self, attempt: int) -> list[Path]:
+        """What the ranks that failed in the attempt have left so far."""
+        return sorted(self.failures.glob(f"attempt-{attempt:03d}-rank-*.json"))
 
     def samples(self, attempt: int, rank: int) -> Path:
         return self.path / "samples" / f"attempt-{attempt:03d}-rank-{rank:05d}.jsonl"

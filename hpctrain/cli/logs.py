@@ -1,4 +1,4 @@
-"""`hpctrain logs`: what a rank printed."""
+"""`hpctrain logs`: what the ranks printed."""
 
 from __future__ import annotations
 
@@ -6,33 +6,87 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.common import open_run, run_argument, short_path
+from hpctrain.cli.common import handle_of, open_run, run_argument, short_path
 from hpctrain.errors import UserError
+from hpctrain.jobs.follow import Shown
+from hpctrain.jobs.runs import Run
 
 
 @click.command("logs")
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended, across its attempts.")
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose log.")
-def command(run: str, runs_dir: Path, follow: bool, rank: int) -> None:
-    """Print a rank's log of the newest attempt of RUN."""
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="R",
+    help="Whose log; may be repeated. All, where it is left out.",
+)
+@click.option(
+    "--attempt", type=click.IntRange(min=0), metavar="N", help="Which start of the ranks; else the newest."
+)
+@click.option("--errors", is_flag=True, help="Only what went wrong: of each failed attempt, the cause first.")
+def command(
+    run: str, runs_dir: Path, follow: bool, ranks: tuple[int, ...], attempt: int | None, errors: bool
+) -> None:
+    """Print the logs of the ranks of RUN, in the order of time, each line behind its rank.
+
+    The lines of one rank are always in their order; among ranks, those of the same second may not be. With
+    --errors, the rank that failed first is shown with its traceback, or the end of its log where it died
+    without one, and the others in a line each; --rank shows those in full.
+    """
     found = open_run(run, runs_dir)
+    shown = Shown(ranks, attempt, errors)
     if follow:
         from hpctrain.cli.stream import stream
 
-        stream(found, rank, whole=False)
-        return
-    path = found.log_path(rank)
-    if path is None:
-        raise UserError(f"Run {found.run_id} has not started yet. `hpctrain logs -f` waits for it.")
-    if not path.exists():
-        others = sorted(int(log.stem.removeprefix("rank-")) for log in path.parent.glob("rank-*.log"))
-        known = f"ranks {others[0]} to {others[-1]}" if others else "none yet"
+        stream(found, shown, whole=False)
+    elif tasks := found.tasks():
         raise UserError(
-            f"There is no log of rank {rank} in {short_path(path.parent)}: it has {known} (--rank)."
+            f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with logs of its own. Name one, "
+            f"such as {handle_of(str(tasks[0].dir.path))}; with -f, the turns of all are shown."
         )
-    from hpctrain.jobs.tail import Tail
+    elif errors:
+        _print_errors(found, shown)
+    else:
+        _print_logs(found, shown)
 
-    tail = Tail(path)
-    while text := tail.read():
-        click.echo(text, nl=False)
+
+def _print_logs(run: Run, shown: Shown) -> None:
+    from hpctrain.jobs.rank_logs import RankLogs
+
+    attempts = run.dir.attempts()
+    if not attempts:
+        raise UserError(f"Run {run.run_id} has not started yet. `hpctrain logs -f` waits for it.")
+    attempt = attempts[-1] if shown.attempt is None else shown.attempt
+    if attempt not in attempts:
+        raise UserError(
+            f"There is no attempt {attempt} of run {run.run_id} (--attempt): it has {_range(attempts)}."
+        )
+    there = run.dir.ranks(attempt)
+    if missing := [rank for rank in shown.ranks if rank not in there]:
+        raise UserError(
+            f"There is no log of rank {missing[0]} in {short_path(run.dir.attempt_logs(attempt))}: it has "
+            f"{'ranks ' + _range(there) if there else 'none yet'} (--rank)."
+        )
+    logs = RankLogs(run.dir, attempt, shown.ranks)
+    for reading in (logs.read_past, logs.read_rest):
+        for text in reading():
+            click.echo(text, nl=False)
+
+
+def _print_errors(run: Run, shown: Shown) -> None:
+    from hpctrain.jobs.error_report import failures_since_submission, report
+
+    failures = failures_since_submission(run.dir.read_events())
+    wanted = [failure for failure in failures if shown.attempt in (None, failure.get("attempt"))]
+    if not wanted:
+        click.echo(f"No failure of run {run.run_id} is on record.", err=True)
+    for failure in wanted:
+        for line in report(run.dir, failure, shown.ranks):
+            click.echo(line)
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

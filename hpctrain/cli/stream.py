@@ -7,20 +7,24 @@ import sys
 import click
 
 from hpctrain.cli.common import describe_end, handle_of, leave_with, program
-from hpctrain.jobs.follow import Notice, Text, follow
+from hpctrain.jobs.follow import Notice, Shown, Text, follow
 from hpctrain.jobs.runs import Run
 
 _INTERRUPTED = 130
 
 
-def stream(run: Run, rank: int = 0, *, whole: bool, text_to_stderr: bool = False) -> None:
+#: Ranks print much the same, and all of it may be looked up.
+_RANK_0 = Shown(ranks=(0,))
+
+
+def stream(run: Run, shown: Shown = _RANK_0, *, whole: bool, text_to_stderr: bool = False) -> None:
     """Print the log as it comes and the run's turns on stderr, then what became of the run.
 
     Ends the program with the exit code that says whether the run succeeded.
     """
     status = None
     try:
-        for item in follow(run, rank, whole=whole):
+        for item in follow(run, shown, whole=whole):
             match item:
                 case Text(text):
                     click.echo(text, nl=False, err=text_to_stderr)

@@ -1,17 +1,19 @@
-"""A run as it happens: one rank's log across all attempts, with a line for each turn the run takes."""
+"""A run as it happens: its logs across all attempts, with a line for each turn the run takes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.jobs.doubt import Doubt
+from hpctrain.jobs.error_report import report
+from hpctrain.jobs.rank_logs import RankLogs
 from hpctrain.jobs.runs import Run
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
-from hpctrain.jobs.tail import RecordTail, Tail
+from hpctrain.jobs.tail import RecordTail
 from hpctrain.jobs.watch import Watcher
 
 _POLL_S = 0.2
@@ -19,7 +21,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of the rank's log, as it was written."""
+    """A piece of the logs; whole lines with their ranks where several ranks are shown."""
 
     text: str
 
@@ -31,42 +33,62 @@ class Notice:
     line: str
 
 
-def follow(run: Run, rank: int = 0, *, whole: bool) -> Iterator[Text | Notice | RunStatus]:
-    """Yield the rank's log and the run's turns as they come; the last item is the status of the ended run.
+@dataclass(frozen=True)
+class Shown:
+    """What of the logs is wanted."""
 
-    Delays that Slurm puts on the requeued job are lifted on the way.
+    ranks: Collection[int] = ()
+    """Whose; none stands for all."""
+    attempt: int | None = None
+    """Of which start of the workers; None shows one after the other."""
+    errors: bool = False
+    """Not the logs, but a report on each failure."""
+
+
+#: All logs of all ranks.
+ALL = Shown()
+
+
+def follow(run: Run, shown: Shown = ALL, *, whole: bool) -> Iterator[Text | Notice | RunStatus]:
+    """Yield logs and turns of the run as they come; the last item is the status of the ended run.
+
+    Delays that Slurm puts on the requeued job are lifted on the way. Of a job array, the turns are changes of
+    how many tasks are in which state, and there are no logs.
 
     Args:
         run: the run.
-        rank: whose log.
+        shown: what of the logs is wanted.
         whole: start at the last submission, rather than at the newest attempt.
     """
     events = RecordTail(run.dir.events)
     past = events.read()
     start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
-    logs = _Logs(run, rank, past[start - 1].get("attempt", 0) if whole and start else None)
+    logs = _Logs(run, shown, past[start - 1].get("attempt", 0) if whole and start else None)
     watcher = _Watcher(run)
-    news = past[start:] if whole else []
+    news = past[start:]
+    told = news if whole else []
     while True:
         # First the question, then the reading: what was written before the end is not missed.
         status = watcher.look()
-        yield from logs.read()
-        for event in news:
+        yield from _reports(run, shown, news) if shown.errors else logs.read()
+        for event in told:
             if line := describe(event):
                 yield Notice(line)
-        if watcher.lifted:
-            watcher.lifted = False
-            yield Notice("Slurm held the requeued job back for two minutes; the delay is lifted.")
-        if watcher.news:
-            yield Notice(watcher.news)
-            watcher.news = ""
-        news = events.read()
+        yield from watcher.news()
+        told = news = events.read()
         if status is not None and status.state.ended and not news:
-            yield from logs.read()
+            if not shown.errors:
+                yield from logs.read_rest()
             run.await_exit()
             yield status
             return
         time.sleep(_POLL_S)
+
+
+def _reports(run: Run, shown: Shown, events: list[dict[str, Any]]) -> Iterator[Text]:
+    for event in events:
+        if event.get("kind") == "failure" and shown.attempt in (None, event.get("attempt")):
+            yield Text("".join(f"{line}\n" for line in report(run.dir, event, shown.ranks)))
 
 
 class _Watcher:
@@ -76,10 +98,9 @@ class _Watcher:
         self._run = run
         self._watcher = Watcher([run.dir], run.environ)
         self._next = 0.0
-        self._state: RunState | None = None
+        self._said: tuple[RunState, str] | None = None
         self._doubt = Doubt()
-        self.lifted = False
-        self.news = ""
+        self._news: list[str] = []
 
     def look(self) -> RunStatus | None:
         """The status, where it is time to ask."""
@@ -87,36 +108,52 @@ class _Watcher:
             return None
         (status,) = self._watcher.look()
         self._next = time.monotonic() + self._watcher.poll_s
-        if status.state is not self._state and status.state is RunState.PENDING:
-            self.news = f"the job is {status.state}" + (f" ({status.words})" if status.words else "")
-        elif words := self._doubt.words(status):
-            self.news = words
-        self._state = status.state
-        if status.held:
-            self.lifted = self._run.lift_hold()
+        if words := self._doubt.words(status):
+            self._news.append(words)
+        says = status.state, status.words if status.tasks is not None else ""
+        if says != self._said and (status.tasks is not None or status.state is RunState.PENDING):
+            about = f" ({status.words})" if status.words else ""
+            self._news.append(f"the job is {status.state}{about}")
+        self._said = says
+        if status.held and self._run.lift_hold():
+            self._news.append("Slurm held the requeued job back for two minutes; the delay is lifted.")
         return status
+
+    def news(self) -> Iterator[Notice]:
+        """Yield what has come up since the last call."""
+        yield from map(Notice, self._news)
+        self._news = []
 
 
 class _Logs:
-    """One rank's logs, read on from attempt to attempt."""
+    """The logs of the ranks, read on from attempt to attempt."""
 
-    def __init__(self, run: Run, rank: int, first_attempt: int | None) -> None:
+    def __init__(self, run: Run, shown: Shown, first_attempt: int | None) -> None:
         self._run = run
-        self._rank = rank
+        self._shown = shown
         self._attempt: int | None = None
+        self._logs: RankLogs | None = None
         self._least = first_attempt if first_attempt is not None else max(run.dir.attempts(), default=0)
-        self._tail: Tail | None = None
+        if shown.attempt is not None:
+            self._least = shown.attempt
 
     def read(self) -> Iterator[Text]:
         """Yield what is new, the rest of an older attempt before the next one."""
-        attempts = [number for number in self._run.dir.attempts() if number >= self._least]
-        for attempt in attempts:
+        for attempt in self._run.dir.attempts():
+            if attempt < self._least or self._shown.attempt not in (None, attempt):
+                continue
             if attempt != self._attempt:
-                self._tail = Tail(self._run.dir.rank_log(attempt, self._rank))
+                yield from self.read_rest()
+                self._logs = RankLogs(self._run.dir, attempt, self._shown.ranks)
                 self._attempt = self._least = attempt
-            assert self._tail is not None
-            while text := self._tail.read():
-                yield Text(text)
+                yield from map(Text, self._logs.read_past())
+        if self._logs is not None:
+            yield from map(Text, self._logs.read_new())
+
+    def read_rest(self) -> Iterator[Text]:
+        """Yield what is left of the attempt that was read last."""
+        if self._logs is not None:
+            yield from map(Text, self._logs.read_rest())
 
 
 def describe(event: dict[str, Any]) -> str | None:

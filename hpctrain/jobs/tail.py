@@ -23,18 +23,38 @@ class Tail:
         # A character of several bytes may be written in two parts.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def read(self) -> str:
-        """What has been appended since the last call, at most a few megabytes of it."""
+    def read(self, end: int | None = None, *, most_bytes: int = _SEARCHED_BYTES) -> str:
+        """What has been appended since the last call, at most a few megabytes of it.
+
+        Args:
+            end: do not read beyond this byte of the file.
+            most_bytes: read no more than this at once.
+        """
         try:
             with open(self._path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
-                new = file.read(_SEARCHED_BYTES)
+                left = most_bytes if end is None else min(most_bytes, end - self._offset)
+                new = file.read(max(0, left))
         except FileNotFoundError:
             return ""
         self._offset += len(new)
         return self._decoder.decode(new)
+
+    def has_grown(self) -> bool:
+        """Whether there is something to read; asks for the file's length only."""
+        try:
+            return os.stat(self._path).st_size != self._offset
+        except FileNotFoundError:
+            return False
+
+    def modified(self) -> float:
+        """When the file was last appended to, in seconds since the epoch; 0 where there is none."""
+        try:
+            return os.stat(self._path).st_mtime
+        except FileNotFoundError:
+            return 0.0
 
 
 class RecordTail:
@@ -46,7 +66,15 @@ class RecordTail:
 
     def read(self) -> list[dict[str, Any]]:
         """The whole records that have been appended since the last call."""
-        *lines, self._torn = (self._torn + self._tail.read()).split("\n")
+        return self._take(self._tail.read())
+
+    def read_in_parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the same, with only a part of the file in memory, and the file not open in between."""
+        while text := self._tail.read(most_bytes=_BLOCK_BYTES):
+            yield from self._take(text)
+
+    def _take(self, text: str) -> list[dict[str, Any]]:
+        *lines, self._torn = (self._torn + text).split("\n")
         return [record for line in lines if (record := _parse(line)) is not None]
 
 
@@ -75,6 +103,16 @@ def last_records(path: Path, *, unless: bytes | None = None, whole: bool = False
                     yield record
         if start == 0 and (unless is None or unless not in head) and (record := _parse(head)) is not None:
             yield record
+
+
+def last_lines(path: Path, number: int) -> list[str]:
+    """The last lines of a text file, of which only the end is read; none where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-number:]
+    except OSError:
+        return []
 
 
 def _parse(line: str | bytes) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure import write_failure
+from hpctrain.runtime.log_times import note_log_times
 from hpctrain.runtime.signals import leave_on_stop
 
 
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> NoReturn:
     os.environ.update(ranks.torch_variables())
     log = run.rank_log(attempt, ranks.rank)
     _redirect_output(log)
+    note_log_times(run.log_times(attempt, ranks.node_rank), ranks.rank)
     faulthandler.enable()
     script, *args = json.loads(argv[0])
     sys.argv = [script, *args]

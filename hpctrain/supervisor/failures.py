@@ -8,9 +8,11 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpctrain.files import write_atomic
+from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.step import Ending, TaskExit
 
@@ -50,13 +52,20 @@ class Failure:
 
 
 def collect(
-    run: RunDir, attempt: int, exits: Iterable[TaskExit], hosts: list[str], per_node: int
+    run: RunDir, spec: JobSpec, attempt: int, exits: Iterable[TaskExit], hosts: list[str]
 ) -> list[Failure]:
     """Failures of `attempt`: one file a failed rank; what a rank could not write itself is written here."""
     failures = {failure.rank: failure for failure in _read(run, attempt)}
+    if spec.torchrun is not None and failures:
+        # An agent ends so because its ranks do.
+        return list(failures.values())
+    ranks_of_each = spec.tasks_per_node // spec.processes_per_node
     for task in exits:
-        if task.ending is Ending.FAILED and task.rank not in failures:
-            failures[task.rank] = _write(run, attempt, task, hosts[task.rank // per_node])
+        rank = task.rank * ranks_of_each
+        if task.ending is Ending.FAILED and rank not in failures:
+            host = hosts[task.rank // spec.processes_per_node]
+            log = run.rank_log(attempt, rank) if spec.torchrun is None else run.agent_log(attempt, task.rank)
+            failures[rank] = _write(run, attempt, rank, task, host, log)
     return list(failures.values())
 
 
@@ -82,7 +91,7 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
-    for path in sorted(run.failures.glob(f"attempt-{attempt:03d}-rank-*.json")):
+    for path in run.failure_files(attempt):
         try:
             record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             yield Failure(
@@ -100,22 +109,22 @@ def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
             print(f"hpctrain: {path} cannot be read: {error}", flush=True)
 
 
-def _write(run: RunDir, attempt: int, task: TaskExit, host: str) -> Failure:
-    """Describe a rank that ended without a word."""
+def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, log: Path) -> Failure:
+    """Describe a rank that ended without a word, or the first one of an agent that did."""
     failure = Failure(
-        rank=task.rank,
+        rank=rank,
         host=host,
         kind="signal" if task.signal else "exit",
         error=task.signal.name if task.signal else f"exit code {task.code}",
         message="the kernel ends processes so when memory runs out" if task.signal == signal.SIGKILL else "",
-        log=str(run.rank_log(attempt, task.rank)),
+        log=str(log),
         order=None,
         time=time.time(),
     )
     record = {**failure.__dict__, "node": host, "traceback": ""}
     try:
         run.failures.mkdir(exist_ok=True)
-        write_atomic(run.failure(attempt, task.rank), json.dumps(record, indent=1) + "\n")
+        write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        print(f"hpctrain: {run.failure(attempt, task.rank)} cannot be written: {error}", flush=True)
+        print(f"hpctrain: {run.failure(attempt, rank)} cannot be written: {error}", flush=True)
     return failure

@@ -10,7 +10,7 @@ from helpers import environment, run_command, wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
 from hpctrain.jobs.directives import directive_lines, quote_directive
-from hpctrain.jobs.follow import Notice, follow
+from hpctrain.jobs.follow import Notice, Text, follow
 from hpctrain.jobs.prepare import prepare
 from hpctrain.jobs.runs import Run
 from hpctrain.jobs.spec import JobSpec
@@ -161,4 +161,8 @@ def test_a_requeue_is_followed_and_its_delay_lifted(environ, tmp_path):
     lines = [item.line for item in items if isinstance(item, Notice)]
     assert any("goes back to the queue" in line for line in lines)
     assert any("delay is lifted" in line for line in lines)
+    text = "".join(item.text for item in items if isinstance(item, Text))
+    first, second = text.splitlines()[:4], text.splitlines()[4:]
+    for attempt, shown in enumerate((first, second)):
+        assert sorted(shown) == [f"[{rank}] attempt {attempt}" for rank in range(4)]
     assert run.dir.attempts() == [0, 1]

@@ -1,0 +1,95 @@
+"""`hpctrain logs` of runs with several ranks."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import assert_no_process_left, environment, wait_for
+
+#: The second rank prints first, by two notes of the time.
+SCRIPT = """
+import os, sys, time
+rank, attempt = int(os.environ["RANK"]), int(os.environ["HPCTRAIN_ATTEMPT"])
+print("early", rank, flush=True) if rank == 1 else None
+time.sleep(2.5)
+print("late", rank, "of", attempt, flush=True)
+if rank == 1 and attempt == 0:
+    raise ValueError("no such thing")
+"""
+TWO_RANKS = ("--backend", "local", "--tasks-per-node", "2", "--run-dir", "r")
+
+
+@pytest.fixture
+def crashed(hpctrain, tmp_path):
+    """A run that failed once, and then went well."""
+    (tmp_path / "crash.py").write_text(SCRIPT)
+    done = hpctrain("submit", *TWO_RANKS, "--follow", "crash.py")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
+    # What --follow prints is of rank 0 alone.
+    assert crashed.stdout.splitlines()[-1] == "late 0 of 1"
+    assert "[" not in crashed.stdout
+
+    first, *others = hpctrain("logs", "r").stdout.splitlines()
+    assert first == "[1] early 1"
+    assert sorted(others) == ["[0] late 0 of 1", "[1] late 1 of 1"]
+    assert hpctrain("logs", "r", "--rank", "1").stdout == "early 1\nlate 1 of 1\n"
+    assert hpctrain("logs", "r", "--rank", "1", "--rank", "0").stdout.startswith("[1] early 1\n")
+    assert "late 0 of 0" in hpctrain("logs", "r", "--rank", "0", "--attempt", "0").stdout
+    assert hpctrain("logs", "r", "--attempt", "2").returncode == 2
+    assert "it has 0 to 1" in hpctrain("logs", "r", "--attempt", "2").stderr
+    followed = hpctrain("logs", "-f", "r")
+    assert followed.stdout.splitlines()[0] == first
+    assert sorted(followed.stdout.splitlines()[1:]) == sorted(others)
+    assert hpctrain("logs", "-f", "r", "--attempt", "0").stdout.splitlines()[0] == "[1] early 1"
+    assert "of 1" not in hpctrain("logs", "-f", "r", "--attempt", "0").stdout
+
+    errors = hpctrain("logs", "r", "--errors")
+    assert errors.stdout.startswith("attempt 0: rank 1 on ")
+    assert 'raise ValueError("no such thing")' in errors.stdout
+    assert hpctrain("logs", "-f", "r", "--errors").stdout == errors.stdout
+    none = hpctrain("logs", "r", "--errors", "--attempt", "1")
+    assert (none.returncode, none.stdout) == (0, "")
+    assert "No failure of run r is on record." in none.stderr
+
+
+def test_following_an_array_shows_its_turns_and_names_the_logs(hpctrain, tmp_path):
+    (tmp_path / "task.py").write_text("print('I am a task')\n")
+    options = ("--backend", "local", "--array", "0-2%3", "--run-dir", "r")
+    assert hpctrain("submit", *options, "task.py").returncode == 0
+    done = hpctrain("logs", "-f", "r")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"== the job is [A-Z]+ \(3 tasks: ", done.stderr)
+    assert "r: COMPLETED, 3 tasks: 3 COMPLETED" in done.stderr
+    refused = hpctrain("logs", "r")
+    assert refused.returncode == 2
+    assert "a job array of 3 tasks" in refused.stderr
+    assert "such as r/task-0" in refused.stderr
+    assert hpctrain("logs", "r/task-2").stdout == "I am a task\n"
+
+
+def test_looking_away_from_logs_leaves_the_run_alone(hpctrain, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    assert hpctrain("submit", *TWO_RANKS, "slow.py").returncode == 0
+    command = [sys.executable, "-m", "hpctrain", "logs", "-f", "r"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        assert lines == ["[0] here\n", "[1] here\n"]
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Not looking any more; the run goes on." in err
+    assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
+    hpctrain("cancel", "r")
+    wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
+    assert_no_process_left(tmp_path / "r")

@@ -1,0 +1,54 @@
+"""What a rank notes of its log, in a process whose standard output that is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from helpers import environment, wait_for
+
+from hpctrain.files import read_json_lines
+
+_RANK = """
+import os, sys
+from pathlib import Path
+from hpctrain.runtime.log_times import note_log_times
+note_log_times(Path(sys.argv[1]), 3, interval_s=0.02)
+for line in sys.stdin:
+    os.write(1, line.encode())
+"""
+
+
+def _has_notes(path: Path, count: int) -> bool:
+    return len(list(read_json_lines(path))) == count
+
+
+def test_a_rank_notes_when_its_log_had_which_length(tmp_path):
+    notes = tmp_path / "times.jsonl"
+    with (
+        open(tmp_path / "log", "wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(notes)], stdin=subprocess.PIPE, stdout=log, env=environment()
+        ) as rank,
+    ):
+        assert rank.stdin is not None
+        for count in (1, 2):
+            rank.stdin.write(b"hello\n")
+            rank.stdin.flush()
+            wait_for(partial(_has_notes, notes, count), 20, "a note")
+    records = list(read_json_lines(notes))
+    assert [(record["rank"], record["bytes"]) for record in records] == [(3, 6), (3, 12)]
+    assert records[0]["time"] <= records[1]["time"]
+
+
+def test_a_file_that_cannot_be_written_is_no_trouble(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _RANK, str(tmp_path / "nowhere" / "times")],
+        input=b"hello\n",
+        capture_output=True,
+        env=environment(),
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"hello\n", b"")
