@@ -1,0 +1,61 @@
+"""Sites with other rules for requeues: what lint and documentation say of them is what happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from e2e_runs import RUN_LIMIT_S, Run, submit
+from helpers import assert_no_process_left, run_command, wait_for
+
+from hpctrain import sandbox
+
+SHAPE = ["--nodes", "2", "--gpus-per-node", "1", "--time", "30"]
+
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
+    """A cluster whose preemptible partition has the given settings."""
+    job_requeue, mode, grace_s = request.param
+    name = f"rules-{os.getpid()}"
+    partition = "PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1"
+    settings = [
+        f"JobRequeue={job_requeue}",
+        f"PreemptMode={mode}",
+        f"{partition} PreemptMode={mode} GraceTime={grace_s}",
+    ]
+    try:
+        yield sandbox.up(name, nodes=2, gpus_per_node=1, settings=settings)
+    finally:
+        sandbox.down(name)
+
+
+def _preempt(run: Run) -> None:
+    run.wait_for_step(8)
+    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 2"]
+    run_command(urgent, run.env)
+
+
+@pytest.mark.parametrize("site", [(0, "REQUEUE", 30), (1, "CANCEL", 30)], indirect=True, ids=str)
+def test_a_preempted_run_goes_on(site, tmp_path):
+    run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
+    _preempt(run)
+    assert run.wait() == 0
+    assert len(run.events("requeue")) == 1
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
+def test_a_run_that_is_cancelled_without_grace_saves_and_goes_on_when_submitted_again(site, tmp_path):
+    run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
+    _preempt(run)
+    wait_for(lambda: run.status()["state"] == "FAILED", RUN_LIMIT_S, "the run's end", 0.5)
+    stop = run.events("signal")[0]
+    assert (run.events("requeue"), stop["saved"]) == ([], True)
+    submit(run.path, site.env, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    assert run.events("resumed")[0]["step"] == stop["step"]
+    assert_no_process_left(run.path)
