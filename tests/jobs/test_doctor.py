@@ -155,6 +155,10 @@ def test_settings_that_hold_runs_up():
     odd = SlurmConfig(job_requeue=False, requeue_exit="1", kill_wait_s=5, slurmd_timeout_s=3600)
     notes = [name for name, standing in standings(list(config_findings(odd))).items() if standing == "note"]
     assert notes == ["requeue", "RequeueExit", "KillWait", "SlurmdTimeout"]
+    limited = [
+        one.value for one in config_findings(SlurmConfig(max_mem_per_cpu_mib=4000)) if one.name == "memory"
+    ]
+    assert limited == ["at most 4000 MiB for each CPU"]
 
 
 def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):

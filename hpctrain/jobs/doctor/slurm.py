@@ -70,6 +70,9 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     )
     yield Finding(_TOPIC, "arrays", f"tasks up to number {slurm.max_array_size - 1} (MaxArraySize)")
     yield Finding(_TOPIC, "nodes", _sharing(slurm))
+    most = {"node": slurm.max_mem_per_node_mib, "CPU": slurm.max_mem_per_cpu_mib}
+    if limits := [f"at most {mib} MiB for each {unit}" for unit, mib in most.items() if mib is not None]:
+        yield Finding(_TOPIC, "memory", ", ".join(limits))
     if slurm.enforces_limits == "NO":
         yield Finding(
             _TOPIC,
