@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -107,6 +108,34 @@ def test_three_crashes_end_the_run_with_the_cause(run):
     assert supervise(run, [KILLED, KILLED, KILLED]) == 4
     assert finished(run)["state"] == "FAILED"
     assert "rank 1 on n2: SIGKILL" in finished(run)["cause"]
+
+
+def write_exception(run, rank, message="no such thing", final=True):
+    """What a rank leaves whose function raised."""
+    run.failures.mkdir(exist_ok=True)
+    record = {"rank": rank, "host": f"n{rank + 1}", "kind": "exception", "error": "ValueError"}
+    record |= {"message": message, "log": "/log", "order": rank, "time": 0.0, "final": final}
+    run.failure(0, rank).write_text(json.dumps(record))
+
+
+def test_an_exception_that_would_come_again_ends_the_run(run):
+    write_exception(run, 1)
+    assert supervise(run, [[TaskExit(1, 1), StepEnded(1)]]) == 4
+    assert kinds(run) == ["started", "failure", "finished"]
+    assert finished(run)["cause"] == "rank 1 on n2: ValueError: no such thing"
+
+
+def test_an_exception_that_follows_from_a_kill_does_not_end_the_run(run):
+    write_exception(run, 0)
+    assert supervise(run, [KILLED, DONE]) == 0
+    assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
+
+
+@pytest.mark.parametrize("message", ["Connection closed by peer", "in the function's own words"])
+def test_an_exception_of_a_rank_whose_peer_was_told_to_leave_does_not_end_the_run(run, message):
+    write_exception(run, 1, message)
+    assert supervise(run, [[TaskExit(0, 75), TaskExit(1, 1), StepEnded(1)], DONE]) == 0
+    assert finished(run)["state"] == "COMPLETED"
 
 
 def test_stop_requeue_done(run):
