@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import subprocess
@@ -74,18 +73,16 @@ def plugged() -> Iterator[sandbox.Sandbox]:
         sandbox.down(name)
 
 
-#: Slurm reads the plugin's script again when its time of change, in whole seconds, is a later one.
-_LATER = itertools.count(int(time.time()) + 10, 2)
-
-
 @pytest.fixture
 def site_that_refuses(plugged):
     """What the tries find where a plugin refuses jobs of one kind."""
 
     def call(condition: str):
         script = plugged.plan.folder / "job_submit.lua"
+        before = script.stat().st_mtime
         script.write_text(_LUA.format(condition=condition, words="not here"))
-        os.utime(script, (next(_LATER),) * 2)
+        # Slurm reads it again when its time of change, in whole seconds, is a later one.
+        os.utime(script, (max(time.time(), before) + 2,) * 2)
         environ = environment(plugged.env)
         site, _ = read_site(environ, Site())
         return try_options(site, environ)
