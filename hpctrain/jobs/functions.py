@@ -66,10 +66,18 @@ def submit_calls(
     parcels = [Parcel.pack(call, again=again).to_bytes() for call in calls]
     names = {call.name for call in calls}
     name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
-    array = None if len(calls) == 1 else f"0-{len(calls) - 1}" + (f"%{at_once}" if at_once else "")
+    array = f"0-{len(calls) - 1}" + (f"%{at_once}" if at_once else "") if len(calls) > 1 else ""
     with _new_folder(folder, name) as run_dir:
-        asked = cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir, "array": array})
-        submission = prepare(_SCRIPT, [], asked, environ=environ, cwd=Path.cwd(), python=sys.executable)
+        submission = prepare(
+            _SCRIPT,
+            [],
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
+            # Over what a file of options may say: how many tasks there are is how many calls.
+            assignments=[f"array={array}"],
+            environ=environ,
+            cwd=Path.cwd(),
+            python=sys.executable,
+        )
         for note in submission.notes:
             if note not in told:
                 told.add(note)

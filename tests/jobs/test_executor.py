@@ -170,6 +170,17 @@ def test_functions_of_a_batch_may_differ(executor):
     wait_for_array(jobs)
 
 
+def test_files_of_options_count_but_for_the_array(executor, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hpctrain.yaml").write_text("array: 0-3\nnodes: 2\nrun_dir: elsewhere\n")
+    job = executor.submit(add, 1)
+    spec = spec_of(job)
+    assert (spec.nodes, spec.array, spec.run_dir) == (2, None, str(job.run.dir.path))
+    assert job.num_tasks == 2
+    assert job.run.dir.path.parent == tmp_path / "runs"
+    job.wait()
+
+
 def test_a_refused_array_leaves_no_folder(executor, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalBackend, "submit", refuse)
     with pytest.raises(SchedulerError, match="the queue is full"):
