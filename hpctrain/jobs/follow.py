@@ -61,7 +61,7 @@ def follow(run: Run, shown: Shown = ALL, *, whole: bool) -> Iterator[Text | Noti
         whole: start at the last submission, rather than at the newest attempt.
     """
     events = RecordTail(run.dir.events)
-    past = events.read()
+    past = list(events.read_in_parts())
     start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
     logs = _Logs(run, shown, past[start - 1].get("attempt", 0) if whole and start else None)
     watcher = _Watcher(run)

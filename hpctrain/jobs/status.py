@@ -68,7 +68,7 @@ def settle(record: Record, view: JobView | None, last_sure: float = 0.0) -> RunS
     if record.finished is not None:
         state, view, words = _finished_state(record.finished), None, ""
     elif view is None:
-        state = RunState.UNKNOWN
+        state, words = RunState.UNKNOWN, "its record names no job: it has not been submitted"
     elif view.state.ended and run.cancel_request.exists():
         state = RunState.CANCELLED
     elif view.state is RunState.COMPLETED:

@@ -39,7 +39,7 @@ class Watcher:
         tasks = {run: [run.task(index) for index in run.tasks()] for run in self._runs}
         single = list(dict.fromkeys(each for run in self._runs for each in (tasks[run] or [run])))
         found = dict(zip(single, self._look(single), strict=True))
-        if any(status.state is RunState.UNKNOWN for status in found.values()):
+        if any(status.state is RunState.UNKNOWN and status.job_id for status in found.values()):
             self._poll_s = min(2 * self.poll_s, _LONGEST_POLL_S)
         else:
             self._poll_s = 0.0

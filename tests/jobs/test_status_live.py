@@ -15,6 +15,8 @@ from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
 from jobs.raw_run import Slurm
 
+pytestmark = pytest.mark.slurm
+
 #: What a scenario waits for, after which it goes on.
 Steps = Iterator[str | Callable[[], bool]]
 
@@ -274,7 +276,7 @@ def test_a_task_of_an_array_is_preempted_alone(cluster, tmp_path):
             if whole.tasks == {"RUNNING": 4} and not urgent:
                 node = cluster.command("squeue", "-h", "-j", victim.job_id, "-o", "%N")
                 options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--parsable")
-                urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 3")
+                urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 1")
             if status.held:
                 if cluster.box.shape.accounting:
                     wait_for(lambda: "PREEMPTED" in cluster.command(*record), 20, "the record of it")

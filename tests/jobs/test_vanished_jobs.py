@@ -18,10 +18,10 @@ from jobs.raw_run import Slurm
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(params=["plain", "accounting"])
+@pytest.fixture(scope="module", params=["slurm", "accounting"])
 def own(request: pytest.FixtureRequest) -> Iterator[Slurm]:
-    """A cluster of this test's own, whose controller it may treat badly."""
-    request.getfixturevalue("slurm" if request.param == "plain" else "accounting")
+    """A cluster of this module's own, whose controller its tests may treat badly."""
+    request.getfixturevalue(request.param)  # skips where there can be none
     name = f"lost-{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=request.param == "accounting")
@@ -51,35 +51,6 @@ def silence(run: Run, seconds: float) -> None:
         os.utime(path, (past, past))
 
 
-def test_a_job_that_slurm_has_lost(own, tmp_path):
-    """It is not taken for dead at once, and never for the job that has its number now."""
-    run = own.submit(tmp_path / "first", "echo here; sleep 60")
-    log = tmp_path / "first" / "slurm.log"
-    wait_for(lambda: log.exists() and "here" in log.read_text(), 20, "the job to start")
-    assert run.status().state is RunState.RUNNING
-    if own.box.shape.accounting:
-        record = ("sacct", "-nXP", "-o", "State", "-j", run.job_id)
-        wait_for(lambda: own.command(*record) == "RUNNING", 20, "the job to be on record")
-    lose_the_state(own)
-    if own.box.shape.accounting:
-        # A controller that starts without its state tells accounting so.
-        wait_for(lambda: run.status().state.ended, 20, "the end on record")
-        assert run.status().job_state in ("CANCELLED", "NODE_FAIL")
-    else:
-        status = run.status()
-        assert status.state is RunState.UNKNOWN
-        assert f"Slurm no longer knows job {run.job_id}" in status.words
-
-    other = own.submit(tmp_path / "second", "sleep 60", "--hold")
-    assert other.job_id == run.job_id
-    assert other.status().state is RunState.PENDING
-    assert run.status().state is not RunState.PENDING
-    silence(run, 1000)
-    assert run.status().state.ended
-    run.cancel()
-    assert other.status().state is RunState.PENDING
-
-
 def test_a_controller_that_does_not_answer_for_a_while(own, tmp_path):
     """What it would say is waited for; accounting tells of ends meanwhile."""
     running = own.submit(tmp_path / "running", "sleep 60")
@@ -103,3 +74,35 @@ def test_a_controller_that_does_not_answer_for_a_while(own, tmp_path):
     assert status.state is expected, status.words
     assert running.status().state is RunState.RUNNING
     assert ended.status().state is RunState.FAILED
+    running.cancel()
+
+
+def test_a_job_that_slurm_has_lost(own, tmp_path):
+    """It is not taken for dead at once, and never for the job that has its number now."""
+    run = own.submit(tmp_path / "first", "echo here; sleep 60")
+    log = tmp_path / "first" / "slurm.log"
+    wait_for(lambda: log.exists() and "here" in log.read_text(), 20, "the job to start")
+    assert run.status().state is RunState.RUNNING
+    if own.box.shape.accounting:
+        record = ("sacct", "-nXP", "-o", "State", "-j", run.job_id)
+        wait_for(lambda: own.command(*record) == "RUNNING", 20, "the job to be on record")
+    lose_the_state(own)
+    if own.box.shape.accounting:
+        # A controller that starts without its state tells accounting so.
+        wait_for(lambda: run.status().state.ended, 20, "the end on record")
+        assert run.status().job_state in ("CANCELLED", "NODE_FAIL")
+    else:
+        status = run.status()
+        assert status.state is RunState.UNKNOWN
+        assert f"Slurm no longer knows job {run.job_id}" in status.words
+
+    # The controller counts from 1 again.
+    for number in range(int(run.job_id)):
+        other = own.submit(tmp_path / f"other-{number}", "sleep 60", "--hold")
+    assert other.job_id == run.job_id
+    assert other.status().state is RunState.PENDING
+    assert run.status().state is not RunState.PENDING
+    silence(run, 1000)
+    assert run.status().state.ended
+    run.cancel()
+    assert other.status().state is RunState.PENDING
