@@ -12,6 +12,7 @@ from hpctrain.errors import (
     CheckpointError,
     EnvironmentMismatch,
     HpctrainError,
+    MeetingFailed,
     RunFailed,
     RunNotFound,
     SchedulerError,
@@ -55,6 +56,7 @@ __all__ = [
     "compress_hostlist",
     # errors
     "HpctrainError",
+    "MeetingFailed",
     "UserError",
     "SpecError",
     "EnvironmentMismatch",

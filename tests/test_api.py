@@ -12,7 +12,7 @@ PUBLIC = {
     "submit", "Executor", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
     "Module", "Trainer", "should_stop", "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
-    "RunFailed", "WaitTimeout", "CheckpointError",
+    "RunFailed", "WaitTimeout", "MeetingFailed", "CheckpointError",
     "BrokenCheckpoint",
 }  # fmt: skip
 
