@@ -51,6 +51,14 @@ def _click_option(option: Option) -> click.Option:
             metavar=option.metavar,
             help=f"{text} May be repeated.",
         )
+    if option.kind.many:
+        return click.Option(
+            [option.flag],
+            multiple=True,
+            callback=lambda ctx, param, values: list(values) or None,  # noqa: ARG005
+            metavar=option.metavar,
+            help=f"{text} May be repeated.",
+        )
     return click.Option([option.flag], metavar=option.metavar, help=text)
 
 

@@ -12,7 +12,9 @@ from typing import cast
 from hpctrain.errors import SpecError
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.extra_directives import check_extra
+from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.options import SubmitOptions, is_template_path, options
+from hpctrain.jobs.shell import Shell, is_folder_of_conda
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.spec_checks import CONTROL_CHARACTER
 
@@ -49,6 +51,7 @@ def build_spec(
     name = given.get("name", CONTROL_CHARACTER.sub("-", path.stem))
     gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
     time_limit = given.get("time")
+    shell = _shell(given, cwd)
     return JobSpec(
         script=os.path.normpath(path),
         args=tuple(map(str, args)),
@@ -64,13 +67,15 @@ def build_spec(
         gpu_directive=given.get("gpu_directive", JobSpec.gpu_directive),
         tasks_per_node=_positive("tasks-per-node", given.get("tasks_per_node")),
         cpus_per_task=given.get("cpus_per_task"),
-        python=python,
+        python=shell.python or python,
         workdir=str(cwd),
         time_limit_s=None if time_limit is None else parse_duration(str(time_limit)),
         signal_lead_s=_positive("signal-lead", given.get("signal_lead")),
         max_failures=given.get("max_failures", JobSpec.max_failures),
         directives=_directives(given),
         template=_template(given.get("template"), cwd),
+        shell=shell,
+        torchrun=_torchrun(given),
     )
 
 
@@ -121,6 +126,35 @@ def _directives(given: SubmitOptions) -> dict[str, str]:
         if option.about.directive and (value := values.get(name)) not in (None, False)
     }
     return named | check_extra(given.get("sbatch", {}))
+
+
+def _shell(given: SubmitOptions, cwd: Path) -> Shell:
+    conda = given.get("conda")
+    if conda is not None and is_folder_of_conda(os.fspath(conda)):
+        conda = os.path.normpath(cwd / conda)
+    venv = given.get("venv")
+    return Shell(
+        modules=tuple(given.get("module", ())),
+        conda=None if conda is None else os.fspath(conda),
+        venv=None if venv is None else os.path.normpath(cwd / venv),
+        setup=tuple(given.get("setup", ())),
+    )
+
+
+def _torchrun(given: SubmitOptions) -> Torchrun | None:
+    launcher = given.get("launcher", "torchrun" if given.get("template") == "torchrun" else "srun")
+    if launcher == "torchrun":
+        return Torchrun(
+            rdzv_backend=given.get("rdzv_backend", Torchrun.rdzv_backend),
+            rdzv_endpoint=given.get("rdzv_endpoint"),
+        )
+    for option in ("rdzv_backend", "rdzv_endpoint"):
+        if option in given:
+            raise SpecError(
+                f"--{option.replace('_', '-')} is for torchrun, but srun starts the ranks (--launcher). "
+                "Leave it out, or give --launcher torchrun."
+            )
+    return None
 
 
 def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:

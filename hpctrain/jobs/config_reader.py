@@ -92,14 +92,20 @@ class _Reader:
                 yield Given(f"{key}.{name}", self._text(f"{key}.{name}", entry, where), where)
 
     def _value(self, key: str, node: yaml.Node, source: Source, option: Option) -> Any:
+        if option.kind.many and isinstance(node, yaml.SequenceNode):
+            entries = (
+                self._value(f"{key}[{i}]", entry, source, option) for i, entry in enumerate(node.value)
+            )
+            return [word for words in entries for word in words or ()]
         if (text := self._text(key, node, source)) is None:
             return None
         try:
             value = option.kind.take(text)
         except ValueError:
             raise SpecError(f"{source}: {wrong_value(key, text, option)}") from None
-        is_path = option.about.is_path is not None and option.about.is_path(text)
-        return self._anchored(text) if is_path else value
+        if option.about.is_path is not None and option.about.is_path(text):
+            return option.kind.take(self._anchored(text))
+        return value
 
     def _text(self, key: str, node: yaml.Node, source: Source) -> str | None:
         """A value as it was written: 12:30:00 is no number here, nor is `on` a truth value."""

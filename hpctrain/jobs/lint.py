@@ -19,7 +19,9 @@ def check_files(spec: JobSpec) -> None:
         SpecError: one of them cannot.
     """
     _check_script(Path(spec.script))
-    _check_interpreter(Path(spec.python))
+    if spec.shell.python is None:
+        _check_interpreter(Path(spec.python))
+    spec.shell.check_files()
     try:
         _check_run_folder(RunDir(Path(spec.run_dir)), is_array=spec.array is not None)
     except OSError as error:

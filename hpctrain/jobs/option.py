@@ -6,7 +6,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -26,6 +26,8 @@ class Kind(NamedTuple):
     path: bool = False
     pairs: bool = False
     """Texts by name."""
+    many: bool = False
+    """Several texts, in order."""
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
@@ -37,6 +39,8 @@ class Kind(NamedTuple):
             return cls(words=parts)
         if origin is Mapping:
             return cls(pairs=True)
+        if origin is Sequence:
+            return cls(many=True)
         if origin is os.PathLike:
             return cls(path=True)
         return {bool: cls(flag=True), int: cls(number=True), str: cls(text=True)}[hint]
@@ -44,9 +48,13 @@ class Kind(NamedTuple):
     def take(self, value: object) -> Any:
         """`value` as the option has it: a text is read, a number may stand for its text.
 
+        Where the option takes several, a single one may stand for a list of one.
+
         Raises:
             ValueError: it is nothing that the option takes.
         """
+        if self.many:
+            return [_word(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
         if isinstance(value, str):
             return self._read(value)
         if isinstance(value, bool):
@@ -85,6 +93,7 @@ class Kind(NamedTuple):
             *(["a whole number"] if self.number else []),
             *(["text"] if self.text else []),
             *(["texts by name"] if self.pairs else []),
+            *(["text, or a list of texts"] if self.many else []),
         ]
         return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
@@ -99,6 +108,13 @@ def _text(value: object) -> str:
     """A name or an entry: numbers as Python writes them, but no truth value, which would come out as True."""
     if isinstance(value, str | int | float | os.PathLike) and not isinstance(value, bool):
         return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    raise ValueError(value)
+
+
+def _word(value: object) -> str:
+    """An entry of a list, which is not empty."""
+    if text := _text(value):
+        return text
     raise ValueError(value)
 
 

@@ -7,11 +7,13 @@ the tables of the documentation are all made from it. A new option is one more f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Literal, TypedDict, get_type_hints
 
+from hpctrain.jobs.launcher import LauncherName, RendezvousBackend, Torchrun
 from hpctrain.jobs.option import About, Kind, Option
+from hpctrain.jobs.shell import is_folder_of_conda
 from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, GpuDirective, JobSpec
 
 
@@ -91,7 +93,7 @@ class _Run(TypedDict, total=False):
         str | os.PathLike[str],
         About(
             metavar="NAME|PATH",
-            default_words="ddp, or cpu without GPUs",
+            default_words="ddp, or cpu without GPUs; torchrun with its launcher",
             help="Template of the batch script; what has a / or ends in .j2 is a path.",
             is_path=is_template_path,
         ),
@@ -111,6 +113,61 @@ class _Run(TypedDict, total=False):
             default=JobSpec.max_failures,
             help="Crashes in a row, with no new checkpoint between them, that end the run.",
         ),
+    ]
+
+
+class _Shell(TypedDict, total=False):
+    """What the batch script readies."""
+
+    module: Annotated[
+        Sequence[str],
+        About(metavar="NAME", example="[cuda/12.4, nccl]", help="A module to load."),
+    ]
+    conda: Annotated[
+        str | os.PathLike[str],
+        About(
+            metavar="NAME|PATH",
+            example="torch",
+            help="Environment of conda for supervisor and ranks; hpctrain has to be installed in it.",
+            is_path=is_folder_of_conda,
+        ),
+    ]
+    venv: Annotated[
+        str | os.PathLike[str],
+        About(
+            metavar="PATH",
+            example="~/envs/torch",
+            help="Virtual environment for supervisor and ranks; hpctrain has to be installed in it.",
+            is_path=lambda _: True,
+        ),
+    ]
+    setup: Annotated[
+        Sequence[str],
+        About(
+            metavar="LINE",
+            example="[ulimit -c 0]",
+            help="A line of shell, which the batch script runs as it stands.",
+        ),
+    ]
+
+
+class _Launch(TypedDict, total=False):
+    """Start of the ranks."""
+
+    launcher: Annotated[
+        LauncherName,
+        About(
+            default_words="torchrun with its template, or srun",
+            help="Who starts the ranks: srun, one task each, or an agent of torchrun on each node.",
+        ),
+    ]
+    rdzv_backend: Annotated[
+        RendezvousBackend,
+        About(default_words=Torchrun.rdzv_backend, help="How the agents of torchrun find each other."),
+    ]
+    rdzv_endpoint: Annotated[
+        str,
+        About(metavar="HOST:PORT", example="etcd.site:2379", help="The etcd server at which they meet."),
     ]
 
 
@@ -249,11 +306,13 @@ class _Sources(TypedDict, total=False):
     ]
 
 
-class SubmitOptions(_Size, _Run, _Time, _Queue, _Nodes, _Words, _Rest, _Sources, total=False):
+class SubmitOptions(
+    _Size, _Run, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources, total=False
+):
     """Everything that can be asked of a submission besides the script and its arguments."""
 
 
-_GROUPS = (_Size, _Run, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
+_GROUPS = (_Size, _Run, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
 
 
 @cache

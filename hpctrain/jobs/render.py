@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 
+import hpctrain
 from hpctrain.errors import SpecError
 from hpctrain.jobs.directives import directive_lines, directives_of
+from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec import JobSpec
 
 SUFFIX = ".sbatch.j2"
@@ -24,15 +27,15 @@ def shipped_templates() -> Path:
 def render(spec: JobSpec) -> str:
     """The batch script of the job.
 
-    A template sees `spec`, the list `directives` of `#SBATCH` lines and the filter `quote`, and may
-    extend a shipped one by its file name.
+    A template sees `spec`, the list `directives` of `#SBATCH` lines, the `version` of hpctrain and the filter
+    `quote`, and may extend a shipped one by its file name.
 
     Raises:
-        SpecError: there is no such template, or it cannot be rendered.
+        SpecError: there is no such template, it cannot be rendered, or it leaves out what was asked for.
     """
     import jinja2
 
-    asked = spec.template or ("ddp" if spec.gpus_per_node else "cpu")
+    asked = spec.template or _fitting(spec)
     folder, file_name = _locate(asked)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, shipped_templates()]),
@@ -42,16 +45,57 @@ def render(spec: JobSpec) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["quote"] = _quote
+    environment.globals["need"] = partial(_need, asked)
     try:
         template = environment.get_template(file_name)
-        return template.render(spec=spec, directives=directive_lines(directives_of(spec)), template=asked)
+        text = template.render(
+            spec=spec,
+            directives=directive_lines(directives_of(spec)),
+            template=asked,
+            version=hpctrain.__version__,
+        )
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(
             f"Line {error.lineno} of the template {error.filename} is wrong: {error.message}."
         ) from error
     except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {error}.") from error
+    _check_preparations(spec.shell, text, asked)
+    return text
+
+
+def _fitting(spec: JobSpec) -> str:
+    """The shipped template for a job that names none."""
+    if spec.torchrun is not None:
+        return "torchrun"
+    return "ddp" if spec.gpus_per_node else "cpu"
+
+
+def _quote(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+def _need(template: str, value: object, option: str) -> None:
+    """What a template calls that does not do without an option."""
+    if not value:
+        raise SpecError(f"The template {template!r} (--template) is meant for {option}. Give that, too.")
+
+
+def _check_preparations(shell: Shell, text: str, template: str) -> None:
+    """See to it that a template of the user's own has not left out what was asked for."""
+    asked = {
+        "--module": [_quote(module) for module in shell.modules],
+        "--conda": [_quote(shell.conda)] if shell.conda else [],
+        "--venv": [_quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
+        "--setup": shell.setup,
+    }
+    for option, words in asked.items():
+        if missing := [word for word in words if word not in text]:
+            raise SpecError(
+                f"The template {template!r} (--template) leaves out {missing[0]} ({option}). Have it call "
+                "super() in the block that it replaces, or leave out the option."
+            )
 
 
 def _locate(asked: str) -> tuple[Path, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -9,6 +10,8 @@ from typing import Any, Literal, get_args
 from hpctrain.errors import SpecError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.array import Array
+from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec_checks import check_spec
 from hpctrain.rundir import RunDir
 
@@ -69,11 +72,20 @@ class JobSpec:
     """All other `#SBATCH` options, by their long names without the dashes; a flag has no value."""
     template: str | None = None
     """Name or path of the template of the batch script; None takes the one that fits."""
+    shell: Shell = field(default_factory=Shell)
+    """What the batch script readies before the supervisor starts."""
+    torchrun: Torchrun | None = None
+    """How an agent of torchrun on each node starts the ranks; None starts each by itself."""
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.nodes * self.tasks_per_node
+
+    @property
+    def processes_per_node(self) -> int:
+        """How many processes the supervisor starts on a node: its ranks, or an agent that starts them."""
+        return self.tasks_per_node if self.torchrun is None else 1
 
     def __post_init__(self) -> None:
         if self.tasks_per_node == 0:
@@ -104,9 +116,8 @@ class JobSpec:
         """
         import yaml
 
-        values = {**asdict(self), "args": list(self.args)}
         # In ASCII: PyYAML does not read back every other character that it writes, such as U+0085.
-        write_atomic(path, yaml.safe_dump(values, sort_keys=False), durable=durable)
+        write_atomic(path, yaml.safe_dump(asdict(self), sort_keys=False), durable=durable)
 
     @classmethod
     def load(cls, path: Path) -> JobSpec:
@@ -135,11 +146,21 @@ class JobSpec:
                 f"The specification {path} has unknown fields: {', '.join(unknown)}. Submit the run again."
             )
         try:
-            return cls(**{**values, "args": tuple(values.get("args", ()))})
+            parts = {name: kind(**_listed(values[name])) for name, kind in _PARTS.items() if values.get(name)}
+            return cls(**{**_listed(values), **parts})
         except TypeError as error:
             raise SpecError(
                 f"The specification {path} is incomplete: {error}. Submit the run again."
             ) from error
+
+
+#: Fields that are mappings in the file.
+_PARTS: dict[str, Callable[..., Any]] = {"shell": Shell, "torchrun": Torchrun}
+
+
+def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with tuples for lists, of which YAML knows no other kind."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _check_choice(option: str, value: str, choices: object) -> None:

@@ -32,6 +32,9 @@ def check_spec(spec: JobSpec) -> None:
     _check_shape(spec)
     _check_time(spec)
     check_directives(spec.directives, nodes=spec.nodes, gpus_per_node=spec.gpus_per_node)
+    spec.shell.check()
+    if spec.torchrun is not None:
+        spec.torchrun.check()
     _check_words(spec)
 
 
@@ -147,6 +150,12 @@ def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
         *((f"value of --{key}", value) for key, value in spec.directives.items()),
         *(("option", key) for key in spec.directives),
         *([("template", spec.template)] if spec.template is not None else []),
+        *(("module", module) for module in spec.shell.modules),
+        *(
+            (f"value of --{name}", value)
+            for name in ("conda", "venv")
+            if (value := getattr(spec.shell, name))
+        ),
     ]
 
 
@@ -156,6 +165,7 @@ def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
         ("path of the script", spec.script),
         ("working folder", spec.workdir),
         *(("argument", arg) for arg in spec.args),
+        *(("line of --setup", line) for line in spec.shell.setup),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]
 

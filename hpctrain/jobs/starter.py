@@ -42,7 +42,8 @@ def starter_file() -> str:
 def _entry(option: Option) -> str:
     about = option.about
     help_lines = textwrap.wrap(about.help, _WIDTH, initial_indent="# ", subsequent_indent="# ")
-    value = "{}" if option.kind.pairs else "" if about.default is None else str(about.default)
+    empty = "{}" if option.kind.pairs else "[]" if option.kind.many else ""
+    value = empty if about.default is None else str(about.default)
     remarks = [
         f"by default {about.default_words}" if about.default_words else "",
         f"such as {{{about.example}}}" if option.kind.pairs else "",

@@ -1,4 +1,4 @@
-"""The process that Slurm starts for each rank: `python -P -m hpctrain.runtime.worker '[SCRIPT, ARG, ...]'`.
+"""The process of each rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[SCRIPT, ARG, ...]'`.
 
 It finds out its rank, sends its output to the rank's log, and runs the user's script as `__main__`, with
 the variables that `env://` and torchrun scripts expect. It knows nothing of training, and imports no torch.
@@ -12,52 +12,64 @@ import faulthandler
 import json
 import os
 import runpy
-import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
 from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure import write_failure
+from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.log_times import note_log_times
-from hpctrain.runtime.signals import leave_on_stop
+from hpctrain.runtime.signals import leave_on_stop, told_to_stop
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the script that `argv[0]` names, with its arguments, as this process's rank."""
+    """Run the script that the last word of `argv` names, with its arguments, as this process's rank.
+
+    A word before it names the environment that tells the rank: Slurm's, or that of an agent of torchrun.
+    """
+    *environment, words = argv
     leave_on_stop()
-    _die_with_supervisor()
+    die_with_supervisor(os.environ)
+    if environment:
+        # An agent cannot end its ranks any more when it is killed itself.
+        die_with_parent()
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     # Srun and the local launcher speak Slurm's language; what an outer torchrun or the user's shell left
     # behind must not tell a rank that it is alone.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
-    ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: "slurm"})
+    ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: environment[0] if environment else "slurm"})
     os.environ.update(ranks.torch_variables())
     log = run.rank_log(attempt, ranks.rank)
     _redirect_output(log)
     note_log_times(run.log_times(attempt, ranks.node_rank), ranks.rank)
     faulthandler.enable()
-    script, *args = json.loads(argv[0])
+    script, *args = json.loads(words)
     sys.argv = [script, *args]
     # As `python SCRIPT` does; this interpreter was started with -P, so no other folder stands first.
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
+        code = 0
     except SystemExit as leaving:
         code = _exit_code(leaving.code)
-        if code not in (0, EXIT_CONTINUE):
-            error = RuntimeError(f"the script called sys.exit({leaving.code!r})")
-            write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
-        if code != 0:
-            _exit_now(code)
     except BaseException as error:  # noqa: BLE001 (a rank ends here, and says of what)
         traceback.print_exception(error)
         write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
         _exit_now(1)
+    if code == EXIT_CONTINUE:
+        _exit_now(code)
+    if (told := told_to_stop()) and code in (0, 128 + told):
+        # Nobody can tell whether it came to its end or left before: started again, a complete one ends at once.
+        print(f"hpctrain: {told.name} came, and the script left with code {code}: it is to be continued.")
+        sys.exit(EXIT_CONTINUE)
+    if code != 0:
+        error = RuntimeError(f"the script left with exit code {code}")
+        write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
+        _exit_now(code)
     sys.exit(0)
 
 
@@ -70,21 +82,6 @@ def _redirect_output(log: Path) -> None:
     os.close(fd)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _die_with_supervisor() -> None:
-    """Where a lifeline was handed down, kill this rank and its children as soon as the other end is gone."""
-    text = os.environ.pop(LIFELINE_VARIABLE, None)
-    if text is None:
-        return
-    fd = int(text)
-    os.set_inheritable(fd, False)
-
-    def watch() -> None:
-        os.read(fd, 1)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="hpctrain-lifeline", daemon=True).start()
 
 
 def _exit_code(code: object) -> int:

@@ -36,8 +36,10 @@ class Watch:
     """When the job's time is over, on the monotonic clock; None where the scheduler sees to that."""
     signal_lead_s: float
     """Seconds before `ends_at` at which the ranks are told."""
+    process: str = "rank"
+    """What a process of the step is."""
     exits: list[TaskExit] = field(default_factory=list)
-    """Ranks that ended by themselves, in the order in which it was noticed."""
+    """Processes that ended by themselves, in the order in which it was noticed."""
     signals: list[signal.Signals] = field(default_factory=list)
     """Signals that the supervisor got."""
     end: StepEnded | None = None
@@ -85,11 +87,12 @@ class Watch:
 
     def _task_ended(self, task: TaskExit) -> None:
         self.exits.append(task)
-        log.info("rank %d %s", task.rank, task)
+        name = f"{self.process} {task.rank}"
+        log.info("%s %s", name, task)
         if task.ending is Ending.FAILED:
-            self._limit(_LAST_WORDS_S, f"the other ranks' last words after rank {task.rank} failed")
+            self._limit(_LAST_WORDS_S, f"the other ranks' last words after {name} failed")
         elif task.ending is Ending.CONTINUE:
-            self._limit(_FOLLOW_S, f"the other ranks to leave as rank {task.rank} did")
+            self._limit(_FOLLOW_S, f"the other ranks to leave as {name} did")
 
     def _limit(self, seconds: float, awaited: str) -> None:
         """Wait `seconds` at the most from now on. An earlier limit stands."""

@@ -37,6 +37,7 @@ class LocalLauncher:
     def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> LocalStep:
         """Start one process a rank. See `Launcher.start`."""
         spec = self._spec
+        count = spec.nodes * spec.processes_per_node
         defaults = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // spec.world_size)),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -48,22 +49,20 @@ class LocalLauncher:
             "SLURM_STEP_ID": str(self._num_steps),
             "SLURM_STEP_NODELIST": compress_hostlist(self.hosts),
             "SLURM_STEP_NUM_NODES": str(spec.nodes),
-            "SLURM_STEP_NUM_TASKS": str(spec.world_size),
-            "SLURM_STEP_TASKS_PER_NODE": f"{spec.tasks_per_node}(x{spec.nodes})",
+            "SLURM_STEP_NUM_TASKS": str(count),
+            "SLURM_STEP_TASKS_PER_NODE": f"{spec.processes_per_node}(x{spec.nodes})",
         }
         if spec.array_task is not None:
             job |= {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(spec.array_task)}
         self._num_steps += 1
-        return LocalStep(
-            command, spec.workdir, [self._task(job, rank) for rank in range(spec.world_size)], emit
-        )
+        return LocalStep(command, spec.workdir, [self._task(job, index) for index in range(count)], emit)
 
-    def _task(self, job: Mapping[str, str], rank: int) -> dict[str, str]:
-        node, local_rank = divmod(rank, self._spec.tasks_per_node)
+    def _task(self, job: Mapping[str, str], index: int) -> dict[str, str]:
+        node, local_index = divmod(index, self._spec.processes_per_node)
         task = {
             **job,
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(local_rank),
+            "SLURM_PROCID": str(index),
+            "SLURM_LOCALID": str(local_index),
             "SLURM_NODEID": str(node),
             "SLURMD_NODENAME": self.hosts[node],
         }

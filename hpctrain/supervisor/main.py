@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import signal
@@ -15,6 +14,7 @@ from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerEr
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import ARRAY_TASK_VARIABLE, ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.attempt import Watch
+from hpctrain.supervisor.command import command_of
 from hpctrain.supervisor.decide import Action, History, Outcome, Will, decide
 from hpctrain.supervisor.failures import Failure, collect, root_cause
 from hpctrain.supervisor.local import LocalLauncher
@@ -85,9 +85,8 @@ class Supervisor:
             scheduler=self._scheduler,
             ends_at=self._scheduler.ends_job_at,
             signal_lead_s=spec.signal_lead_s,
+            process="rank" if spec.torchrun is None else "agent",
         )
-        # -P: a file of the user's folder that is named like a module must not be imported in its place.
-        command = [spec.python, "-P", "-m", "hpctrain.runtime.worker", json.dumps([spec.script, *spec.args])]
         with Rendezvous(self._launcher.address) as rendezvous:
             variables = {
                 **rendezvous.variables,
@@ -100,7 +99,7 @@ class Supervisor:
                 "started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=self._launcher.hosts
             )
             log.info("attempt %d: starting %d ranks on %s", attempt, spec.world_size, self._launcher.hosts)
-            step = self._launcher.start(command, variables, self._events.put)
+            step = self._launcher.start(command_of(spec), variables, self._events.put)
             try:
                 rendezvous.serve()
                 outcome = watch.until_end(step)
@@ -118,7 +117,7 @@ class Supervisor:
 
         Ranks that only lost peers which had been told to leave have not failed: they were stopped.
         """
-        failures = collect(self._run, attempt, watch.exits, self._launcher.hosts, self._spec.tasks_per_node)
+        failures = collect(self._run, self._spec, attempt, watch.exits, self._launcher.hosts)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
         if not failures:
             return Outcome.FAILED, "the step ended badly, and no rank said why"

@@ -56,10 +56,11 @@ class SrunLauncher:
         """Start one task a rank. See `Launcher.start`."""
         spec = self._spec
         threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
+        processes = spec.processes_per_node
         options = [
             f"--nodes={spec.nodes}",
-            f"--ntasks={spec.world_size}",
-            f"--ntasks-per-node={spec.tasks_per_node}",
+            f"--ntasks={spec.nodes * processes}",
+            f"--ntasks-per-node={processes}",
             "--distribution=block",
             # The supervisor decides what one task's end means for the others, whatever the site's default.
             "--kill-on-bad-exit=0",
@@ -69,9 +70,10 @@ class SrunLauncher:
             "--mpi=none",
             f"--chdir={spec.workdir}",
         ]
-        if spec.cpus_per_task is not None:
-            # Since 22.05 srun does not take this over from sbatch.
-            options.append(f"--cpus-per-task={spec.cpus_per_task}")
+        if spec.cpus_per_task is not None or spec.torchrun is not None:
+            # Since 22.05 srun does not take this over from sbatch; an agent has the CPUs of all its ranks.
+            cpus = (spec.cpus_per_task or 1) * spec.tasks_per_node // processes
+            options.append(f"--cpus-per-task={cpus}")
         # By way of env: the user's variables are for the ranks, and not for srun.
         command = ["/usr/bin/env", *(f"{name}={value}" for name, value in spec.env.items()), *command]
         defaults = {name: value for name, value in threads.items() if name not in spec.env}

@@ -3,7 +3,7 @@
 The ```bash and ```python blocks of a page run from top to bottom in one folder that looks like the
 repository's root. An HTML comment in the line before a block changes that: `<!-- slurm -->` runs it on the
 real Slurm of the tests, `<!-- not run: why -->` leaves it out, `<!-- file: train.py -->` only writes it.
-Nothing else can be done with ```yaml.
+Nothing else can be done with ```yaml and ```jinja.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").r
 TIMEOUT_S = 110
 
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>bash|python|yaml)[^\n]*\n(?P<text>.*?)^```$",
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>bash|python|yaml|jinja)[^\n]*\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 _MARK = re.compile(r"slurm|not run: .+|file: [\w.-]+")
@@ -47,7 +47,7 @@ class Block:
             return ""
         if self.mark.startswith("file: "):
             return f"cat > {self.mark.removeprefix('file: ')} <<'END_OF_FILE'\n{self.text}END_OF_FILE\n"
-        if self.language == "yaml":
+        if self.language in ("yaml", "jinja"):
             return ""
         if self.language == "python":
             return f"python - <<'END_OF_FILE'\n{self.text}END_OF_FILE\n"

@@ -102,7 +102,7 @@ def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., Su
             options,
             environ=environment() if environ is None else environ,
             cwd=tmp_path,
-            python=fake_python,
+            python=options.pop("python", fake_python),
         )
 
     return call

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
+import sysconfig
 
 import pytest
+from helpers import REPOSITORY, environment, run_command
 
-from hpctrain.errors import SpecError
-from hpctrain.jobs.render import render
+import hpctrain
+from hpctrain.errors import RunFailed, SpecError
+from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.render import SUFFIX, render, shipped_templates
+from hpctrain.jobs.shell import Shell
+from hpctrain.jobs.submit import hand_over
+from jobs.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 HOSTILE = [
     "a b",
@@ -22,11 +32,31 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_scripts_are_as_written_down(name):
+    assert golden_text(name) == golden_file(name).read_text(), "see golden_scripts.py"
+    done = subprocess.run(["bash", "-n", golden_file(name)], capture_output=True, text=True, timeout=10)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_each_script_that_is_written_down_is_one_of_these_jobs():
+    assert {path.stem for path in FOLDER.iterdir()} == set(JOBS)
+
+
+def test_a_real_sbatch_accepts_every_script(slurm):
+    refused = {}
+    for name in JOBS:
+        done = run_command(["sbatch", "--test-only", golden_file(name)], slurm.env, check=False)
+        if done.returncode or "to start at" not in done.stderr:
+            refused[name] = done.stderr
+    assert refused == {}
+
+
 def test_the_script_says_what_made_it_and_ends_in_the_supervisor(make_spec):
     text = render(make_spec(gpus_per_node=2))
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
-    assert "hpctrain submit" in lines[1]
+    assert f"`hpctrain submit` {hpctrain.__version__} from the template ddp" in lines[1]
     assert lines[2].startswith("# By hand:  sbatch job.sbatch ")
     assert lines[-1] == "exec /usr/bin/python3 -m hpctrain.supervisor /home/me/runs/train-1"
     assert "NCCL_DEBUG" in text
@@ -66,6 +96,111 @@ def test_own_template_extends_a_shipped_one(make_spec, tmp_path):
     assert "NCCL_DEBUG" in text
 
 
+def test_blocks_can_be_replaced_one_by_one(make_spec, tmp_path):
+    mine = tmp_path / "mine.j2"
+    mine.write_text(
+        '{% extends "torchrun.sbatch.j2" %}\n'
+        "{% block modules %}\nmodule purge\n{{ super() }}{% endblock %}\n"
+        "{% block environment %}\nsource my-env\n{% endblock %}\n"
+    )
+    shell = Shell(modules=("cuda",), setup=("ulimit -c 0",))
+    lines = render(make_spec(template=str(mine), shell=shell, torchrun=Torchrun())).splitlines()
+    order = ["module purge", "module load cuda", "source my-env", "ulimit -c 0"]
+    assert [line for line in lines if line in order] == order
+    assert lines[-1].startswith("exec ")
+    with pytest.raises(SpecError, match="meant for --launcher torchrun"):
+        render(make_spec(template=str(mine)))
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        (Shell(modules=("a b",)), "leaves out 'a b' (--module)"),
+        (Shell(conda="torch"), "leaves out torch (--conda)"),
+        (Shell(venv="/v"), "leaves out /v/bin/activate (--venv)"),
+        (Shell(setup=("ulimit -c 0",)), "leaves out ulimit -c 0 (--setup)"),
+    ],
+)
+def test_a_template_that_leaves_out_what_is_asked_for_is_refused(make_spec, tmp_path, shell, words):
+    mine = tmp_path / "mine.j2"
+    mine.write_text("#!/bin/bash\nexec true\n")
+    assert render(make_spec(template=str(mine))) == mine.read_text()
+    with pytest.raises(SpecError) as caught:
+        render(make_spec(template=str(mine), shell=shell))
+    assert words in str(caught.value)
+    assert "super()" in str(caught.value)
+
+
+DUMP = "import json, os, sys\nprint(json.dumps([sys.prefix, dict(os.environ)]))\n"
+
+
+def ranks_view(prepared, script, python, environ=None, **options):
+    """`sys.prefix` and the variables of the only rank."""
+    script.write_text(DUMP)
+    submission = prepared(python=python, environ=environment(environ), **options)
+    run = hand_over(submission)
+    run.wait(timeout=60)
+    return json.loads(run.dir.rank_log(0, 0).read_text())
+
+
+def test_a_virtual_environment_is_that_of_the_ranks(prepared, script, tmp_path):
+    venv = tmp_path / "my env"
+    run_command([sys.executable, "-m", "venv", "--without-pip", venv])
+    (purelib,) = venv.glob("lib/*/site-packages")
+    # Hpctrain is installed in it, as it has to be.
+    (purelib / "here.pth").write_text("\n".join([str(REPOSITORY), sysconfig.get_path("purelib")]))
+    prefix, variables = ranks_view(prepared, script, sys.executable, venv="my env")
+    assert (prefix, variables["VIRTUAL_ENV"]) == (str(venv), str(venv))
+
+
+def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
+    lines = ["export A=1", 'export B="$A $((1 + 1))"', "if true; then\n  export C='#SBATCH --x'\nfi"]
+    _, variables = ranks_view(prepared, script, sys.executable, setup=lines)
+    assert [variables[name] for name in "ABC"] == ["1", "1 2", "#SBATCH --x"]
+
+
+def test_a_setup_line_that_fails_ends_the_job(prepared):
+    with pytest.raises(RunFailed, match=r"ended without a word.*slurm\.log"):
+        hand_over(prepared(setup=["cat /nowhere"])).wait(timeout=20)
+
+
+def test_modules_are_loaded_in_order_by_a_function_that_only_pretends(prepared, script):
+    module = {"BASH_FUNC_module%%": '() { [ "$1" = load ]; export LOADED="$LOADED[$2]"; }'}
+    _, variables = ranks_view(prepared, script, sys.executable, module, module=["cuda/12", "a b"])
+    assert variables["LOADED"] == "[cuda/12][a b]"
+
+
+def test_an_environment_is_activated_by_a_conda_that_only_pretends(prepared, script, tmp_path):
+    conda = tmp_path / "conda"
+    hook = f'conda() {{ export ASKED="$*" PATH="{os.path.dirname(sys.executable)}:$PATH"; }}'
+    conda.write_text(f"#!/bin/sh\n[ \"$*\" = 'shell.bash hook' ] && cat <<'END'\n{hook}\nEND\n")
+    conda.chmod(0o755)
+    prefix, variables = ranks_view(
+        prepared, script, sys.executable, {"CONDA_EXE": str(conda)}, conda="my torch"
+    )
+    assert (prefix, variables["ASKED"]) == (sys.prefix, "activate my torch")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"venv": "nowhere"}, r"nowhere' \(--venv\) is no environment of Python"),
+        ({"conda": "./nowhere"}, r"nowhere' \(--conda\) is no environment of Python"),
+        ({"conda": "a", "venv": "b"}, r"--conda\) and .*--venv\) are asked for"),
+        ({"module": ["a\nb"]}, "control character"),
+        ({"module": [""]}, "module"),
+        ({"rdzv_backend": "c10d"}, "srun starts the ranks"),
+        ({"launcher": "torchrun", "rdzv_endpoint": "h:1"}, "meet at the supervisor"),
+        ({"launcher": "torchrun", "rdzv_backend": "etcd-v2"}, "--rdzv-endpoint HOST:PORT"),
+        ({"launcher": "torchrun", "rdzv_backend": "etcd-v2", "rdzv_endpoint": "h"}, "HOST:PORT"),
+        ({"template": "torchrun", "launcher": "srun"}, "meant for --launcher torchrun"),
+    ],
+)
+def test_what_cannot_be_readied_is_refused(prepared, options, words):
+    with pytest.raises(SpecError, match=words):
+        prepared(**options)
+
+
 @pytest.mark.parametrize(
     ("source", "words"), [("{{ nodez }}", "nodez"), ("\n{% if %}", "Line 2"), ('{% include "x" %}', "x")]
 )
@@ -78,10 +213,9 @@ def test_a_broken_template_is_named(make_spec, tmp_path, source, words):
 
 
 def test_templates_ship_with_their_suffix():
-    from hpctrain.jobs.render import SUFFIX, shipped_templates
-
     assert {path.name.removesuffix(SUFFIX) for path in shipped_templates().iterdir()} == {
         "base",
         "cpu",
         "ddp",
+        "torchrun",
     }

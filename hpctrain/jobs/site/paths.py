@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -20,7 +21,12 @@ def path_notes(spec: JobSpec, ask: Ask) -> list[str]:
         "run folder": spec.run_dir,
     }
     # By the folder: the interpreter of a virtual environment is a link that leads elsewhere.
-    local = [f"{what} {path!r}" for what, path in paths.items() if is_per_node(Path(path).parent)]
+    local = [
+        f"{what} {path!r}"
+        for what, path in paths.items()
+        # Where an environment of conda lies that goes by its name, only the nodes know.
+        if os.path.isabs(path) and is_per_node(Path(path).parent)
+    ]
     if not local or nodes_are_this_machine(ask):
         return []
     listed = " and the ".join(filter(None, [", the ".join(local[:-1]), local[-1]]))

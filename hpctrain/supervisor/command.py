@@ -1,0 +1,27 @@
+"""What each process of a step runs."""
+
+from __future__ import annotations
+
+import json
+
+from hpctrain.jobs.spec import JobSpec
+
+
+def command_of(spec: JobSpec) -> list[str]:
+    """The command of each process of a step: a rank, or an agent that starts those of its node."""
+    words = json.dumps([spec.script, *spec.args])
+    if spec.torchrun is None:
+        return [*_module(spec, "worker"), words]
+    plan = {
+        "nodes": spec.nodes,
+        "ranks_per_node": spec.tasks_per_node,
+        "backend": spec.torchrun.rdzv_backend,
+        "endpoint": spec.torchrun.rdzv_endpoint,
+        "worker": [*_module(spec, "worker"), "torchrun", words],
+    }
+    return [*_module(spec, "agent"), json.dumps(plan)]
+
+
+def _module(spec: JobSpec, name: str) -> list[str]:
+    # -P: a file of the user's folder that is named like a module must not be imported in its place.
+    return [spec.python, "-P", "-m", f"hpctrain.runtime.{name}"]

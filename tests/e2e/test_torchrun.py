@@ -1,0 +1,108 @@
+"""Agents of torchrun under the supervisor: requeue, crashes and their causes, with a plain PyTorch script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from e2e_runs import RUN_LIMIT_S, Run
+from helpers import assert_no_process_left, run_processes, wait_for
+
+#: Attempt by attempt as the first argument says; the last one sums up the ranks.
+SCRIPT = """
+import json, os, signal, sys, time
+attempt, rank = int(os.environ["HPCTRAIN_ATTEMPT"]), int(os.environ["RANK"])
+plan = json.loads(sys.argv[1])
+task = plan[attempt] if attempt < len(plan) else "sum"
+print("ready", attempt, flush=True)
+if task == "wait":
+    time.sleep(600)
+if task == "raise" and rank == 2:
+    raise RuntimeError("boom")
+if task == "kill" and rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if task != "sum":
+    time.sleep(600)
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([rank + 1])
+dist.all_reduce(total)
+assert os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
+dist.barrier()
+dist.destroy_process_group()
+print(json.dumps({"sum": total.item(), "cwd": os.getcwd(), "threads": os.environ["OMP_NUM_THREADS"]}))
+"""
+
+
+def submit(tmp_path, env, shape, plan) -> Run:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = Run(tmp_path / "run", env)
+    words = ["--launcher", "torchrun", *shape, "--run-dir", str(run.path), str(script), json.dumps(plan)]
+    run.hpctrain("submit", *words)
+    return run
+
+
+def wait_until_ready(run: Run, attempt: int, ranks: int = 4) -> None:
+    logs = [run.dir.rank_log(attempt, rank) for rank in range(ranks)]
+    wait_for(
+        lambda: all(log.exists() and f"ready {attempt}" in log.read_text() for log in logs),
+        RUN_LIMIT_S,
+        f"the ranks of attempt {attempt}",
+    )
+
+
+def assert_summed(run: Run, attempt: int, ranks: int = 4) -> None:
+    for rank in range(ranks):
+        said = json.loads(run.dir.rank_log(attempt, rank).read_text().splitlines()[-1])
+        assert said["sum"] == ranks * (ranks + 1) // 2
+    assert run.status()["state"] == "COMPLETED"
+    assert run.status()["attempt"] == attempt
+    assert_no_process_left(run.path)
+
+
+def test_requeued_on_slurm(slurm, tmp_path):
+    run = submit(
+        tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "2"], ["wait"]
+    )
+    wait_until_ready(run, 0)
+    assert run.status()["state"] == "RUNNING"
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert [event["attempt"] for event in run.events("requeue")] == [0]
+    assert run.events("failure") == []
+    assert_summed(run, 1)
+    assert json.loads(run.dir.rank_log(1, 0).read_text().splitlines()[-1])["threads"] == "2"
+
+
+@pytest.mark.timeout(240)
+def test_a_crash_is_named_and_all_start_again(tmp_path):
+    shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2", "--max-failures", "4"]
+    run = submit(tmp_path, {}, shape, ["raise", "kill"])
+    assert run.wait() == 0
+    first, second = run.events("failure")
+    assert (first["rank"], first["cause"].endswith("RuntimeError: boom")) == (2, True)
+    assert (second["rank"], "SIGKILL" in second["cause"]) == (3, True)
+    assert_summed(run, 2)
+
+
+def test_stop_requests_reach_ranks_without_slurm_and_nothing_outlives_an_agent(tmp_path):
+    run = submit(tmp_path, {}, ["--backend", "local", "--tasks-per-node", "2"], ["wait", "wait", "wait"])
+    wait_until_ready(run, 0, 2)
+    run.hpctrain("requeue", str(run.path))
+    wait_until_ready(run, 1, 2)
+    assert run.events("failure") == []
+    (agent,) = [process for process in run_processes(run.path) if "hpctrain.runtime.agent" in process.argv]
+    os.kill(agent.pid, signal.SIGKILL)
+    wait_until_ready(run, 2, 2)
+    (failure,) = run.events("failure")
+    assert "SIGKILL" in failure["cause"]
+    assert failure["log"] == str(run.dir.agent_log(1, 0))
+    ranks = [process for process in run_processes(run.path) if "hpctrain.runtime.worker" in process.argv]
+    assert {process.environ["HPCTRAIN_ATTEMPT"] for process in ranks if "RANK" in process.environ} == {"2"}
+    run.hpctrain("cancel", str(run.path))
+    assert run.wait() == 4
+    assert run.status()["state"] == "CANCELLED"
+    assert_no_process_left(run.path)
