@@ -24,7 +24,7 @@ from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.lifeline import die_with_supervisor
-from hpctrain.runtime.signals import STOP_SIGNALS
+from hpctrain.runtime.stop_notes import STOP_SIGNALS
 
 #: Agents come up as slowly as ranks: they import torch from a cold shared file system.
 _JOIN_TIMEOUT_S = 300

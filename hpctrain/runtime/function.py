@@ -29,6 +29,7 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure import mark_final
 from hpctrain.runtime.process_group import Team, join
 from hpctrain.runtime.signals import LeftAtOnce, listen
+from hpctrain.runtime.stop_notes import settle_stop
 
 
 def main() -> None:
@@ -53,6 +54,8 @@ def main() -> None:
     path = run.result(attempt, ranks.rank)
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, data)
+    # It has returned, whatever it was told meanwhile.
+    settle_stop()
 
 
 def _submitit_variables(run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:

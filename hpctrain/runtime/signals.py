@@ -14,12 +14,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
 
 from hpctrain.errors import EXIT_CONTINUE
-
-#: Preemption is announced by SIGTERM, the time limit by SIGUSR2 (NCCL uses SIGUSR1).
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+from hpctrain.runtime.stop_notes import STOP_SIGNALS, settle_stop
 
 
 class LeftAtOnce(SystemExit):
@@ -60,6 +57,7 @@ def listen() -> Iterator[StopFlag]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        settle_stop()
 
 
 def leave_on_stop() -> None:
@@ -68,7 +66,9 @@ def leave_on_stop() -> None:
         signal.signal(number, _leave)
 
 
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+def _leave(number: int, _frame: FrameType | None) -> None:
+    if signal.getsignal(number) is not _leave:
+        return  # The script handles it, and tells its predecessor too: it knows when to leave.
     # Not print: the signal may have come in the middle of one.
     os.write(2, f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.\n".encode())
     raise LeftAtOnce(EXIT_CONTINUE)

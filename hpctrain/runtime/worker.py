@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -20,10 +21,20 @@ from typing import NoReturn
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.log_times import note_log_times
-from hpctrain.runtime.signals import leave_on_stop, told_to_stop
+from hpctrain.runtime.signals import leave_on_stop
+from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
+
+#: Exit codes of a script that was told to stop and did. Whether it had come to its end nobody can tell from
+#: 0; a complete one ends at once when it is started again.
+_LEFT_AS_TOLD = (0, *(128 + number for number in STOP_SIGNALS))
+
+#: torch's threads need this long, after the last exchange, to let go of what they hold: those that come
+#: back when the interpreter has gone abort the process.
+_LETTING_GO_S = 0.1
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -33,6 +44,7 @@ def main(argv: list[str]) -> NoReturn:
     """
     *environment, words = argv
     leave_on_stop()
+    note_stops()
     die_with_supervisor(os.environ)
     if environment:
         # An agent cannot end its ranks any more when it is killed itself.
@@ -49,28 +61,29 @@ def main(argv: list[str]) -> NoReturn:
     faulthandler.enable()
     script, *args = json.loads(words)
     sys.argv = [script, *args]
+    import_from_copy(os.environ)
     # As `python SCRIPT` does; this interpreter was started with -P, so no other folder stands first.
     sys.path.insert(0, str(Path(script).resolve().parent))
+    words_of_exit: object = None
     try:
         runpy.run_path(script, run_name="__main__")
-        code = 0
     except SystemExit as leaving:
-        code = _exit_code(leaving.code)
+        words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (a rank ends here, and says of what)
         traceback.print_exception(error)
         write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
         _exit_now(1)
+    code = _exit_code(words_of_exit)
     if code == EXIT_CONTINUE:
         _exit_now(code)
-    if (told := told_to_stop()) and code in (0, 128 + told):
-        # Nobody can tell whether it came to its end or left before: started again, a complete one ends at once.
-        print(f"hpctrain: {told.name} came, and the script left with code {code}: it is to be continued.")
-        sys.exit(EXIT_CONTINUE)
+    if (told := told_to_stop()) and code in _LEFT_AS_TOLD:
+        print(f"hpctrain: {told.name} came, and the script left with exit code {code}: to be continued.")
+        _exit_orderly(EXIT_CONTINUE)
     if code != 0:
-        error = RuntimeError(f"the script left with exit code {code}")
-        write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
+        problem = RuntimeError(f"the script called sys.exit({words_of_exit!r})")
+        write_failure(run.failure(attempt, ranks.rank), problem, log, os.environ)
         _exit_now(code)
-    sys.exit(0)
+    _exit_orderly(0)
 
 
 def _redirect_output(log: Path) -> None:
@@ -90,6 +103,13 @@ def _exit_code(code: object) -> int:
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
     return 1
+
+
+def _exit_orderly(code: int) -> NoReturn:
+    """Leave as any script of Python does."""
+    if "torch" in sys.modules:
+        time.sleep(_LETTING_GO_S)
+    sys.exit(code)
 
 
 def _exit_now(code: int) -> NoReturn:
