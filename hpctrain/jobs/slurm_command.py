@@ -113,6 +113,18 @@ def job_state(job_id: str, environ: Mapping[str, str]) -> str | None:
     return match[1] if match else None
 
 
+def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The steps of jobs in which tasks run now; the batch script and Slurm's own steps are left out.
+
+    Raises:
+        SchedulerError: the controller does not answer, or knows the only job that was named no longer.
+    """
+    listed = run_slurm(
+        ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i"], environ
+    )
+    return [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
+
+
 def _words(stderr: str) -> str:
     """What a command of Slurm's complains about; where it gave up, only why."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

@@ -15,7 +15,7 @@ from hpctrain.cluster import expand_hostlist
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.environment import outer_environment
-from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm, steps_of
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.supervisor.scheduler import own_job_id
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
@@ -105,7 +105,7 @@ class SrunStep:
 
     def signal(self, number: signal.Signals) -> None:
         """Send `number` to every task of the job's steps."""
-        for step in self._steps():
+        for step in steps_of([self._job_id], self._outer):
             run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
 
     def kill(self) -> None:
@@ -127,12 +127,6 @@ class SrunStep:
                 self._srun.kill()
                 self._srun.wait()
         self._reader.join(COMMAND_LIMIT_S)
-
-    def _steps(self) -> list[str]:
-        listed = run_slurm(
-            ["squeue", "--noheader", "--steps", f"--jobs={self._job_id}", "--format=%i"], self._outer
-        )
-        return [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
 
     def _read(self) -> None:
         """Pass on what srun says, and make events of what it says about tasks."""

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from helpers import environment, wait_for
 
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.backends.slurm import SlurmBackend
+from hpctrain.jobs.record import Job
 from hpctrain.jobs.runs import Run, statuses
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
@@ -301,3 +304,29 @@ def test_the_tasks_of_an_array_are_cancelled_at_once(cluster, tmp_path):
     run.cancel()
     wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
     assert run.status().state is RunState.CANCELLED
+
+
+def test_a_task_is_requeued_alone_while_others_wait(slurm, tmp_path):
+    """Of the signal that such a task gets by its own name, Slurm 22.05 sends another every few seconds."""
+    cluster = Slurm(slurm, environment(slurm.env))
+    rank = (
+        "trap 'echo TERM >>../$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
+    )
+    script = f'srun bash -c "{rank}"\nscontrol requeue $SLURM_JOB_ID\nsleep 60'
+    run = array(cluster, tmp_path / "r", script, 4)
+    cluster.command("scontrol", "update", f"JobId={run.job_id}", "ArrayTaskThrottle=2")
+    first, second, third, _ = run.tasks()
+    try:
+        for task in (first, second):
+            wait_for((task.dir.path / "ready").exists, 20, "the tasks to run")
+        begun = time.monotonic()
+        second.requeue()
+        wait_for(lambda: second.status().state is RunState.PENDING, 20, "the task to be requeued")
+        assert time.monotonic() - begun < 20
+        wait_for((third.dir.path / "ready").exists, 20, "another task to take its place")
+        assert first.status().state is RunState.RUNNING
+        assert [path.name for path in run.dir.path.iterdir() if path.name.isdigit()] == ["1"]
+        with pytest.raises(SchedulerError, match="No rank of job"):
+            SlurmBackend(cluster.environ).requeue([Job(second.job_id, second.dir)])
+    finally:
+        run.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from hpctrain.jobs.directives import directives_of
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
 from hpctrain.jobs.record import Job
 from hpctrain.jobs.site.facts import Site
-from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, NO_ANSWER, run_slurm
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, NO_ANSWER, run_slurm, steps_of
 from hpctrain.jobs.slurm_status import REQUEUE_PAUSE_S, look
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView
@@ -21,6 +22,9 @@ from hpctrain.rundir import RunDir
 
 #: A controller that is busy or restarting answers late; a probe is not worth that wait.
 _PROBE_TIMEOUT_S = 5
+
+#: Steps begin and end, so one that is to be signalled is looked for more than once.
+_STEP_LIMIT_S = 3.0
 
 #: What is said where a request may have arrived and only the answer is missing.
 _ANSWER_LOST = (NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
@@ -76,9 +80,18 @@ class SlurmBackend:
         self._run(["scancel", *(job.job_id for job in jobs)])
 
     def requeue(self, jobs: Sequence[Job]) -> None:
-        # Without --batch or --full the signal reaches the steps only: the ranks save, the
-        # supervisor sees them leave and asks for the requeue.
-        self._run(["scancel", "--signal=TERM", *(job.job_id for job in jobs)])
+        # The ranks save, the supervisor sees them leave and asks for the requeue. The steps are named, and
+        # not the jobs: where other tasks of an array still wait, Slurm 22.05 refuses after it has sent the
+        # signal, and scancel sends it again and again for a minute.
+        named = [job.job_id for job in jobs]
+        deadline = time.monotonic() + _STEP_LIMIT_S
+        while (trouble := self._stop_steps(named)) is not None:
+            if time.monotonic() > deadline:
+                raise SchedulerError(
+                    f"No rank of job {', '.join(named)} is running ({trouble}): they are being started, or have "
+                    "just left. Try again in some seconds."
+                )
+            time.sleep(0.2)
 
     def lift_hold(self, jobs: Sequence[Job]) -> bool:
         named = ",".join(job.job_id for job in jobs)
@@ -87,6 +100,19 @@ class SlurmBackend:
         except SchedulerError:
             return False
         return True
+
+    def _stop_steps(self, job_ids: Sequence[str]) -> str | None:
+        """Send SIGTERM to the steps of the jobs; says why not, where there seems to be none."""
+        if not (steps := steps_of(job_ids, self._outer)):
+            return "squeue lists no step"
+        try:
+            self._run(["scancel", "--signal=TERM", *steps])
+        except SchedulerError as error:
+            # What scancel says of a step that is listed already, or still.
+            if "Invalid job id" not in str(error):
+                raise
+            return str(error)
+        return None
 
     def _run(self, command: Sequence[str], *, timeout_s: float = COMMAND_LIMIT_S) -> str:
         return run_slurm(command, self._outer, timeout_s=timeout_s)
