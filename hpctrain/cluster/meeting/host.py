@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import time
@@ -16,6 +17,8 @@ from hpctrain.errors import MeetingFailed
 
 #: A peer that cannot take one line within this time is gone.
 _SEND_LIMIT_S = 2.0
+#: Who is under way knocks again within a second (visit.py), and is to learn why there is no meeting.
+_LINGER_S = 3.0
 #: How soon it is noticed that another thread wants an end.
 _TICK_S = 0.2
 
@@ -49,6 +52,7 @@ class Host:
         self._present: dict[int, _Visitor] = {}
         self._notes: dict[str, None] = {}
         self._verdict: str | None = None
+        self._failed = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
 
@@ -77,15 +81,10 @@ class Host:
                 if now >= remind_at:
                     remind(self._who_is_missing())
                     remind_at = float("inf")
-                for key, _ in self._selector.select(min(self._deadline - now, remind_at - now, _TICK_S)):
-                    if key.data is None:
-                        self._admit()
-                    else:
-                        self._hear(key.data)
+                self._attend(min(self._deadline - now, remind_at - now, _TICK_S))
             return self._send_on()
         except MeetingFailed as error:
-            for visitor in self._present.values():
-                _tell(visitor, failed=str(error))
+            self._tell_all(str(error))
             raise
         finally:
             self._close()
@@ -94,13 +93,38 @@ class Host:
         """From another thread: let `gather` end with a `MeetingFailed` that says `verdict`."""
         self._verdict = verdict
 
+    def _attend(self, limit_s: float) -> None:
+        """See to whoever comes or says something within `limit_s` seconds."""
+        for key, _ in self._selector.select(limit_s):
+            if key.data is None:
+                self._admit()
+            else:
+                self._hear(key.data)
+
+    def _tell_all(self, verdict: str) -> None:
+        """Tell why there is no meeting: those that are here, and in the time that is left who comes next."""
+        self._verdict, self._failed = verdict, True
+        for visitor in self._present.values():
+            _tell(visitor, failed=verdict)
+        until = min(self._deadline, time.monotonic() + _LINGER_S)
+        with contextlib.suppress(MeetingFailed):
+            while self.missing and (left_s := until - time.monotonic()) > 0:
+                self._attend(left_s)
+
     def _admit(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             connection, address = self._listener.accept()
-            connection.setblocking(False)
-            self._selector.register(
-                connection, selectors.EVENT_READ, _Visitor(connection, plain(str(address[0])))
-            )
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise MeetingFailed(
+                    f"{error.strerror}, with {len(self._selector.get_map())} connections; "
+                    f"{self._who_is_missing()}"
+                ) from error
+            return  # They were gone again: accept(2) has the errors of the network, too.
+        connection.setblocking(False)
+        self._selector.register(
+            connection, selectors.EVENT_READ, _Visitor(connection, plain(str(address[0])))
+        )
 
     def _hear(self, visitor: _Visitor) -> None:
         try:
@@ -135,6 +159,11 @@ class Host:
             self._welcome(visitor, hello)
 
     def _welcome(self, visitor: _Visitor, hello: Hello) -> None:
+        if self._failed:
+            visitor.hello = hello
+            self._present[hello.rank] = visitor
+            _tell(visitor, failed=str(self._verdict))
+            return
         other = self._me if hello.rank == 0 else self._earlier(hello.rank)
         if other is not None and other.nonce != hello.nonce:
             text = (

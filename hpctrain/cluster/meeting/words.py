@@ -63,7 +63,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The object in a line, or None where there is none: anybody may talk to a port."""
     try:
         words = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return words if isinstance(words, dict) else None
 
