@@ -88,8 +88,8 @@ class SlurmBackend:
         while (trouble := self._stop_steps(named)) is not None:
             if time.monotonic() > deadline:
                 raise SchedulerError(
-                    f"No rank of job {', '.join(named)} is running ({trouble}): they are being started, or have "
-                    "just left. Try again in some seconds."
+                    f"No rank of job {', '.join(named)} is running ({trouble}): they are being started, or "
+                    "have just left. Try again in some seconds."
                 )
             time.sleep(0.2)
 
