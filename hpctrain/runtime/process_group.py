@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
+from hpctrain.cluster.connections import allow_connections
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.cluster.meeting import meet
 from hpctrain.errors import HpctrainError
@@ -66,7 +67,8 @@ def join(ranks: Ranks, environ: MutableMapping[str, str]) -> Team:
         environ: this process's own; gets GLOO_SOCKET_IFNAME where gloo would choose a wrong interface.
 
     Raises:
-        HpctrainError: the peers did not all come within `JOIN_TIMEOUT_S`.
+        HpctrainError: the peers did not all come within `JOIN_TIMEOUT_S`, or are more than this process may
+            have connections to.
     """
     if ranks.world_size == 1:
         return Team(ranks, choose_device(ranks, environ), None)
@@ -84,13 +86,15 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
     meeting = meet(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
     environ.update(with_defaults(environ, meeting.gloo_variables(environ)))
     # A supervisor (ours or torchrun's agent) hosts the store itself; otherwise rank 0 does.
-    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts_store = ranks.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if hosts_store:
+        allow_connections(ranks.world_size)
     try:
         store = TCPStore(
             meeting.address,
             meeting.port,
             world_size=ranks.world_size,
-            is_master=ranks.rank == 0 and not hosted,
+            is_master=hosts_store,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             wait_for_workers=False,
             # The very socket that the others have found: nobody can take the port in between.

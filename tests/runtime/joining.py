@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from hpctrain import detect
 from hpctrain.runtime.process_group import join
 
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 ranks = detect(os.environ)
 team = join(ranks, os.environ)
 numbers = torch.tensor([float(ranks.rank), 1.0])
@@ -20,6 +22,7 @@ print(
             "job": os.environ.get("SLURM_JOB_ID"),
             "step": os.environ.get("SLURM_STEP_ID"),
             "sum": numbers.tolist(),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
         }
     ),

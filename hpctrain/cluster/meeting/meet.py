@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from hpctrain.cluster.addresses import address_towards, gloo_variables
+from hpctrain.cluster.connections import connections_allowed
 from hpctrain.cluster.meeting.host import Host
 from hpctrain.cluster.meeting.port import Port, take_port
 from hpctrain.cluster.meeting.visit import Visit
@@ -25,8 +25,6 @@ from hpctrain.errors import MeetingFailed
 MEETING_TIMEOUT_S = 30.0
 #: How many ports rank 0 tries. All of them taken on one host is less likely than any other mishap.
 _NUM_PORTS = 5
-#: Descriptors that a process needs besides those of its peers.
-_SPARE_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ def meet(
 
     Raises:
         MeetingFailed: the ranks did not all meet; the message says who tried what.
+        HpctrainError: rank 0's process may not have a connection to each of its peers.
     """
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         return Meeting(ranks.master_addr, ranks.master_port, _known_by(ranks))
@@ -90,7 +89,7 @@ def meet(
             return Meeting("127.0.0.1", port.number, "127.0.0.1", port)
         try:
             host = Host(port.listener, me, deadline, f"{ranks.master_addr}, port {port.number}")
-            with _files_for(ranks.world_size), _looking_for_a_second(visit, host):
+            with connections_allowed(ranks.world_size), _looking_for_a_second(visit, host):
                 address = host.gather(remind_at, remind)
         except BaseException:
             port.close()
@@ -136,19 +135,3 @@ def _looking_for_a_second(visit: Visit, host: Host) -> Iterator[None]:
         yield
     finally:
         visit.end()
-
-
-@contextlib.contextmanager
-def _files_for(world_size: int) -> Iterator[None]:
-    """Meanwhile let this process have a connection to each of its peers, as far as the hard limit goes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = world_size + _SPARE_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        yield
-        return
-    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
