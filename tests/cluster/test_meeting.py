@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count, islice
 
 import pytest
@@ -300,6 +300,16 @@ def test_two_processes_with_the_same_rank_are_both_named(key, rank):
         assert "hpctrain env" in text
 
 
+def test_who_comes_after_the_failure_is_told_of_it_at_once(key):
+    with ThreadPoolExecutor(4) as pool:
+        ends = [pool.submit(meet, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S) for rank in (0, 1, 1)]
+        wait(ends[1:], timeout=LIMIT_S)
+        begun = time.monotonic()
+        (text,) = failures([pool.submit(meet, ranks_of(key, 2, 4), {}, timeout_s=LIMIT_S)])
+        assert time.monotonic() - begun < LIMIT_S / 2
+    assert "two processes take themselves for rank 1 of 4" in text
+
+
 def test_ranks_that_count_differently_are_told_both_numbers(key):
     texts = failures(gather(ranks_of(key, 0, 2), ranks_of(key, 1, 4), timeout_s=SHORT_S))
     for text in texts:
@@ -310,7 +320,16 @@ def test_whoever_else_talks_to_the_port_does_no_harm(key):
     number, *_ = candidates(key)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as connections:
         main = pool.submit(meet, ranks_of(key, 0, 2), {}, timeout_s=LIMIT_S)
-        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"token": 3}\n', b"x" * 10_000, b"\xff\n"):
+        deep = b"[" * 4000 + b"\n"
+        for words in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"[1]\n",
+            b'{"token": 3}\n',
+            deep,
+            b"x" * 10_000,
+            b"\xff\n",
+        ):
             connection = connect(number)
             connections.enter_context(connection)
             connection.sendall(words)
@@ -370,6 +389,38 @@ else:
             for role in ("main", "peers")
         ]
     assert [output.result().stdout for output in outputs] == ["96\n", "1\n"]
+
+
+@pytest.mark.parametrize("hard", [20, 40])
+def test_fewer_files_than_a_meeting_needs_are_said(key, hard):
+    """The hard limit is below the number of ranks; or strangers take up what there is."""
+    text = f"""
+import resource, socket, sys, threading
+from hpctrain.cluster.meeting import meet
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.errors import HpctrainError
+resource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))
+try:
+    meet(Ranks(0, 30, 0, 30, 0, 1, "127.0.0.1", 0, "test", {key!r}), {{}}, timeout_s={LIMIT_S})
+except HpctrainError as error:
+    print(type(error).__name__, error)
+"""
+    number, *_ = candidates(key)
+    with (
+        subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as main,
+        contextlib.ExitStack() as strangers,
+    ):
+        while hard > 30 and main.poll() is None:
+            with contextlib.suppress(OSError):
+                strangers.enter_context(socket.create_connection(("127.0.0.1", number), timeout=0.2))
+            time.sleep(0.005)
+        said = main.communicate(timeout=LIMIT_S)[0]
+    if hard < 30:
+        assert said.startswith("HpctrainError 30 connections are needed here")
+        assert "only 20 files open" in said
+    else:
+        assert "Too many open files, with" in said
+        assert "0 of 29 peers have come" in said
 
 
 def test_what_is_waited_for_is_said_once(key, capfd):

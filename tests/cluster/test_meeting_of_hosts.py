@@ -207,6 +207,16 @@ def test_a_host_that_does_not_answer_is_not_waited_for(hosts):
         )
 
 
+def test_addresses_that_are_cut_off_from_some_hosts_do_not_cost_the_meeting(hosts):
+    """As where a host has an address in each of its networks, and some are not for everybody."""
+    # The resolver puts addresses of IPv6 first, so these are tried before the one that works.
+    several = {f"n1 net{i}": f"fd77::{i}" for i in (97, 98)}
+    for host in ("n2", "n3"):
+        hosts.set_hosts(host, {**several, "n1": hosts.address("n1"), host: hosts.address(host)})
+    # A few seconds for each of the two, and not for each of five ports on each.
+    assert_met(hosts, Ranks(hosts, "n1").meet(timeout_s=14))
+
+
 def test_two_hosts_that_both_think_they_are_rank_0_are_both_named(hosts):
     """Report: accelerate#2816, where every node took itself for the first."""
     key = f"{os.getpid()} {time.monotonic_ns()}"

@@ -96,7 +96,9 @@ class Visit:
         """A connection to rank 0, the address and the port; None where the time is up."""
         pause_s = _FIRST_PAUSE_S
         while not self._is_over():
-            for address, port in product(self._addresses(), self._ports):
+            # Port by port: most often rank 0 has the first one, and an address of its host that is cut off
+            # from here costs a while for each port.
+            for port, address in product(self._ports, self._addresses()):
                 if self._is_over():
                     break
                 try:
