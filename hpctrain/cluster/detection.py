@@ -34,6 +34,11 @@ _SPOKEN_OF = {
 }
 #: Set by `srun --mpi=pmi2` for a task. Below another launcher they are the outer one's.
 _SPOKEN_OF_BY_PMI = {"PMI_RANK": "rank", "PMI_SIZE": "world_size"}
+#: Ranks that launchers give of which no detector knows: PMIx, flux, PALS, ALPS, jsrun, MVAPICH.
+_RANKS_OF_STRANGERS = (
+    *("PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK"),
+    "MV2_COMM_WORLD_RANK",
+)
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
@@ -93,20 +98,36 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
 def _check_what_others_say(found: Ranks, environ: Mapping[str, str]) -> None:
     spoken_of = _SPOKEN_OF
     if found.environment in {"slurm", "local"}:
-        spoken_of = {**_SPOKEN_OF, **_SPOKEN_OF_BY_PMI}
+        spoken_of = {**spoken_of, **_SPOKEN_OF_BY_PMI}
+    if found.environment == "local":
+        spoken_of = {**spoken_of, **dict.fromkeys(_RANKS_OF_STRANGERS, "rank")}
     for variable, field in spoken_of.items():
         value = getattr(found, field)
         if environ.get(variable) and read_int(environ, variable) != value:
-            others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
             raise EnvironmentMismatch(
                 f"{variable} is {environ[variable]}, but {field.replace('_', ' ')} is {value} "
-                f"({found.sources[field]}). {believe(found.environment, *others)}"
+                f"({found.sources[field]}). {_way_out(variable, found, environ)}"
             )
+
+
+def _way_out(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
+    if found.environment == "local" and variable not in _SPOKEN_OF:
+        return (
+            "A launcher that is not known here seems to have started this process. Let it set "
+            f"{', '.join(torchrun.REQUIRED)} and NODE_RANK, as torchrun does; or set "
+            f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
+        )
+    others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
+    return believe(found.environment, *others)
 
 
 def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) -> None:
     """Refuse a launcher on one host that runs in each of several tasks of another launcher."""
-    if found.num_nodes > 1 or not means_this_host(found.master_addr) or found.environment == "local":
+    if found.num_nodes > 1 or found.environment == "local":
+        return
+    # An elastic run that has shrunk to one node is not on one host by its own choice.
+    standalone = found.environment == "torchrun" and torchrun.is_standalone(environ)
+    if not (standalone or means_this_host(found.master_addr)):
         return
     if found.environment == "openmpi" and openmpi.started_by_a_daemon(environ):
         return

@@ -154,6 +154,21 @@ def test_a_shell_of_several_tasks_is_refused_and_a_step_started_from_a_shell_is_
     assert detect(variables("srun-in-an-interactive-shell", 2)).rank == 2
 
 
+def test_a_shell_of_several_tasks_may_be_believed():
+    environ = variables("interactive-shell-of-several-tasks")
+    assert "=slurm for one of 2" in refusal(environ)
+    assert detect({**environ, ENVIRONMENT_VARIABLE: "slurm"}).world_size == 2
+
+
+def test_a_batch_script_that_was_submitted_from_a_step_is_no_rank_of_that_step():
+    job = variables("srun-in-sbatch")
+    assert (job["ENVIRONMENT"], detect(job).rank) == ("BATCH", 0)
+    del job["SLURM_UMASK"]
+    assert "SLURM_STEP_* are left over" in refusal(job)
+    assert detect({**job, ENVIRONMENT_VARIABLE: "slurm"}).rank == 0
+    assert detect({**job, ENVIRONMENT_VARIABLE: "local"}).world_size == 1
+
+
 def test_a_rank_whose_step_got_lost_on_the_way_into_a_container_is_not_taken_for_a_process_alone():
     environ = {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}
     assert "rank 5 (SLURM_PROCID)" in refusal(environ)
@@ -245,6 +260,25 @@ def test_torchrun_in_each_task_trains_alone_in_each_and_is_refused():
     text = refusal(variables("torchrun-alone-in-each-task", 1))
     assert "rank 0 of 1 on this host alone (RANK, WORLD_SIZE; torchrun)" in text
     assert "of 2 (SLURM_PROCID, SLURM_STEP_NUM_TASKS; slurm)" in text
+
+
+def test_torchrun_in_each_task_is_refused_too_where_the_host_knows_its_full_name():
+    environ = {**variables("torchrun-alone-in-each-task", 1), "MASTER_ADDR": "n2.cluster.example.org"}
+    assert "rank 0 of 1 on this host alone" in refusal(environ)
+    assert detect({**environ, ENVIRONMENT_VARIABLE: "torchrun"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["PMI_RANK", "PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "ALPS_APP_PE", "MV2_COMM_WORLD_RANK"],
+)
+def test_a_rank_of_a_launcher_that_is_not_known_is_not_taken_for_a_process_alone(variable):
+    text = refusal({variable: "3"})
+    assert f"{variable} is 3, but rank is 0" in text
+    assert "Let it set RANK, WORLD_SIZE, LOCAL_RANK" in text
+    assert "HPCTRAIN_ENVIRONMENT=torchrun" not in text
+    assert detect({variable: "3", **TORCHRUN}).rank == 3
+    assert detect({variable: "3", ENVIRONMENT_VARIABLE: "local"}).world_size == 1
 
 
 def test_srun_in_a_rank_of_a_launcher_on_one_host_is_refused():

@@ -42,7 +42,9 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
             )
         return None
     layout = read_layout(environ)
-    _refuse_shell(layout, environ)
+    if environ.get(ENVIRONMENT_VARIABLE) != "slurm":
+        _refuse_shell(layout, environ)
+        _refuse_batch_script(layout, environ)
     _check_tasks_here(rank, layout, environ)
     key = _key(environ)
     address, port, meeting = master(
@@ -106,6 +108,21 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
             f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the others have "
             "ended. Ask for --ntasks=1 there, start ranks with a further srun, or set "
             f"{ENVIRONMENT_VARIABLE}=local for a process that is alone, =slurm for one of {layout.num_tasks}."
+        )
+
+
+def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None:
+    """Refuse to be rank 0 in a batch script that was submitted from a job step, whose variables it inherits.
+
+    Slurm replaces those of the job, and not those of the step. srun passes SLURM_UMASK to every task;
+    slurmstepd takes it away from a batch script.
+    """
+    if layout.num_tasks > 1 and environ.get("ENVIRONMENT") == "BATCH" and "SLURM_UMASK" not in environ:
+        raise EnvironmentMismatch(
+            f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
+            "SLURM_UMASK): SLURM_STEP_* are left over from the step that it was submitted from. Start ranks "
+            f"with srun, or set {ENVIRONMENT_VARIABLE}=local for a process that is alone, =slurm for one of "
+            f"{layout.num_tasks}."
         )
 
 

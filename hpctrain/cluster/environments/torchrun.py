@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from hpctrain.cluster.launched import means_this_host
@@ -9,10 +10,13 @@ from hpctrain.cluster.ranks import Ranks
 from hpctrain.cluster.variables import first_of, read_int
 from hpctrain.errors import EnvironmentMismatch
 
+# What `torchrun --standalone` calls its run. Its MASTER_ADDR is the host's full name, as that of any other.
+_STANDALONE = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 #: Only torchrun sets it. The other variables may be anybody's: a container's, a shell's, an outer job's.
 MARK = "TORCHELASTIC_RUN_ID"
 
-_REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: What a launcher that speaks its language has to set, besides NODE_RANK where there are several nodes.
+REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
@@ -26,7 +30,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         return None
     world_size = read_int(environ, "WORLD_SIZE")
-    missing = [name for name in _REQUIRED if not environ.get(name)]
+    missing = [name for name in REQUIRED if not environ.get(name)]
     if missing == ["LOCAL_WORLD_SIZE"] and means_this_host(environ["MASTER_ADDR"]):
         missing = []
     if missing and world_size == 1:
@@ -66,3 +70,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
             "master_port": "MASTER_PORT",
         },
     )
+
+
+def is_standalone(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun makes up a run of this host alone, rather than join one that has a name."""
+    return bool(_STANDALONE.fullmatch(environ.get(MARK, "")))
