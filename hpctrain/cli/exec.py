@@ -21,6 +21,9 @@ from hpctrain.cluster.meeting import MEETING_TIMEOUT_S, meet
 #: What a shell ends with where it does not find a program, and where it cannot run it.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
+#: Sockets take no more than some years, and nobody waits so long.
+_DAY_S = 86_400
+
 #: Python ignores them; a program that it becomes would, too.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 
@@ -28,7 +31,7 @@ _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=_DAY_S),
     default=MEETING_TIMEOUT_S,
     show_default=True,
     metavar="S",

@@ -104,7 +104,10 @@ def test_a_script_without_a_first_line_is_not_taken_for_one_of_sh(hpctrain, tmp_
     assert "Exec format error. Did you mean: hpctrain exec -- python ./train.py" in done.stderr
 
 
-@pytest.mark.parametrize("args", [(), ("--",), ("--timeout", "0", "true"), ("--tiemout", "1", "true")])
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--",), ("--timeout", "0", "true"), ("--timeout", "inf", "true"), ("--tiemout", "1", "true")],
+)
 def test_bad_usage_ends_with_2(hpctrain, args):
     assert hpctrain("exec", *args).returncode == 2
 

@@ -167,6 +167,8 @@ def test_a_batch_script_that_was_submitted_from_a_step_is_no_rank_of_that_step()
     assert "SLURM_STEP_* are left over" in refusal(job)
     assert detect({**job, ENVIRONMENT_VARIABLE: "slurm"}).rank == 0
     assert detect({**job, ENVIRONMENT_VARIABLE: "local"}).world_size == 1
+    # What hpctrain starts without srun, in a batch script.
+    assert detect({**STEP, "ENVIRONMENT": "BATCH"}).rank == 5
 
 
 def test_a_rank_whose_step_got_lost_on_the_way_into_a_container_is_not_taken_for_a_process_alone():

@@ -115,9 +115,15 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
     """Refuse to be rank 0 in a batch script that was submitted from a job step, whose variables it inherits.
 
     Slurm replaces those of the job, and not those of the step. srun passes SLURM_UMASK to every task;
-    slurmstepd takes it away from a batch script.
+    slurmstepd takes it away from a batch script. SLURM_STEP_LAUNCHER_PORT tells srun's tasks from those of
+    hpctrain's own launcher, which a batch script may start.
     """
-    if layout.num_tasks > 1 and environ.get("ENVIRONMENT") == "BATCH" and "SLURM_UMASK" not in environ:
+    if (
+        layout.num_tasks > 1
+        and environ.get("ENVIRONMENT") == "BATCH"
+        and "SLURM_STEP_LAUNCHER_PORT" in environ
+        and "SLURM_UMASK" not in environ
+    ):
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
             "SLURM_UMASK): SLURM_STEP_* are left over from the step that it was submitted from. Start ranks "
