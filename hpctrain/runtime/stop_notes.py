@@ -4,8 +4,8 @@ A script that knows nothing of hpctrain may handle them itself, and then leave w
 of its training. So the interpreter notes each signal, by its own means (`signal.set_wakeup_fd`), and what the
 exit code of a rank means depends on whether there was one.
 
-Besides, a script's handler may never return: Lightning's exchanges something with the other ranks, which wait
-for this one in another exchange if they are not at the same place. Who does not get out of one is ended here.
+Besides, a script's handler may never return: Lightning's exchanges something with the other ranks, which may
+be in another exchange and wait for this one. A rank that does not get out of that is ended here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hpctrain.errors import EXIT_CONTINUE
 #: Preemption is announced by SIGTERM, the time limit by SIGUSR2 (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
-#: A handler that has been at the very same instruction for so long does not come back from there.
-STUCK_S = 60.0
-_LOOK_EVERY_S = 5.0
+#: A handler that has waited for other ranks for so long, at the very same place, does not come back.
+STUCK_S = 30.0
+LOOK_EVERY_S = 5.0
 
 
 class _Notes:
@@ -68,7 +68,7 @@ _notes: _Notes | None = None
 
 
 def note_stops() -> None:
-    """Note stop signals from now on, and leave where a script's handler for one is stuck."""
+    """Note stop signals from now on, and end this process where a script's handler of one is stuck."""
     global _notes
     _notes = _Notes()
     threading.Thread(target=_watch, args=(_notes,), name="hpctrain-stop-notes", daemon=True).start()
@@ -96,16 +96,18 @@ def _watch(notes: _Notes) -> None:
                 place, since = now, time.monotonic()
             elif time.monotonic() - since > STUCK_S:
                 _leave_stuck(told)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
 
 def _place_in_handler(thread: int, number: signal.Signals) -> tuple[int, int] | None:
-    """Where `thread` is, down to the instruction, if it is in the handler of signal `number`."""
-    code = _code_of(signal.getsignal(number))
+    """The instruction at which `thread` waits for other ranks in the handler of `number`; None elsewhere."""
     innermost = frame = sys._current_frames().get(thread)
+    if innermost is None or not str(innermost.f_globals.get("__name__")).startswith("torch.distributed"):
+        return None
+    code = _code_of(signal.getsignal(number))
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return (id(innermost), innermost.f_lasti) if frame is not None and innermost is not None else None
+    return (id(innermost), innermost.f_lasti) if frame is not None else None
 
 
 def _code_of(handler: object) -> CodeType | None:
@@ -117,8 +119,8 @@ def _code_of(handler: object) -> CodeType | None:
 
 def _leave_stuck(number: signal.Signals) -> NoReturn:
     print(
-        f"hpctrain: the script's own handler of {number.name} has been stuck for {STUCK_S:.0f} s: leaving. "
-        "It waits here:",
+        f"hpctrain: the script's own handler of {number.name} has waited for other ranks "
+        f"for {STUCK_S:.0f} s: leaving. It waits here:",
         file=sys.stderr,
         flush=True,
     )

@@ -122,3 +122,88 @@ def group_alive(group: int) -> bool:
         if int(pgrp) == group and state != "Z":
             return True
     return False
+
+
+HEAD = """
+import os, signal, sys, time
+told = []
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not told:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "code"),
+    [
+        ("signal.signal(signal.SIGTERM, lambda *_: told.append(1)); stop()", 75),
+        ("signal.signal(signal.SIGTERM, lambda *_: told.append(1)); stop(); sys.exit()", 75),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); stop()", 75),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); stop()", 75),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); stop()", 3),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); told = [1]; stop()", 0),
+        ("signal.signal(signal.SIGTERM, signal.SIG_DFL); stop()", -signal.SIGTERM),
+        # Whoever takes over and then tells the handler before decides itself when to leave.
+        (
+            (
+                "before = signal.getsignal(signal.SIGTERM)\n"
+                "signal.signal(signal.SIGTERM, lambda *a: (told.append(1), before(*a)))\n"
+                "stop(); print('it went on')"
+            ),
+            75,
+        ),
+        ("signal.signal(signal.SIGUSR1, lambda *_: told.append(1)); os.kill(os.getpid(), signal.SIGUSR1)", 0),
+    ],
+    ids=[
+        *("runs to its end", "sys.exit", "exits in its handler", "exits as a shell would", "fails"),
+        *("ignores", "dies", "passes it on", "another signal"),
+    ],
+)
+def test_a_script_that_was_told_to_stop_is_complete_only_if_it_ignores_that(run, rest, code):
+    """Exit code 0 does not tell whether it came to its end; continued, a complete one ends at once."""
+    assert start(run, HEAD + rest).wait(30) == code
+    assert ("SIGTERM came, and the script left with exit code" in log(run)) is (code == 75)
+    assert ("it went on" in log(run)) is ("it went on" in rest)
+    assert run.failure(4, 1).exists() is (code == 3)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_that_is_ended_by_sigterm_is_not_the_rank(run, method):
+    text = f"""
+import multiprocessing, time
+if __name__ == "__main__":
+    with multiprocessing.get_context("{method}").Pool(2) as pool:
+        print(pool.map(abs, [-1, 2]))
+"""
+    assert start(run, text).wait(30) == 0
+    assert "[1, 2]" in log(run)
+    assert "to be continued" not in log(run)
+
+
+def test_a_handler_that_waits_for_other_ranks_for_ever_is_left(run):
+    """As Lightning's, which broadcasts while another rank is in another exchange."""
+    text = """
+import os, signal, time
+from hpctrain.runtime import stop_notes
+stop_notes.STUCK_S, stop_notes.LOOK_EVERY_S = 1.0, 0.1
+names = {"__name__": "torch.distributed.fake", "time": time}
+exec("def broadcast(): time.sleep(300)", names)
+signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    assert start(run, text).wait(30) == 75
+    assert "handler of SIGTERM has waited for other ranks" in log(run)
+    assert "in broadcast" in log(run)
+
+
+def test_a_handler_that_takes_its_time_to_save_is_not_disturbed(run):
+    text = """
+import os, signal, sys, time
+from hpctrain.runtime import stop_notes
+stop_notes.STUCK_S, stop_notes.LOOK_EVERY_S = 0.2, 0.05
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved"), sys.exit(0)))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    assert start(run, text).wait(30) == 75
+    assert "saved" in log(run)
