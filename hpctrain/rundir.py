@@ -30,12 +30,16 @@ RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 #: The number of the task of a job array that a rank belongs to.
 ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
+#: The copy of the code that a rank runs, and the working tree that was copied.
+CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
+CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
 #: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
 _RANK_LOG = re.compile(r"rank-(\d{5,})\.log")
+_CODE_FOLDER = re.compile(r"submission-(\d{3,})")
 _TASK_FOLDER = re.compile(r"task-(\d+)")
 
 
@@ -64,6 +68,16 @@ class RunDir:
     def job_script(self) -> Path:
         """The script as it was handed to the scheduler."""
         return self.path / "job.sbatch"
+
+    @property
+    def git_ignore(self) -> Path:
+        """Keeps the run out of the repository in which it lies, and out of copies of it."""
+        return self.path / ".gitignore"
+
+    def new_code(self) -> Path:
+        """The place for the copy of the code of a new submission."""
+        folder = self.path / "code"
+        return folder / f"submission-{max(_numbered(folder, _CODE_FOLDER), default=-1) + 1:03d}"
 
     @property
     def function(self) -> Path:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpctrain.cluster.defaults import names_of_defaults
-from hpctrain.rundir import ARRAY_TASK_VARIABLE, ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.rundir import (
+    ARRAY_TASK_VARIABLE,
+    ATTEMPT_VARIABLE,
+    CODE_SOURCE_VARIABLE,
+    CODE_VARIABLE,
+    LIFELINE_VARIABLE,
+    RUN_DIR_VARIABLE,
+)
 
 #: Variables of Slurm that say where the cluster is; all other SLURM_* speak of the job around this
 #: process, and a job submitted from within a job must not inherit them.
@@ -26,6 +33,8 @@ _RANK_VARIABLES = frozenset(
         RUN_DIR_VARIABLE,
         ATTEMPT_VARIABLE,
         ARRAY_TASK_VARIABLE,
+        CODE_VARIABLE,
+        CODE_SOURCE_VARIABLE,
         LIFELINE_VARIABLE,
         "RANK",
         "LOCAL_RANK",

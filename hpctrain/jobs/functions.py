@@ -71,7 +71,7 @@ def submit_calls(
         submission = prepare(
             _SCRIPT,
             [],
-            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir, "snapshot": False}),
             # Over what a file of options may say: how many tasks there are is how many calls.
             assignments=[f"array={array}"],
             environ=environ,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Literal, TypedDict, get_type_hints
 
+from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
 from hpctrain.jobs.launcher import LauncherName, RendezvousBackend, Torchrun
 from hpctrain.jobs.option import About, Kind, Option
 from hpctrain.jobs.shell import is_folder_of_conda
@@ -113,6 +114,21 @@ class _Run(TypedDict, total=False):
             default=JobSpec.max_failures,
             help="Crashes in a row, with no new checkpoint between them, that end the run.",
         ),
+    ]
+
+
+class _Code(TypedDict, total=False):
+    """Code."""
+
+    snapshot: Annotated[
+        bool,
+        About(
+            default_words="yes",
+            help="Copy what git tracks, local changes and new files into the run folder, and run the copy.",
+        ),
+    ]
+    snapshot_limit: Annotated[
+        int, About(metavar="MB", default=DEFAULT_LIMIT_MB, help="How much may be copied, in megabytes.")
     ]
 
 
@@ -307,12 +323,12 @@ class _Sources(TypedDict, total=False):
 
 
 class SubmitOptions(
-    _Size, _Run, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources, total=False
+    _Size, _Run, _Code, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources, total=False
 ):
     """Everything that can be asked of a submission besides the script and its arguments."""
 
 
-_GROUPS = (_Size, _Run, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
+_GROUPS = (_Size, _Run, _Code, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
 
 
 @cache

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import Backend, choose_backend
@@ -16,6 +17,9 @@ from hpctrain.jobs.lint import check_files
 from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.render import render
 from hpctrain.jobs.spec import BackendName, JobSpec
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Submission:
     prospects: tuple[str, ...]
     backend: Backend
     environ: Mapping[str, str]
+    #: What is copied into the run folder; None where the script itself is run.
+    snapshot: Snapshot | None = None
 
 
 def prepare(
@@ -82,9 +88,16 @@ def _prepare(
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python)
     check_files(spec)
+    snapshot = None
+    if asked.get("snapshot", True):
+        # Most of the time that it takes to import goes into what runs git.
+        from hpctrain.jobs.snapshot import plan_snapshot
+
+        snapshot, why_none = plan_snapshot(spec.script, asked["snapshot_limit"], environ)
+        notes += why_none
     text = render(spec)
     outlook = backend.check(spec, text, settings.site)
-    return Submission(spec, text, (*notes, *outlook.notes), outlook.prospects, backend, environ)
+    return Submission(spec, text, (*notes, *outlook.notes), outlook.prospects, backend, environ, snapshot)
 
 
 def _resolve_runs(

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from hpctrain.errors import SpecError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.array import Array
+from hpctrain.jobs.copied_code import Code
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec_checks import check_spec
@@ -76,11 +77,18 @@ class JobSpec:
     """What the batch script readies before the supervisor starts."""
     torchrun: Torchrun | None = None
     """How an agent of torchrun on each node starts the ranks; None starts each by itself."""
+    code: Code | None = None
+    """The copy of the code that the ranks run; None where they run the script itself."""
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.nodes * self.tasks_per_node
+
+    @property
+    def entry(self) -> str:
+        """Path of the script that the ranks run."""
+        return self.script if self.code is None else self.code.script
 
     @property
     def processes_per_node(self) -> int:
@@ -155,7 +163,7 @@ class JobSpec:
 
 
 #: Fields that are mappings in the file.
-_PARTS: dict[str, Callable[..., Any]] = {"shell": Shell, "torchrun": Torchrun}
+_PARTS: dict[str, Callable[..., Any]] = {"shell": Shell, "torchrun": Torchrun, "code": Code}
 
 
 def _listed(values: Mapping[str, Any]) -> dict[str, Any]:

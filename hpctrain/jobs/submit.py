@@ -6,7 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -40,9 +41,14 @@ def hand_over(submission: Submission, functions: Sequence[bytes] = ()) -> Run:
     run = Run(folder, submission.environ)
     tasks = spec.tasks()
     try:
-        with _claimed(run, list(map(_folder, tasks))) as lock:
+        with (
+            _claimed(run, list(map(_folder, tasks))) as lock,
+            submission.snapshot.taken(folder) if submission.snapshot else nullcontext() as code,
+        ):
+            spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
             for part in (spec, *tasks):
                 _write(part)
+            write_atomic(folder.git_ignore, "*\n", durable=False)
             for part, function in zip(tasks or [spec], functions, strict=False):
                 write_atomic(_folder(part).function, function, durable=part.array_task is None)
             write_atomic(folder.job_script, submission.script)
@@ -163,7 +169,7 @@ def _still_going(run: Run) -> SpecError:
 
 
 def _remove_traces(folder: RunDir) -> None:
-    for path in (folder.spec, folder.job_script, folder.slurm_log, folder.lock):
+    for path in (folder.spec, folder.job_script, folder.slurm_log, folder.lock, folder.git_ignore):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.logs.rmdir()

@@ -9,7 +9,7 @@ from hpctrain.jobs.spec import JobSpec
 
 def command_of(spec: JobSpec) -> list[str]:
     """The command of each process of a step: a rank, or an agent that starts those of its node."""
-    words = json.dumps([spec.script, *spec.args])
+    words = json.dumps([spec.entry, *spec.args])
     if spec.torchrun is None:
         return [*_module(spec, "worker"), words]
     plan = {

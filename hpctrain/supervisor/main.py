@@ -12,7 +12,14 @@ from types import FrameType
 
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import ARRAY_TASK_VARIABLE, ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import (
+    ARRAY_TASK_VARIABLE,
+    ATTEMPT_VARIABLE,
+    CODE_SOURCE_VARIABLE,
+    CODE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDir,
+)
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.command import command_of
 from hpctrain.supervisor.decide import Action, History, Outcome, Will, decide
@@ -93,6 +100,8 @@ class Supervisor:
                 RUN_DIR_VARIABLE: str(self._run.path),
                 ATTEMPT_VARIABLE: str(attempt),
             }
+            if spec.code is not None:
+                variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
             if spec.array_task is not None:
                 variables[ARRAY_TASK_VARIABLE] = str(spec.array_task)
             self._run.log_event(

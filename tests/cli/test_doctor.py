@@ -28,7 +28,9 @@ def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
     assert found["profile"]["site"]["slurm"]["cluster"] == slurm.name
 
     env = {**slurm.env, "HPCTRAIN_SITE_CONFIG": str(tmp_path / "site.yaml")}
-    submit = hpctrain("submit", "--dry-run", "--time", "30", "--gpus-per-node", "2", "train.py", env=env)
+    submit = hpctrain(
+        "submit", "--dry-run", "--no-snapshot", "--time", "30", "--gpus-per-node", "2", "train.py", env=env
+    )
     assert submit.returncode == 0, submit.stderr
     assert submit.stderr.splitlines() == [
         f"Slurm expects to start it at once, on {slurm.nodes[0]}, partition preemptible.",

@@ -96,12 +96,15 @@ def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., Su
 
     def call(*args: str, environ: Mapping[str, str] | None = None, **options: Any) -> Submission:
         options.setdefault("backend", "local")
+        if "script" not in options:
+            # The usual one lies in no repository, which would be said each time.
+            options.setdefault("snapshot", False)
         return prepare(
             options.pop("script", script),
             args,
             options,
             environ=environment() if environ is None else environ,
-            cwd=tmp_path,
+            cwd=options.pop("cwd", tmp_path),
             python=options.pop("python", fake_python),
         )
 
