@@ -11,6 +11,9 @@ from typing import Any
 MAX_STOPS = 10
 #: An attempt that lasted longer than this may have got somewhere: a script may save without our knowing.
 SHORT_ATTEMPT_S = 300.0
+#: Files that a script writes may say nothing of its progress: one that starts anew writes them anew.
+#: So the crashes between which it only wrote files are at most this many times as many as those in a row.
+CRASHES_PER_FAILURE = 10
 
 
 @dataclass(frozen=True)
@@ -21,23 +24,31 @@ class History:
     """Crashes in a row, with no new checkpoint between them."""
     stops: int = 0
     """Short attempts in a row that ended with a stop, with no new checkpoint between them."""
+    crashes: int = 0
+    """Crashes since the last checkpoint of which the step is known."""
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
-        """Count over the run's events, oldest first. A step saved a second time is no new checkpoint."""
-        failures = stops = newest = 0
+        """Count over the run's events, oldest first.
+
+        A step saved a second time is no new checkpoint. Of a script's own checkpoints the step is not known.
+        """
+        failures = stops = crashes = newest = 0
         for event in events:
             match event.get("kind"):
                 case "submitted":
+                    failures = stops = crashes = 0
+                case "checkpoint" if event["step"] is None:
                     failures = stops = 0
                 case "checkpoint" if event["step"] > newest:
                     newest = event["step"]
-                    failures = stops = 0
+                    failures = stops = crashes = 0
                 case "failure" if event.get("rank") is not None:
                     failures += 1
+                    crashes += 1
                 case "requeue":
                     stops = stops + 1 if event.get("seconds", 0.0) < SHORT_ATTEMPT_S else 0
-        return cls(failures, stops)
+        return cls(failures, stops, crashes)
 
 
 class Outcome(Enum):
@@ -102,7 +113,9 @@ def decide(
     match outcome:
         case Outcome.STOPPED:
             return Action.REQUEUE if history.stops < MAX_STOPS else Action.FAIL
-        case Outcome.FAILED | Outcome.NOT_STARTED if history.failures >= max_failures:
+        case Outcome.FAILED | Outcome.NOT_STARTED if (
+            history.failures >= max_failures or history.crashes >= CRASHES_PER_FAILURE * max_failures
+        ):
             return Action.FAIL
         case Outcome.FAILED:
             return Action.REQUEUE if time_is_short else Action.RESTART

@@ -28,6 +28,7 @@ from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.rendezvous import Rendezvous
 from hpctrain.supervisor.scheduler import LocalJob, Scheduler, SlurmJob
+from hpctrain.supervisor.script_checkpoints import ScriptCheckpoints
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
 from hpctrain.supervisor.submission import join_record, own_run
@@ -94,6 +95,7 @@ class Supervisor:
             signal_lead_s=spec.signal_lead_s,
             process="rank" if spec.torchrun is None else "agent",
         )
+        scripts_own = ScriptCheckpoints(self._run.checkpoints)
         with Rendezvous(self._launcher.address) as rendezvous:
             variables = {
                 **rendezvous.variables,
@@ -114,6 +116,8 @@ class Supervisor:
                 outcome = watch.until_end(step)
             finally:
                 step.close()
+        if (path := scripts_own.newest_since()) is not None:
+            self._run.log_event("checkpoint", attempt, step=None, path=str(path))
         cause = None
         if outcome is Outcome.NOT_STARTED:
             cause = self._note_refusal(attempt, watch)

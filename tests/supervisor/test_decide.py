@@ -24,6 +24,8 @@ from hpctrain.supervisor.step import Ending, TaskExit
         (Outcome.FAILED, Will.GO_ON, History(failures=1), Action.RESTART),
         (Outcome.FAILED, Will.GO_ON, History(failures=2), Action.RESTART),
         (Outcome.FAILED, Will.GO_ON, History(failures=3), Action.FAIL),
+        (Outcome.FAILED, Will.GO_ON, History(failures=1, crashes=29), Action.RESTART),
+        (Outcome.FAILED, Will.GO_ON, History(failures=1, crashes=30), Action.FAIL),
         (Outcome.NOT_STARTED, Will.GO_ON, History(failures=2), Action.REQUEUE),
         (Outcome.NOT_STARTED, Will.GO_ON, History(failures=3), Action.FAIL),
         (Outcome.NOT_STARTED, Will.LEAVE, History(failures=1), Action.LEAVE),
@@ -55,10 +57,15 @@ FAILURE, REQUEUE = event("failure", rank=1), event("requeue", seconds=20.0)
     ("events", "history"),
     [
         ([], History()),
-        ([FAILURE, FAILURE], History(failures=2)),
-        ([FAILURE, event("checkpoint", step=5), FAILURE], History(failures=1)),
-        ([event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), FAILURE], History(failures=2)),
-        ([REQUEUE, REQUEUE, FAILURE], History(failures=1, stops=2)),
+        ([FAILURE, FAILURE], History(failures=2, crashes=2)),
+        ([FAILURE, event("checkpoint", step=5), FAILURE], History(failures=1, crashes=1)),
+        (
+            [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), FAILURE],
+            History(failures=2, crashes=2),
+        ),
+        ([REQUEUE, REQUEUE, FAILURE], History(failures=1, stops=2, crashes=1)),
+        # Of a script's own checkpoints only that there is a new one is known.
+        ([FAILURE, REQUEUE, event("checkpoint", step=None), FAILURE], History(failures=1, crashes=2)),
         ([FAILURE, REQUEUE, event("submitted")], History()),
         # A script that saves by its own means is not given up because it is preempted every hour.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
