@@ -179,4 +179,6 @@ def describe(event: dict[str, Any]) -> str | None:
             return f"attempt {attempt}: the workers are started again"
         case "requeue":
             return f"attempt {attempt}: the job goes back to the queue"
+        case "finished" if event.get("note"):
+            return f"attempt {attempt}: {event['note']}"
     return None

@@ -46,6 +46,7 @@ class Supervisor:
         self._run, self._spec = run, spec
         self._launcher, self._scheduler = launcher, scheduler
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._ranks_met = False
 
     def run(self) -> int:
         """Start the workers as often as it takes. Returns the exit code of the job."""
@@ -79,7 +80,7 @@ class Supervisor:
                 case Action.LEAVE:
                     return EXIT_CONTINUE
                 case Action.COMPLETE:
-                    return self._finish(attempt, "COMPLETED")
+                    return self._finish(attempt, "COMPLETED", note=self._doubt())
                 case Action.CANCEL:
                     return self._finish(attempt, "CANCELLED")
                 case Action.FAIL:
@@ -114,6 +115,7 @@ class Supervisor:
             try:
                 rendezvous.serve()
                 outcome = watch.until_end(step)
+                self._ranks_met = rendezvous.was_used()
             finally:
                 step.close()
         if (path := scripts_own.newest_since()) is not None:
@@ -181,10 +183,20 @@ class Supervisor:
             return False
         return left is not None and left <= self._spec.signal_lead_s
 
-    def _finish(self, attempt: int, state: str, cause: str | None = None) -> int:
+    def _doubt(self) -> str | None:
+        """What is odd about a run that has completed."""
+        if self._spec.world_size == 1 or self._ranks_met:
+            return None
+        return (
+            f"none of the {self._spec.world_size} ranks made a process group. "
+            "If they were to train together, each has trained on its own."
+        )
+
+    def _finish(self, attempt: int, state: str, cause: str | None = None, note: str | None = None) -> int:
         exit_code = {"COMPLETED": 0, "CANCELLED": 0}.get(state, RunFailed.exit_code)
-        self._run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause)
-        log.info("run %s%s", state, f": {cause}" if cause else "")
+        more = {"note": note} if note else {}
+        self._run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause, **more)
+        log.info("run %s%s", state, "".join(f": {words}" for words in (cause, note) if words))
         return exit_code
 
     def _wait_for_the_end(self) -> int:

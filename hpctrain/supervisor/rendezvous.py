@@ -53,6 +53,10 @@ class Rendezvous:
         )
         self._socket = None
 
+    def was_used(self) -> bool:
+        """Whether any rank has left something in the store, as all do that make a process group."""
+        return self._store is not None and self._store.num_keys() > 0
+
     def __enter__(self) -> Self:
         return self
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 
 import pytest
+from torch.distributed import TCPStore
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.spec import JobSpec
@@ -27,7 +29,7 @@ class PretendStep:
 
 
 class PretendLauncher:
-    """Each start brings the next of `attempts` about."""
+    """Each start brings the next of `attempts` about: events, or what is done before them."""
 
     address = "127.0.0.1"
 
@@ -37,7 +39,10 @@ class PretendLauncher:
 
     def start(self, command, variables, emit):
         for event in self.attempts.pop(0):
-            emit(event)
+            if callable(event):
+                event(variables, emit)
+            else:
+                emit(event)
         return PretendStep()
 
 
@@ -108,6 +113,45 @@ def test_three_crashes_end_the_run_with_the_cause(run):
     assert supervise(run, [KILLED, KILLED, KILLED]) == 4
     assert finished(run)["state"] == "FAILED"
     assert "rank 1 on n2: SIGKILL" in finished(run)["cause"]
+
+
+def test_a_scripts_own_checkpoints_count_as_progress(run):
+    def save(_variables, _emit):
+        run.checkpoints.mkdir(exist_ok=True)
+        (run.checkpoints / "last.ckpt").write_text(str(len(run.attempts())))
+
+    saved = [save, *KILLED]
+    assert supervise(run, [KILLED, KILLED, saved, KILLED, saved, KILLED, DONE]) == 0
+    paths = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
+    assert paths == [str(run.checkpoints / "last.ckpt")] * 2
+
+
+def test_a_script_that_crashes_after_writing_the_same_files_again_is_given_up(run):
+    def save(_variables, _emit):
+        run.checkpoints.mkdir(exist_ok=True)
+        (run.checkpoints / "last.ckpt").write_text(str(len(run.attempts())))
+
+    assert supervise(run, [[save, *KILLED]] * 30) == 4
+
+
+def test_ranks_that_never_met_are_remarked(run):
+    assert supervise(run, [DONE]) == 0
+    assert "none of the 2 ranks made a process group" in finished(run)["note"]
+
+
+def test_ranks_that_met_are_not_remarked(run):
+    def meet(variables, emit):
+        where = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+
+        def rank():
+            TCPStore(*where, is_master=False, wait_for_workers=False).set("rank", "0")
+            emit(StepEnded(0))
+
+        # The store answers only when the ranks have been started.
+        threading.Thread(target=rank).start()
+
+    assert supervise(run, [[meet]]) == 0
+    assert "note" not in finished(run)
 
 
 def write_exception(run, rank, message="no such thing", final=True):
