@@ -12,9 +12,10 @@ from hpctrain.jobs.runs import Run
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox import Sandbox
 
-#: What a script may call: the run's own word on its end, as a supervisor writes it.
+#: What a script may call: the run's own word on its end, as a supervisor writes it, after its submission's.
 _END = """
 finish() {
+    until [ -s events.jsonl ]; do sleep 0.05; done
     printf '{"time": %s, "attempt": 0, "kind": "finished", "state": "%s"}\\n' $(date +%s) $1 >>events.jsonl
 }
 """

@@ -216,12 +216,12 @@ def test_time_limits_and_lost_nodes_are_told_apart(cluster, tmp_path):
         cluster.box.start_node(cluster.box.nodes[3])
 
 
-def array(slurm: Slurm, folder: Path, script: str, tasks: int, *options: str) -> Run:
+def array(slurm: Slurm, folder: Path, script: str, tasks: int, *options: str, at_once: int = 20) -> Run:
     """Submit a job array, each task a run in a folder of its own, in which the script runs."""
     begin = "cd task-$SLURM_ARRAY_TASK_ID\n"
     for index in range(tasks):
         (folder / f"task-{index}").mkdir(parents=True)
-    job_id = slurm.sbatch(folder, begin + script, f"--array=0-{tasks - 1}", "--ntasks=1", *options)
+    job_id = slurm.sbatch(folder, begin + script, f"--array=0-{tasks - 1}%{at_once}", "--ntasks=1", *options)
     for index in range(tasks):
         slurm.record(folder / f"task-{index}", f"{job_id}_{index}")
     return slurm.record(folder, job_id)
@@ -251,8 +251,7 @@ def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) 
 
 def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
     script = "sleep 0.3\n[ $SLURM_ARRAY_TASK_ID != 7 ] || exit 1\nfinish COMPLETED"
-    run = array(cluster, tmp_path / "r", script, 20)
-    cluster.command("scontrol", "update", f"JobId={run.job_id}", "ArrayTaskThrottle=4")
+    run = array(cluster, tmp_path / "r", script, 20, at_once=4)
     words = set()
     for whole in follow_tasks(run, 60, {7: "PENDING RUNNING FAILED"}):
         assert whole.state in (RunState.PENDING, RunState.RUNNING, RunState.FAILED)
@@ -313,8 +312,7 @@ def test_a_task_is_requeued_alone_while_others_wait(slurm, tmp_path):
         "trap 'echo TERM >>../$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
     )
     script = f'srun bash -c "{rank}"\nscontrol requeue $SLURM_JOB_ID\nsleep 60'
-    run = array(cluster, tmp_path / "r", script, 4)
-    cluster.command("scontrol", "update", f"JobId={run.job_id}", "ArrayTaskThrottle=2")
+    run = array(cluster, tmp_path / "r", script, 4, at_once=2)
     first, second, third, _ = run.tasks()
     try:
         for task in (first, second):

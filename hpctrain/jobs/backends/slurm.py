@@ -85,13 +85,25 @@ class SlurmBackend:
         # signal, and scancel sends it again and again for a minute.
         named = [job.job_id for job in jobs]
         deadline = time.monotonic() + _STEP_LIMIT_S
-        while (trouble := self._stop_steps(named)) is not None:
-            if time.monotonic() > deadline:
-                raise SchedulerError(
-                    f"No rank of job {', '.join(named)} is running ({trouble}): they are being started, or "
-                    "have just left. Try again in some seconds."
-                )
+        told: set[str] = set()
+        while time.monotonic() < deadline:
+            steps = steps_of(named, self._outer)
+            if told and told.isdisjoint(steps):
+                return
+            try:
+                if steps:
+                    self._run(["scancel", "--signal=TERM", *steps])
+                    return
+            except SchedulerError as error:
+                # Scancel signals twice, and the second time the step may be gone.
+                if "Invalid job id" not in str(error):
+                    raise
+                told.update(steps)
             time.sleep(0.2)
+        raise SchedulerError(
+            f"No rank of job {', '.join(named)} is running: they are being started, or have just left. "
+            "Try again in some seconds."
+        )
 
     def lift_hold(self, jobs: Sequence[Job]) -> bool:
         named = ",".join(job.job_id for job in jobs)
@@ -100,19 +112,6 @@ class SlurmBackend:
         except SchedulerError:
             return False
         return True
-
-    def _stop_steps(self, job_ids: Sequence[str]) -> str | None:
-        """Send SIGTERM to the steps of the jobs; says why not, where there seems to be none."""
-        if not (steps := steps_of(job_ids, self._outer)):
-            return "squeue lists no step"
-        try:
-            self._run(["scancel", "--signal=TERM", *steps])
-        except SchedulerError as error:
-            # What scancel says of a step that is listed already, or still.
-            if "Invalid job id" not in str(error):
-                raise
-            return str(error)
-        return None
 
     def _run(self, command: Sequence[str], *, timeout_s: float = COMMAND_LIMIT_S) -> str:
         return run_slurm(command, self._outer, timeout_s=timeout_s)
