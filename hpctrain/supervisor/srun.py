@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Mapping
 
 from hpctrain.cluster import expand_hostlist
+from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.environment import outer_environment
@@ -20,6 +20,8 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.supervisor.scheduler import own_job_id
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 
+#: Nodes that are asked for the way to them: where a resolver hangs, each costs seconds.
+_HOSTS_ASKED = 4
 #: Variables of the batch script that srun would take for options of the step.
 _JOB_SHAPE = (
     "SLURM_NTASKS",
@@ -159,11 +161,7 @@ def _address_of_this_host(hosts: list[str]) -> str:
     A host's own name often resolves to a loopback address on itself, so the name is not asked: the kernel
     tells which address it would use towards another node. Nothing is sent.
     """
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for host in hosts[1:]:
-            try:
-                probe.connect((host, 9))
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
+    for host in hosts[1:_HOSTS_ASKED]:
+        with contextlib.suppress(OSError):
+            return address_towards(host)
     return hosts[0] if len(hosts) > 1 else "127.0.0.1"
