@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from hpctrain.cluster.connections import allow_connections
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import (
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 #: After a requeue Slurm ends this process, which waits for that, lest the batch script end by itself.
 _REQUEUE_LIMIT_S = 60.0
+
+#: To the store: one for its process group, and one where it reports a failure.
+_CONNECTIONS_PER_RANK = 2
 
 
 class Supervisor:
@@ -232,6 +236,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
         spec = JobSpec.load(run.spec)
         if spec.array is not None:
             return LocalArray(run, spec, environ).run()
+        allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
         if spec.backend == "slurm":
             return Supervisor(run, spec, SrunLauncher(spec, environ), SlurmJob(environ)).run()
         return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec)).run()

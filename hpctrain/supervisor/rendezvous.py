@@ -25,8 +25,7 @@ class Rendezvous:
         """
         self._address = address
         # The store asks nobody who they are: other hosts reach it only where ranks are there.
-        interface = address if address == "127.0.0.1" else ""
-        self._socket: socket.socket | None = socket.create_server((interface, 0), backlog=socket.SOMAXCONN)
+        self._socket: socket.socket | None = _listen(address if address == "127.0.0.1" else "")
         self._port: int = self._socket.getsockname()[1]
         self._store: Any = None
 
@@ -66,3 +65,12 @@ class Rendezvous:
         self._store = None
         if self._socket is not None:
             self._socket.close()
+
+
+def _listen(interface: str) -> socket.socket:
+    """A socket that listens at a free port, for IPv4 and IPv6 alike where it is meant for all interfaces."""
+    if not interface and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+        )
+    return socket.create_server((interface, 0), backlog=socket.SOMAXCONN)
