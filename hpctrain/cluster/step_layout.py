@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.cluster.hostlist import expand_hostlist
-from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_int
+from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_hosts, read_int
 from hpctrain.errors import EnvironmentMismatch
 
 HOSTS, TASKS, NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"
@@ -80,7 +79,7 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
                 "srun sets got lost. Start with srun, or set "
                 f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
             )
-    hosts, counts = expand_hostlist(environ[HOSTS]), parse_tasks_per_node(environ[TASKS], TASKS)
+    hosts, counts = read_hosts(environ, HOSTS), parse_tasks_per_node(environ[TASKS], TASKS)
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
     if sum(counts) != num_tasks:
         raise EnvironmentMismatch(
@@ -128,9 +127,9 @@ def _in_order_of_node_ranks(environ: Mapping[str, str], hosts: list[str]) -> tup
     """The names as SLURM_NODEID counts them, and the variables that tell it."""
     here = set(hosts)
     for prefix in _COMPONENTS:
-        lists = {name.removeprefix(prefix): environ[name] for name in environ if name.startswith(prefix)}
-        numbers = sorted(int(number) for number in lists if number.isdecimal())
-        ordered = [host for n in numbers for host in expand_hostlist(lists[str(n)]) if host in here]
+        numbers = [name.removeprefix(prefix) for name in environ if name.startswith(prefix)]
+        components = sorted((number for number in numbers if number.isdecimal()), key=int)
+        ordered = [host for n in components for host in read_hosts(environ, f"{prefix}{n}") if host in here]
         if len(ordered) == len(hosts):
             return ordered, f"{prefix}* in {HOSTS}"
     return hosts, HOSTS

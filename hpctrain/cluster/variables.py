@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.errors import EnvironmentMismatch
+from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.errors import EnvironmentMismatch, UserError
 
 #: Overrides the search: the name of the environment to believe.
 ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
@@ -21,16 +22,34 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
     Raises:
         EnvironmentMismatch: the variable is missing or holds no whole number.
     """
-    text = environ.get(name)
-    if not text:
-        raise EnvironmentMismatch(
-            f"{name} is not set, though its neighbours are: this is a part of what a launcher sets. Start "
-            f"with srun, torchrun or mpirun; or set {ENVIRONMENT_VARIABLE}=local for a process that is alone."
-        )
+    text = _read(environ, name)
     try:
         return int(text)
     except ValueError:
         raise EnvironmentMismatch(f"{name} is {text!r}, which is not a whole number.") from None
+
+
+def read_hosts(environ: Mapping[str, str], name: str) -> list[str]:
+    """The hosts of the node list in variable `name`, in its order.
+
+    Raises:
+        EnvironmentMismatch: the variable is missing or holds no list of nodes.
+    """
+    try:
+        return expand_hostlist(_read(environ, name))
+    except EnvironmentMismatch:
+        raise
+    except UserError as error:
+        raise EnvironmentMismatch(f"{name}: {error}") from None
+
+
+def _read(environ: Mapping[str, str], name: str) -> str:
+    if text := environ.get(name):
+        return text
+    raise EnvironmentMismatch(
+        f"{name} is not set, though its neighbours are: this is a part of what a launcher sets. Start "
+        f"with srun, torchrun or mpirun; or set {ENVIRONMENT_VARIABLE}=local for a process that is alone."
+    )
 
 
 def believe(*environments: str) -> str:

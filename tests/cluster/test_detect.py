@@ -341,6 +341,7 @@ def test_an_unknown_environment_is_told_the_nearest():
         ({"SLURMD_NODENAME": "n7"}, ["'n7'", "SLURM_STEP_NODELIST=n[1-2]"]),
         ({"SLURM_NODEID": "0"}, ["rank 5 is on n2 (SLURMD_NODENAME), node 0 (SLURM_NODEID)", "MASTER_ADDR"]),
         ({"SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST is not set", "HPCTRAIN_ENVIRONMENT=local"]),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, ["SLURM_STEP_NODELIST: ", "'n[1-'"]),
     ],
 )
 def test_contradictions_of_slurm_are_refused_with_both_values(change, words):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.cluster.hostlist import expand_hostlist
 from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import read_int
+from hpctrain.cluster.variables import read_hosts, read_int
 
 _NAMES = Names(
     rank="PMI_RANK",
@@ -63,7 +62,7 @@ def _nodes_of_proxies(environ: Mapping[str, str]) -> Nodes | None:
     return Nodes(
         read_int(environ, "SLURM_NODEID"),
         read_int(environ, "SLURM_STEP_NUM_NODES"),
-        expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))[0],
+        read_hosts(environ, "SLURM_STEP_NODELIST")[0],
         {
             "node_rank": "SLURM_NODEID",
             "num_nodes": "SLURM_STEP_NUM_NODES",

@@ -14,10 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from hpctrain.cluster.hostlist import expand_hostlist
 from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import believe, first_of, read_int
+from hpctrain.cluster.variables import believe, first_of, read_hosts, read_int
 from hpctrain.errors import EnvironmentMismatch
 
 _NAMES = Names(
@@ -81,7 +80,7 @@ def _nodes(environ: Mapping[str, str]) -> Nodes:
 
 
 def _nodes_of_slurm_job(environ: Mapping[str, str]) -> Nodes | None:
-    hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+    hosts = read_hosts(environ, "SLURM_JOB_NODELIST")
     name = environ.get("SLURMD_NODENAME")
     if name not in hosts or environ.get(_NUM_NODES) != str(len(hosts)):
         return None
