@@ -41,6 +41,7 @@ def join() -> torch.device:
 
 def save(path: str, state: dict) -> None:
     """Replace the file at once: a kill in the middle leaves the one before."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     torch.save(state, path + ".tmp")
     os.replace(path + ".tmp", path)
 
@@ -53,8 +54,8 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def main() -> None:
-    # hpctrain names the folder of the run; without it, the file lies where the script was started.
-    folder = os.environ.get("HPCTRAIN_RUN_DIR", ".")
+    # hpctrain names the folder of the run; without it, the file lies below where the script was started.
+    folder = os.path.join(os.environ.get("HPCTRAIN_RUN_DIR", "."), "checkpoints")
     parser = argparse.ArgumentParser(description="Fit a sine with plain PyTorch.")
     parser.add_argument("--max-steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")

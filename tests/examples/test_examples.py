@@ -93,7 +93,7 @@ def test_gpt_loss_falls(tmp_path: Path) -> None:
 def test_plain_ddp_alone(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "plain_ddp.py", "--max-steps", "100", cwd=tmp_path)
     assert "step 100: loss" in output
-    assert (tmp_path / "plain_ddp.pt").exists()
+    assert (tmp_path / "checkpoints" / "plain_ddp.pt").exists()
 
 
 def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
     script = [EXAMPLES / "plain_ddp.py", "--max-steps", "2000", "--save-every", "100"]
     shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
     run(*HPCTRAIN, "submit", *shape, "--run-dir", run_dir, *script, cwd=tmp_path)
-    wait_for((run_dir / "plain_ddp.pt").exists, 30, "the first checkpoint of plain_ddp.py")
+    wait_for((run_dir / "checkpoints" / "plain_ddp.pt").exists, 30, "the first checkpoint of plain_ddp.py")
     run(*HPCTRAIN, "requeue", run_dir, cwd=tmp_path)
     run(*HPCTRAIN, "wait", run_dir, cwd=tmp_path)
     undisturbed = run(*TORCHRUN, *script, "--checkpoint", tmp_path / "other.pt", cwd=tmp_path)

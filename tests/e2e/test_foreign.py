@@ -1,0 +1,196 @@
+"""Scripts that know nothing of hpctrain, disturbed: plain DDP, Lightning, Accelerate, each with its checkpoints.
+
+They run as they stand in `examples/`, on two ranks on two nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from e2e_runs import RUN_LIMIT_S, Run
+from helpers import REPOSITORY, assert_no_process_left, run_command, wait_for
+
+#: A stop of Lightning may take half a minute: its own handler of SIGTERM can lock two ranks up.
+pytestmark = pytest.mark.timeout(400)
+
+SHAPE = ["--nodes", "2", "--tasks-per-node", "1"]
+STEPS = ["--save-every", "100", "--max-steps"]
+#: Enough for a disturbance to come long before the end.
+MAX_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Script:
+    """One of the examples."""
+
+    name: str
+    resumed: str
+    """What rank 0 prints where it goes on from a checkpoint."""
+    finished: str
+    """What it prints last."""
+    world: str
+    """What it prints or leaves in its checkpoint where two ranks train together."""
+    args: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return REPOSITORY / "examples" / f"{self.name}.py"
+
+    def words(self, max_steps: int) -> list[str]:
+        return [str(self.path), *self.args, *STEPS, str(max_steps)]
+
+
+PLAIN = Script("plain_ddp", "continued after step", "step {}: loss", "plain_ddp.pt")
+LIGHTNING = Script(
+    "lightning_sine",
+    "Restored all states from the checkpoint",
+    "trained {} steps",
+    "Starting with 2 processes",
+    ("--num-nodes", "2"),
+)
+ACCELERATE = Script("accelerate_sine", "continued after step", "trained {} steps", "random_states_1.pkl")
+
+
+def long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.fixture
+def place(request) -> tuple[dict[str, str], list[str]]:
+    """(variables, options) of the place to run in, by its name."""
+    if request.param == "local":
+        return {}, ["--backend", "local", *SHAPE]
+    return request.getfixturevalue("slurm").env, SHAPE
+
+
+def submit(place, path: Path, script: Script) -> Run:
+    """Submit the script, and wait until it has saved something."""
+    env, shape = place
+    run = Run(path, env)
+    run.hpctrain("submit", *shape, "--run-dir", str(path), *script.words(MAX_STEPS))
+    saved = run.dir.checkpoints
+    wait_for(lambda: saved.exists() and any(saved.iterdir()), 100, f"the first checkpoint of {script.name}")
+    return run
+
+
+def assert_went_on_and_finished(run: Run, script: Script) -> None:
+    """Nothing was trained from the start again, and the last step was trained."""
+    first, *_, last = (run.dir.rank_log(attempt, 0).read_text() for attempt in run.dir.attempts())
+    assert script.resumed not in first
+    assert script.finished.format(MAX_STEPS) not in first
+    assert script.resumed in last
+    assert script.finished.format(MAX_STEPS) in last
+    assert run.status()["state"] == "COMPLETED"
+    assert_no_process_left(run.path)
+
+
+@contextlib.contextmanager
+def held(run: Run) -> Iterator[None]:
+    """Stop the ranks meanwhile, lest they come to their end before they can be disturbed."""
+    pids = [process.pid for process in run.ranks().values()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("script", "place"),
+    [
+        long(PLAIN, "local"),
+        (LIGHTNING, "local"),
+        long(ACCELERATE, "local"),
+        long(PLAIN, "slurm"),
+        long(LIGHTNING, "slurm"),
+        long(ACCELERATE, "slurm"),
+    ],
+    indirect=["place"],
+    ids=lambda it: getattr(it, "name", it),
+)
+def test_kill_9_of_a_rank(script, place, tmp_path):
+    run = submit(place, tmp_path / "run", script)
+    run.kill_rank(1)
+    assert run.wait() == 0
+    assert [failure["rank"] for failure in run.events("failure")] == [1]
+    assert len(run.events("restart")) == 1
+    assert [event["attempt"] for event in run.events("checkpoint")] == [0, 1]
+    assert_went_on_and_finished(run, script)
+
+
+@pytest.mark.parametrize(
+    ("script", "place"),
+    [
+        long(PLAIN, "local"),
+        long(LIGHTNING, "local"),
+        (ACCELERATE, "local"),
+        long(PLAIN, "slurm"),
+        long(LIGHTNING, "slurm"),
+        long(ACCELERATE, "slurm"),
+    ],
+    indirect=["place"],
+    ids=lambda it: getattr(it, "name", it),
+)
+def test_requeue(script, place, tmp_path):
+    run = submit(place, tmp_path / "run", script)
+    with held(run):
+        run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert len(run.events("requeue")) == 1
+    assert run.events("failure") == []
+    assert_went_on_and_finished(run, script)
+
+
+@pytest.mark.parametrize("script", [PLAIN, long(LIGHTNING), long(ACCELERATE)], ids=lambda it: it.name)
+def test_preempted_by_an_urgent_job(script, slurm, tmp_path):
+    run = submit((slurm.env, SHAPE), tmp_path / "run", script)
+    urgent = [
+        "sbatch",
+        "--partition=urgent",
+        "--nodes=4",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
+    ]
+    with held(run):
+        run_command(urgent, slurm.env)
+        wait_for(lambda: _is_preempted(run), 30, "the preemption")
+    assert run.wait() == 0
+    assert run.events("failure") == []
+    assert_went_on_and_finished(run, script)
+
+
+def _is_preempted(run: Run) -> bool:
+    """Whether Slurm has told the ranks to stop, and to continue, which it does at once."""
+    return all("stopped" not in _state(process.pid) for process in run.ranks().values())
+
+
+def _state(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return next(line for line in text.splitlines() if line.startswith("State:"))
+
+
+@pytest.mark.parametrize("script", [PLAIN, LIGHTNING, long(ACCELERATE)], ids=lambda it: it.name)
+def test_under_srun_by_way_of_exec(script, slurm, tmp_path):
+    """Without a supervisor: the ranks agree on a port themselves."""
+    step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]
+    env = {**slurm.env, "OMP_NUM_THREADS": "1"}
+    done = run_command([*step, sys.executable, *script.words(200)], env, cwd=tmp_path, timeout=RUN_LIMIT_S)
+    assert script.finished.format(200) in done.stdout
+    left = [path.name for path in (tmp_path / "checkpoints").rglob("*")]
+    assert script.world in done.stdout + done.stderr or script.world in left
+    if script is PLAIN:
+        assert done.stdout.count("step 200: loss") == 1
