@@ -73,7 +73,7 @@ class Parcel:
         Raises:
             UserError: a part of it cannot be pickled.
         """
-        paths = tuple(os.path.abspath(path) for path in sys.path)
+        paths = tuple(os.path.realpath(path) for path in sys.path)
         return cls(call.to_bytes(), paths, again)
 
     def open(self) -> Call:

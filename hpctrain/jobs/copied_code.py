@@ -15,5 +15,5 @@ class Code:
     """Root of the working tree that was copied."""
     copy: str
     """Root of the copy, in the run folder."""
-    script: str
-    """Path of the copied script."""
+    script: str | None
+    """Path of the copied script; None where the ranks run one that is not in the working tree."""

@@ -40,8 +40,6 @@ R = TypeVar("R", covariant=True)
 _OURS = {
     "run_dir": "Every job of an executor has a run folder of its own; give their parent as `folder`.",
     "array": "Use map_array(), submit_array() or batch().",
-    "snapshot": "Functions are pickled, and modules that they import are taken from where they lie.",
-    "snapshot_limit": "Functions are pickled, and modules that they import are taken from where they lie.",
 }
 #: How many tasks of an array may run at once, as submitit calls it.
 _AT_ONCE = "array_parallelism"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import shutil
 import sys
@@ -71,12 +72,13 @@ def submit_calls(
         submission = prepare(
             _SCRIPT,
             [],
-            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir, "snapshot": False}),
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
             # Over what a file of options may say: how many tasks there are is how many calls.
             assignments=[f"array={array}"],
             environ=environ,
             cwd=Path.cwd(),
             python=sys.executable,
+            code=_program_folder(),
         )
         for note in submission.notes:
             if note not in told:
@@ -86,6 +88,16 @@ def submit_calls(
             log.info(prospect)
         run = hand_over(submission, parcels)
     return run.tasks() or [run], submission.spec.world_size
+
+
+def _program_folder() -> Path:
+    """Where the modules of this program lie: beside it, or here where it is a tool such as a notebook's."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    folder = Path(os.path.realpath(program)).parent if program else None
+    tools = [Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)]
+    if folder is None or any(folder.is_relative_to(prefix) for prefix in tools):
+        return Path.cwd()
+    return folder
 
 
 @contextmanager

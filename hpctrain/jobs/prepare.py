@@ -49,6 +49,7 @@ def prepare(
     environ: Mapping[str, str],
     cwd: Path,
     python: str,
+    code: Path | None = None,
 ) -> Submission:
     """Decide and check everything about a job; nothing is written and nothing submitted.
 
@@ -61,6 +62,7 @@ def prepare(
         environ: the variables of the submission.
         cwd: the folder in which the script is to run.
         python: the interpreter of supervisor and ranks.
+        code: a folder of the working tree that is copied, where the script does not lie in it.
 
     Raises:
         SpecError: the job cannot be done as asked.
@@ -68,7 +70,7 @@ def prepare(
     """
     settings = resolve(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:
-        return _prepare(script, args, settings, environ, cwd, python)
+        return _prepare(script, args, settings, environ, cwd, python, code)
     except SpecError as error:
         if places := settings.places_of(str(error)):
             raise SpecError(f"{error} ({places})") from error
@@ -82,6 +84,7 @@ def _prepare(
     environ: Mapping[str, str],
     cwd: Path,
     python: str,
+    code: Path | None,
 ) -> Submission:
     asked = settings.options
     backend, notes = choose_backend(asked.get("backend", "auto"), environ)
@@ -93,7 +96,7 @@ def _prepare(
         # Most of the time that it takes to import goes into what runs git.
         from hpctrain.jobs.snapshot import plan_snapshot
 
-        snapshot, why_none = plan_snapshot(spec.script, asked["snapshot_limit"], environ)
+        snapshot, why_none = plan_snapshot(spec.script, asked["snapshot_limit"], environ, folder=code)
         notes += why_none
     text = render(spec)
     outlook = backend.check(spec, text, settings.site)

@@ -26,26 +26,35 @@ class Snapshot:
     """Files of a working tree that are to be copied."""
 
     repository: Repository
-    script: Path
-    """The script's place in the working tree."""
+    script: Path | None
+    """The script's place in the working tree; None where it is elsewhere."""
     files: Mapping[str, bool]
     """Each with whether it is new: not known to git."""
     size_bytes: int
 
     @classmethod
-    def plan(cls, script: str, limit_mb: int, environ: Mapping[str, str]) -> Snapshot:
+    def plan(
+        cls, script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
+    ) -> Snapshot:
         """What there is to copy for a script. Nothing is written.
+
+        Args:
+            script: the script.
+            limit_mb: how much may be copied.
+            environ: the variables that git runs under.
+            folder: a folder of the working tree, where the script does not lie in it.
 
         Raises:
             NoRepository: it is not known what belongs to the script.
             SpecError: there is more than `limit_mb`, or git does not answer.
         """
         path = Path(os.path.realpath(script))
-        repository = Repository.around(path.parent, environ)
-        place = path.relative_to(repository.root)
+        repository = Repository.around(folder or path.parent, environ)
+        place = None if folder else path.relative_to(repository.root)
         files = repository.files()
-        # The script is what was asked for, ignored or not.
-        files.setdefault(str(place), True)
+        if place is not None:
+            # The script is what was asked for, ignored or not.
+            files.setdefault(str(place), True)
         sizes = {name: os.lstat(repository.root / name).st_size for name in files}
         snapshot = cls(repository, place, files, sum(sizes.values()))
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
@@ -71,7 +80,8 @@ class Snapshot:
             self._copy_to(temporary)
             self._record(copy)
             os.rename(temporary, copy)
-            yield Code(source=str(self.repository.root), copy=str(copy), script=str(copy / self.script))
+            script = None if self.script is None else str(copy / self.script)
+            yield Code(source=str(self.repository.root), copy=str(copy), script=script)
         except BaseException as error:
             if not isinstance(error, SubmissionUnclear):
                 _remove(temporary, copy)
@@ -126,9 +136,9 @@ class Snapshot:
 
 
 def plan_snapshot(
-    script: str, limit_mb: int, environ: Mapping[str, str]
+    script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
 ) -> tuple[Snapshot | None, list[str]]:
-    """What there is to copy, and what the user should know where that is nothing.
+    """What there is to copy, and what the user should know where that is nothing. See `Snapshot.plan`.
 
     Raises:
         SpecError: there is too much.
@@ -136,7 +146,7 @@ def plan_snapshot(
     if limit_mb < 1:
         raise SpecError(f"--snapshot-limit is {limit_mb}, but it takes at least 1. See --no-snapshot.")
     try:
-        return Snapshot.plan(script, limit_mb, environ), []
+        return Snapshot.plan(script, limit_mb, environ, folder=folder), []
     except NoRepository as reason:
         return None, [
             f"The code is not copied ({reason}): an attempt that starts later runs what the files hold then."

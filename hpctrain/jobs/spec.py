@@ -88,7 +88,7 @@ class JobSpec:
     @property
     def entry(self) -> str:
         """Path of the script that the ranks run."""
-        return self.script if self.code is None else self.code.script
+        return (self.code and self.code.script) or self.script
 
     @property
     def processes_per_node(self) -> int:

@@ -26,6 +26,7 @@ from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import write_atomic
 from hpctrain.pickles import Call, Parcel, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import mark_final
 from hpctrain.runtime.process_group import Team, join
 from hpctrain.runtime.signals import LeftAtOnce, listen
@@ -39,6 +40,7 @@ def main() -> None:
     parcel = Parcel.read(run.continuation if run.continuation.exists() else run.function)
     own_folder = str(Path(__file__).parent)
     sys.path[:] = dict.fromkeys([*parcel.sys_path, *(path for path in sys.path if path != own_folder)])
+    import_from_copy(os.environ)
     for name, value in _submitit_variables(run, ranks, os.environ).items():
         os.environ.setdefault(name, value)
     team = _make_group_ready(ranks)
@@ -119,8 +121,15 @@ def _is_final(error: Exception, parcel: Parcel, run: RunDir) -> bool:
     if isinstance(error, UserError):
         return True
     may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
-    has_progress = run.continuation.exists() or next(committed_steps(run.checkpoints), None) is not None
-    return not (parcel.again or may_pass or has_progress)
+    return not (parcel.again or may_pass or run.continuation.exists() or _has_checkpoint(run))
+
+
+def _has_checkpoint(run: RunDir) -> bool:
+    """Whether there is a whole checkpoint of the `Trainer`'s, or anything of the function's own."""
+    if next(committed_steps(run.checkpoints), None) is not None:
+        return True
+    names = [path.name for path in run.checkpoints.glob("*")]
+    return any(not name.startswith((".", "step-")) for name in names)
 
 
 def _checkpoint_of(call: Call) -> Callable[..., Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +54,7 @@ def backend(request, monkeypatch) -> str:
 @pytest.fixture
 def executor(backend, tmp_path) -> Iterator[Executor]:
     """Two nodes; what is still going at the end is cancelled, and no process is left."""
-    executor = Executor(tmp_path / "runs", backend=backend, nodes=2)
+    executor = Executor(tmp_path / "runs", backend=backend, nodes=2, snapshot=False)
     yield executor
     runs = list_runs(tmp_path / "runs", os.environ)
     for run in runs:
@@ -266,7 +267,7 @@ def add(a, b):
 
 def environment():
     job = submitit.JobEnvironment()
-    return [os.getcwd(), job.global_rank, job.num_tasks, job.num_nodes, job.hostnames]
+    return [__file__, os.getcwd(), job.global_rank, job.num_tasks, job.num_nodes, job.hostnames]
 
 def sum_over_ranks(value):
     import torch
@@ -282,7 +283,9 @@ def test_functions_of_the_program_and_of_modules_beside_it(tmp_path):
     program = tmp_path / "experiments" / "launch.py"
     program.write_text(PROGRAM)
     program.with_name("mine.py").write_text(MODULE)
+    run_command(["git", "init", "--quiet"], cwd=tmp_path)
     done = run_command([sys.executable, "experiments/launch.py"], cwd=tmp_path, timeout=100)
     value, seen = json.loads(done.stdout.splitlines()[-1])
     assert value == 14
+    assert re.fullmatch(f"{tmp_path}/runs/functions-.*/code/.*/experiments/mine.py", seen.pop(0))
     assert seen == [str(tmp_path), 0, 1, 1, ["local-0"]]

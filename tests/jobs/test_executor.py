@@ -37,7 +37,7 @@ def executor(tmp_path, monkeypatch, fake_python):
         monkeypatch.delenv(name)
     for name, value in plain.items():
         monkeypatch.setenv(name, value)
-    return Executor(tmp_path / "runs", backend="local")
+    return Executor(tmp_path / "runs", backend="local", snapshot=False)
 
 
 def add(a, b=0):
@@ -97,6 +97,7 @@ def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executo
     )
     assert executor.parameters == {
         "backend": "local",
+        "snapshot": False,
         "time": "01:30:00",
         "mem": "1536M",
         "partition": "gpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,10 @@ def test_with_something_to_go_on_from_another_start_gets_further(run):
     checkpoint.mkdir(parents=True)
     assert function._is_final(ValueError(), PARCEL, run)
     (checkpoint / "manifest.json").write_text("{}")
+    assert not function._is_final(ValueError(), PARCEL, run)
+    shutil.rmtree(checkpoint)
+    assert function._is_final(ValueError(), PARCEL, run)
+    (run.checkpoints / "mine.pt").touch()
     assert not function._is_final(ValueError(), PARCEL, run)
     assert function._is_final(UserError("another start cannot help"), PARCEL, run)
 
