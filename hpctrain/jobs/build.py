@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.container import Container
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.extra_directives import check_extra
 from hpctrain.jobs.launcher import Torchrun
@@ -33,6 +34,7 @@ def build_spec(
     backend: BackendName,
     cwd: Path,
     python: str,
+    container: Container | None = None,
 ) -> JobSpec:
     """Fill in the defaults and check what can be checked without looking at the machine.
 
@@ -43,6 +45,7 @@ def build_spec(
         backend: where the job will run.
         cwd: the folder in which the script is to run.
         python: the interpreter of supervisor and ranks.
+        container: what the ranks run in.
 
     Raises:
         SpecError: an option is wrong, or contradicts another.
@@ -76,6 +79,7 @@ def build_spec(
         template=_template(given.get("template"), cwd),
         shell=shell,
         torchrun=_torchrun(given),
+        container=container,
     )
 
 

@@ -22,6 +22,8 @@ def check_files(spec: JobSpec) -> None:
     if spec.shell.python is None:
         _check_interpreter(Path(spec.python))
     spec.shell.check_files()
+    if spec.container is not None:
+        spec.container.check_files()
     try:
         _check_run_folder(RunDir(Path(spec.run_dir)), is_array=spec.array is not None)
     except OSError as error:

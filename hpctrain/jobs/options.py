@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Literal, TypedDict, get_type_hints
 
+from hpctrain.jobs.container import Container, is_image_file
 from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
 from hpctrain.jobs.launcher import LauncherName, RendezvousBackend, Torchrun
 from hpctrain.jobs.option import About, Kind, Option
@@ -163,6 +164,47 @@ class _Shell(TypedDict, total=False):
             metavar="LINE",
             example="[ulimit -c 0]",
             help="A line of shell, which the batch script runs as it stands.",
+        ),
+    ]
+
+
+class _Container(TypedDict, total=False):
+    """Container."""
+
+    container_image: Annotated[
+        str | os.PathLike[str],
+        About(
+            metavar="IMAGE",
+            example="docker://nvcr.io/nvidia/pytorch:25.03-py3",
+            help="Run the ranks in a container: an image file, or where to get the image from.",
+            is_path=is_image_file,
+        ),
+    ]
+    container_runtime: Annotated[
+        Literal["auto", "pyxis", "apptainer"],
+        About(default="auto", help="What starts the container; auto takes what the site has."),
+    ]
+    container_mounts: Annotated[
+        Sequence[str],
+        About(
+            metavar="SRC:DST[:ro],…",
+            example="[/scratch:/scratch, ~/data:/data:ro]",
+            help="What else of the host is seen inside.",
+            is_path=lambda _: True,
+        ),
+    ]
+    container_env: Annotated[
+        Sequence[str],
+        About(
+            metavar="NAME,…",
+            example="[HF_HOME]",
+            help="Variables of the job that win over the image's, as those of --env do anyway.",
+        ),
+    ]
+    container_python: Annotated[
+        str,
+        About(
+            metavar="PATH", default=Container.python, help="The interpreter in the container, 3.11 or newer."
         ),
     ]
 
@@ -323,12 +365,24 @@ class _Sources(TypedDict, total=False):
 
 
 class SubmitOptions(
-    _Size, _Run, _Code, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources, total=False
+    _Size,
+    _Run,
+    _Code,
+    _Shell,
+    _Container,
+    _Launch,
+    _Time,
+    _Queue,
+    _Nodes,
+    _Words,
+    _Rest,
+    _Sources,
+    total=False,
 ):
     """Everything that can be asked of a submission besides the script and its arguments."""
 
 
-_GROUPS = (_Size, _Run, _Code, _Shell, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
+_GROUPS = (_Size, _Run, _Code, _Shell, _Container, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
 
 
 @cache

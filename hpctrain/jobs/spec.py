@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal, get_args
 from hpctrain.errors import SpecError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.array import Array
+from hpctrain.jobs.container import Container
 from hpctrain.jobs.copied_code import Code
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.shell import Shell
@@ -79,6 +81,8 @@ class JobSpec:
     """How an agent of torchrun on each node starts the ranks; None starts each by itself."""
     code: Code | None = None
     """The copy of the code that the ranks run; None where they run the script itself."""
+    container: Container | None = None
+    """What the ranks run in; None for no container."""
 
     @property
     def world_size(self) -> int:
@@ -89,6 +93,17 @@ class JobSpec:
     def entry(self) -> str:
         """Path of the script that the ranks run."""
         return (self.code and self.code.script) or self.script
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Folders that the ranks need, by what they are."""
+        run = RunDir(Path(self.run_dir))
+        code = os.path.dirname(self.script) if self.code is None else self.code.source
+        return {
+            "run folder": str((run.array or run).path),
+            "working folder": self.workdir,
+            "folder of the code": code,
+        }
 
     @property
     def processes_per_node(self) -> int:
@@ -163,7 +178,12 @@ class JobSpec:
 
 
 #: Fields that are mappings in the file.
-_PARTS: dict[str, Callable[..., Any]] = {"shell": Shell, "torchrun": Torchrun, "code": Code}
+_PARTS: dict[str, Callable[..., Any]] = {
+    "shell": Shell,
+    "torchrun": Torchrun,
+    "code": Code,
+    "container": Container,
+}
 
 
 def _listed(values: Mapping[str, Any]) -> dict[str, Any]:

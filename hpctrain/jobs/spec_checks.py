@@ -35,6 +35,8 @@ def check_spec(spec: JobSpec) -> None:
     spec.shell.check()
     if spec.torchrun is not None:
         spec.torchrun.check()
+    if spec.container is not None:
+        spec.container.check(spec.folders)
     _check_words(spec)
 
 
@@ -166,6 +168,8 @@ def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
         ("working folder", spec.workdir),
         *(("argument", arg) for arg in spec.args),
         *(("line of --setup", line) for line in spec.shell.setup),
+        *([("image", spec.container.image)] if spec.container else []),
+        *(("mount", mount) for mount in (spec.container.mounts if spec.container else ())),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]
 

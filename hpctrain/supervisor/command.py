@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.container import module_inside
 
 
 def command_of(spec: JobSpec) -> list[str]:
@@ -23,5 +24,7 @@ def command_of(spec: JobSpec) -> list[str]:
 
 
 def _module(spec: JobSpec, name: str) -> list[str]:
+    if spec.container is not None:
+        return module_inside(spec.container, name)
     # -P: a file of the user's folder that is named like a module must not be imported in its place.
     return [spec.python, "-P", "-m", f"hpctrain.runtime.{name}"]

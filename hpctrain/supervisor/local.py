@@ -15,6 +15,7 @@ from hpctrain.cluster.defaults import with_defaults
 from hpctrain.cluster.devices import visible_devices
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import LIFELINE_VARIABLE
+from hpctrain.supervisor.container import enclose
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 from hpctrain.telemetry.gpus import count_gpus
 
@@ -55,6 +56,10 @@ class LocalLauncher:
         if spec.array_task is not None:
             job |= {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(spec.array_task)}
         self._num_steps += 1
+        if spec.container is not None:
+            # The image may have variables of the same names.
+            command = ["/usr/bin/env", *(f"{name}={value}" for name, value in spec.env.items()), *command]
+            command = enclose(spec, command, [*variables, *defaults], job.get("PATH")).command
         return LocalStep(command, spec.workdir, [self._task(job, index) for index in range(count)], emit)
 
     def _task(self, job: Mapping[str, str], index: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm, steps_of
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.container import enclose
 from hpctrain.supervisor.scheduler import own_job_id
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 
@@ -80,7 +81,9 @@ class SrunLauncher:
         command = ["/usr/bin/env", *(f"{name}={value}" for name, value in spec.env.items()), *command]
         defaults = {name: value for name, value in threads.items() if name not in spec.env}
         environ = with_defaults({**self._environ, **variables}, defaults)
-        return SrunStep(["srun", *options, *command], environ, self._job_id, emit)
+        enclosed = enclose(spec, command, [*variables, *defaults], environ.get("PATH"))
+        words = ["srun", *options, *enclosed.srun_options, *enclosed.command]
+        return SrunStep(words, environ, self._job_id, emit)
 
 
 class SrunStep:

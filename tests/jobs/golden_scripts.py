@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hpctrain
+from hpctrain.jobs.container import Container
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.render import render
 from hpctrain.jobs.shell import Shell
@@ -21,6 +22,7 @@ FOLDER = Path(__file__).with_name("golden")
 SHELL = Shell(modules=("cuda/12.4", "nccl 2"), setup=("ulimit -c 0", "export A='b c'"))
 
 JOBS: dict[str, dict[str, Any]] = {
+    "apptainer": {"container": Container(image="/home/me/torch.sif", runtime="apptainer")},
     "cpu": {"tasks_per_node": 2},
     "cpu-shell": {"shell": SHELL, "cpus_per_task": 4, "directives": {"mem": "8G", "exclusive": ""}},
     "ddp": {"nodes": 2, "gpus_per_node": 2, "time_limit_s": 3600.0},
@@ -34,6 +36,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "shell": Shell(modules=("cuda",), venv="/home/me/it's"),
     },
     "local": {"backend": "local", "nodes": 2, "tasks_per_node": 2},
+    "pyxis": {
+        "nodes": 2,
+        "gpus_per_node": 2,
+        "container": Container(image="nvcr.io#nvidia/pytorch:25.03-py3", runtime="pyxis"),
+    },
     "torchrun": {"nodes": 2, "gpus_per_node": 2, "cpus_per_task": 4, "torchrun": Torchrun()},
     "torchrun-cpu-etcd": {
         "nodes": 2,

@@ -140,6 +140,8 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "gpu_directive": "gres",
         "max_failures": 3,
         "snapshot_limit": 200,
+        "container_runtime": "auto",
+        "container_python": "python3",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 
+from hpctrain.jobs.containers import has_pyxis
 from hpctrain.jobs.doctor.finding import Finding
 from hpctrain.jobs.doctor.program import LookFailed, output
 
@@ -18,7 +19,7 @@ _PROGRAMS = {"apptainer": "--version", "singularity": "--version", "enroot": "ve
 def look_at_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple[str, ...]]:
     """What there is to say about containers, and the names of the ways that were found."""
     found: dict[str, str] = {}
-    if _has_pyxis(environ):
+    if has_pyxis(environ):
         found["pyxis"] = "srun knows --container-image"
     for program, question in _PROGRAMS.items():
         path = shutil.which(program, path=environ.get("PATH"))
@@ -45,13 +46,3 @@ def look_at_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple
             )
         )
     return findings, tuple(found)
-
-
-def _has_pyxis(environ: Mapping[str, str]) -> bool:
-    srun = shutil.which("srun", path=environ.get("PATH"))
-    if srun is None:
-        return False
-    try:
-        return "--container-image" in output([srun, "--help"], environ, _LIMIT_S)
-    except LookFailed:
-        return False

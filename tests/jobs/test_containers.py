@@ -1,0 +1,302 @@
+"""Ranks in containers. Neither runtime can be had for tests, so each only pretends: `fake_container.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY, environment, wait_for
+
+from hpctrain.errors import RunFailed, SpecError
+from hpctrain.jobs.build import build_spec
+from hpctrain.jobs.container import Container
+from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.runs import Run
+from hpctrain.jobs.submit import hand_over
+from hpctrain.supervisor.command import command_of
+from hpctrain.supervisor.container import enclose
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import hpctrain, hpctrain.cluster, helper
+name = f"seen-{os.environ['HPCTRAIN_ATTEMPT']}-{os.environ['RANK']}.json"
+Path(os.environ["HPCTRAIN_RUN_DIR"], name).write_text(
+    json.dumps({
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "hpctrain": hpctrain.__file__,
+        "helper": helper.__file__,
+        "args": sys.argv[1:],
+        "data": Path("/data/x.txt").read_text() if os.path.isdir("/data") else None,
+        "writable": os.path.isdir("/data") and os.access("/data", os.W_OK),
+        "secret": os.path.exists(sys.argv[1]),
+    })
+)
+if os.environ["HPCTRAIN_ATTEMPT"] == sys.argv[2]:
+    time.sleep(600)
+"""
+
+
+class Place:
+    """A project, an image, and runtimes that only pretend, on the PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder / "my project"
+        self.project.mkdir()
+        (self.project / "train.py").write_text(SCRIPT)
+        (self.project / "helper.py").touch()
+        self.secret = folder / "secret"
+        self.secret.touch()
+        self.data = folder / "data"
+        self.data.mkdir()
+        (self.data / "x.txt").write_text("data")
+        self.image = folder / "torch.img"
+        of_image = {
+            # The interpreter that the tests run with has PyTorch; hpctrain is hidden in it.
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "A": "image",
+            "B": "image",
+            "C": "image",
+            "ONLY": "image",
+            "RANK": "7",
+            "SLURM_PROCID": "9",
+            "HPCTRAIN_ATTEMPT": "5",
+            "CUDA_VISIBLE_DEVICES": "image",
+        }
+        hidden = [str(folder), str(REPOSITORY / "hpctrain"), "/opt"]
+        self.image.write_text(json.dumps({"env": of_image, "hidden": hidden}))
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in ("apptainer", "srun"):
+            program = self.bin / name
+            fake = Path(__file__).with_name("fake_container.py")
+            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake}" {name} "$@"\n')
+            program.chmod(0o755)
+
+    def submit(self, env, *args: str, **options) -> Run:
+        variables = {**env, "PATH": f"{self.bin}:{os.environ['PATH']}", "B": "host", "C": "host"}
+        submission = prepare(
+            "train.py",
+            [str(self.secret), *args],
+            {
+                "run_dir": "runs/r",
+                "container_image": self.image,
+                "container_mounts": [f"{self.data}:/data:ro"],
+                "container_env": ["B"],
+                "env": {"A": "given $(x) '\""},
+                **options,
+            },
+            environ=environment(variables),
+            cwd=self.project,
+            python=sys.executable,
+        )
+        return hand_over(submission)
+
+    def check(self, run: Run, attempt: int, rank: int) -> dict[str, str]:
+        """Hold against what they should be the things that a rank saw; returns its variables."""
+        seen = json.loads((run.dir.path / f"seen-{attempt}-{rank}.json").read_text())
+        env = seen["env"]
+        assert (env["A"], env["B"], env["C"], env["ONLY"]) == ("given $(x) '\"", "host", "image", "image")
+        assert (env["RANK"], env["HPCTRAIN_ATTEMPT"]) == (str(rank), str(attempt))
+        assert seen["hpctrain"] == "/opt/hpctrain/hpctrain/__init__.py"
+        assert seen["cwd"] == str(self.project)
+        assert seen["helper"] == str(self.project / "helper.py")
+        assert (seen["data"], seen["writable"], seen["secret"]) == ("data", False, False)
+        return env
+
+
+@pytest.fixture
+def place(tmp_path) -> Place:
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("the container that only pretends needs `unshare --mount`, which is not allowed here")
+    return Place(tmp_path)
+
+
+def test_ranks_run_in_an_apptainer_that_only_pretends(place):
+    run = place.submit({}, "none", backend="local", tasks_per_node=2)
+    run.wait(timeout=60)
+    for rank in (0, 1):
+        env = place.check(run, 0, rank)
+        assert env["CUDA_VISIBLE_DEVICES"] == ""
+        assert not [name for name in env if name.startswith("APPTAINERENV_")]
+
+
+def test_a_requeue_in_an_apptainer_that_only_pretends(place):
+    run = place.submit({}, "0", backend="local", tasks_per_node=2)
+    wait_for(lambda: (run.dir.path / "seen-0-1.json").exists(), 60, "the first attempt")
+    run.requeue()
+    run.wait(timeout=60)
+    place.check(run, 1, 1)
+
+
+def test_ranks_run_and_are_requeued_in_a_pyxis_that_only_pretends(place, slurm):
+    run = place.submit(slurm.env, "0", backend="slurm", nodes=2, gpus_per_node=2)
+    wait_for(
+        lambda: all((run.dir.path / f"seen-0-{rank}.json").exists() for rank in range(4)), 60, "attempt 0"
+    )
+    run.requeue()
+    run.wait(timeout=90)
+    devices = [place.check(run, 1, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
+    assert all(set(device.split(",")) <= {"0", "1"} for device in devices)
+
+
+def test_ranks_run_in_an_apptainer_that_only_pretends_under_slurm(place, slurm):
+    run = place.submit(slurm.env, "none", backend="slurm", nodes=2, container_runtime="apptainer")
+    run.wait(timeout=60)
+    assert [place.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
+
+
+def test_agents_of_torchrun_in_an_apptainer_that_only_pretends(place):
+    run = place.submit({}, "none", backend="local", tasks_per_node=2, launcher="torchrun")
+    run.wait(timeout=90)
+    for rank in (0, 1):
+        assert "TORCHELASTIC_RUN_ID" in place.check(run, 0, rank)
+
+
+def test_a_program_that_is_not_on_the_path_of_the_job_is_named(place):
+    run = place.submit({}, "none", backend="local", setup=["export PATH=/usr/bin:/bin"])
+    with pytest.raises(RunFailed, match=r"Neither apptainer nor singularity is on the PATH.*--module"):
+        run.wait(timeout=30)
+
+
+@pytest.fixture
+def make(make_spec, tmp_path):
+    def call(runtime="pyxis", **fields):
+        names = {"image", "mounts", "env", "python"}
+        container = {name: fields.pop(name) for name in names & fields.keys()}
+        container = Container(**{"image": "ubuntu", "runtime": runtime, **container})
+        return make_spec(container=container, **fields)
+
+    return call
+
+
+def test_what_pyxis_is_told(make):
+    spec = make(mounts=("/scratch:/scratch", "/other:/home/me"), env=("HF_HOME",), gpus_per_node=2)
+    enclosed = enclose(spec, ["true"], ["MASTER_ADDR"], "")
+    assert enclosed.command == ["true"]
+    options = dict(option.split("=", 1) for option in enclosed.srun_options)
+    assert options["--container-image"] == "ubuntu"
+    assert options["--container-workdir"] == "/home/me"
+    # The user's wins over ours at the same place; what lies in another mount needs none of its own.
+    package = f"{REPOSITORY / 'hpctrain'}:/opt/hpctrain/hpctrain:ro"
+    assert options["--container-mounts"].split(",") == ["/other:/home/me", package, "/scratch:/scratch"]
+    names = options["--container-env"].split(",")
+    assert {"MASTER_ADDR", "HF_HOME", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES"} <= set(names)
+
+
+def test_what_singularity_is_told(make, tmp_path):
+    (tmp_path / "singularity").touch(mode=0o755)
+    spec = make("apptainer", gpus_per_node=1, nodes=2)
+    enclosed = enclose(spec, ["true"], ["A"], str(tmp_path))
+    assert enclosed.srun_options == ()
+    shell, c, line, _, *words = enclosed.command
+    assert (shell, c) == ("/bin/sh", "-c")
+    assert '${A+"SINGULARITYENV_A=$A"}' in line
+    assert words[:3] == [str(tmp_path / "singularity"), "exec", "--nv"]
+    assert words[-4:] == ["--pwd", "/home/me", "docker://ubuntu", "true"]
+
+
+def test_no_path_of_the_host_reaches_the_interpreter_inside(make):
+    for spec in (make(python="/usr/bin/python3.12"), make(python="/usr/bin/python3.12", torchrun=Torchrun())):
+        command = command_of(spec)
+        assert command[0] == "/usr/bin/python3.12"
+        assert spec.python not in command
+        if spec.torchrun:
+            assert json.loads(command[-1])["worker"][0] == "/usr/bin/python3.12"
+
+
+@pytest.mark.parametrize(
+    ("image", "pyxis", "apptainer"),
+    [
+        ("ubuntu", "ubuntu", "docker://ubuntu"),
+        ("pytorch/pytorch:2.10", "pytorch/pytorch:2.10", "docker://pytorch/pytorch:2.10"),
+        ("docker://ubuntu:24.04", "ubuntu:24.04", "docker://ubuntu:24.04"),
+        (
+            "docker://nvcr.io/nvidia/pytorch:25.03",
+            "nvcr.io#nvidia/pytorch:25.03",
+            "docker://nvcr.io/nvidia/pytorch:25.03",
+        ),
+        (
+            "nvcr.io#nvidia/pytorch:25.03",
+            "nvcr.io#nvidia/pytorch:25.03",
+            "docker://nvcr.io/nvidia/pytorch:25.03",
+        ),
+        ("localhost/x", "localhost#x", "docker://localhost/x"),
+        ("registry:5000/x", "registry:5000#x", "docker://registry:5000/x"),
+        ("/images/x.sqsh", "/images/x.sqsh", "/images/x.sqsh"),
+    ],
+)
+def test_an_image_is_written_as_each_runtime_wants_it(image, pyxis, apptainer):
+    assert Container(image=image, runtime="pyxis").image_name == pyxis
+    assert Container(image=image, runtime="apptainer").image_name == apptainer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"container_image": "x.img"}, "There is no image"),
+        ({"container_image": "./x"}, "There is no image"),
+        ({"container_image": "ubuntu", "container_runtime": "pyxis"}, "Pyxis is a part of Slurm"),
+        ({"container_image": "ubuntu", "container_runtime": "docker"}, "auto or pyxis or apptainer|takes"),
+        ({"container_image": "ubuntu", "container_mounts": ["/a:b"]}, "not of the form SRC:DST"),
+        ({"container_image": "ubuntu", "container_mounts": ["/a:/b:rx"]}, "not of the form SRC:DST"),
+        ({"container_image": "ubuntu", "container_env": ["A=b"]}, "no name of a variable"),
+        ({"container_image": "ubuntu", "run_dir": "a:b"}, "cannot be mounted"),
+        ({"container_mounts": ["/a:/b"]}, "none is asked for"),
+        ({"container_runtime": "apptainer"}, "none is asked for"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(prepared, options, words):
+    with pytest.raises(SpecError, match=words):
+        prepared(**options)
+
+
+def test_the_root_of_the_host_is_not_mounted(prepared, tmp_path):
+    with pytest.raises(SpecError, match="working folder is /, which would cover the image's own"):
+        prepared(container_image="ubuntu", cwd=Path("/"), run_dir=tmp_path / "r")
+
+
+def test_a_file_may_say_how_containers_are_run_where_they_are(prepared, tmp_path):
+    (tmp_path / "hpctrain.yaml").write_text(
+        "container_runtime: apptainer\ncontainer_mounts: [data:/data, ~/x:/x]\n"
+    )
+    environ = environment({"HOME": "/home/me"})
+    assert prepared(environ=environ).spec.container is None
+    container = prepared(environ=environ, container_image="ubuntu").spec.container
+    assert (container.runtime, container.mounts) == ("apptainer", (f"{tmp_path}/data:/data", "/home/me/x:/x"))
+
+
+@pytest.mark.parametrize(
+    ("known", "image", "runtime"),
+    [
+        (("pyxis", "apptainer"), "ubuntu", "pyxis"),
+        (("singularity",), "ubuntu", "apptainer"),
+        (("pyxis", "enroot"), "library://x", "apptainer"),
+    ],
+)
+def test_auto_takes_what_the_site_has(tmp_path, known, image, runtime):
+    from hpctrain.jobs.containers import build_container
+
+    found = build_container(
+        {"container_image": image}, backend="slurm", known=known, cwd=tmp_path, environ={}
+    )
+    assert found.runtime == runtime
+    with pytest.raises(SpecError, match="No way to run a container"):
+        build_container(
+            {"container_image": "x"}, backend="slurm", known=("enroot",), cwd=tmp_path, environ={}
+        )
+
+
+def test_an_image_for_another_runtime_is_refused(tmp_path):
+    image = tmp_path / "x.sif"
+    image.touch()
+    container = Container(image=str(image), runtime="pyxis")
+    place = {"backend": "slurm", "cwd": tmp_path, "python": sys.executable}
+    with pytest.raises(SpecError, match="is an image for apptainer, and none for pyxis"):
+        build_spec("train.py", [], {}, container=container, **place)
