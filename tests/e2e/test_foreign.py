@@ -1,4 +1,4 @@
-"""Scripts that know nothing of hpctrain, disturbed: plain DDP, Lightning, Accelerate, each with its checkpoints.
+"""Scripts that know nothing of hpctrain, disturbed: plain DDP, Lightning, Accelerate, with own checkpoints.
 
 They run as they stand in `examples/`, on two ranks on two nodes.
 """
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(400)
 SHAPE = ["--nodes", "2", "--tasks-per-node", "1"]
 STEPS = ["--save-every", "100", "--max-steps"]
 #: Enough for a disturbance to come long before the end.
-MAX_STEPS = 2000
+MAX_STEPS = 1500
 
 
 @dataclass(frozen=True)
