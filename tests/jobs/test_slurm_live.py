@@ -153,8 +153,8 @@ def test_a_requeue_is_followed_and_its_delay_lifted(environ, tmp_path):
     )
     assert submission.spec.backend == "slurm"
     run = hand_over(submission)
-    log = run.dir.rank_log(0, 0)
-    wait_for(lambda: log.exists() and "attempt 0" in log.read_text(), 30, "the ranks to start")
+    logs = [run.dir.rank_log(0, rank) for rank in range(4)]
+    wait_for(lambda: all(log.exists() and "attempt 0" in log.read_text() for log in logs), 30, "the ranks")
     run.requeue()
     *items, last = list(follow(run, whole=True))
     assert last.state is RunState.COMPLETED
