@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes sure that the tests find a Slurm to start, and MPI. Where these cannot be had, tests are skipped; with
-# CI=true that is a failure.
+# Makes sure that the tests find a Slurm to start, MPI, and what makes network namespaces. Where these cannot be
+# had, tests are skipped; with CI=true that is a failure.
 set -eu
 cd "$(dirname "$0")/.."
 PATH="$PATH:/usr/sbin:/sbin"
@@ -29,3 +29,4 @@ if missing slurmdbd mariadbd my_print_defaults; then
     provide "Slurm's accounting" slurmdbd mariadb-server-core mariadb-client
 fi
 if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
+if missing ip unshare; then provide "network namespaces" iproute2 util-linux; fi

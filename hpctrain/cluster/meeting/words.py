@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hpctrain.cluster.hosts import host_name
 from hpctrain.cluster.ranks import Ranks
 
 #: A longer line is none of ours.
@@ -41,7 +41,7 @@ class Hello:
             token=_digest(f"{ranks.meeting_key} of {os.getuid()}: who is there?"),
             rank=ranks.rank,
             world_size=ranks.world_size,
-            host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            host=host_name(environ),
             pid=os.getpid(),
         )
 
