@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.build import new_run_id
 from hpctrain.jobs.options import SubmitOptions
@@ -102,13 +102,22 @@ def _program_folder() -> Path:
 
 @contextmanager
 def _new_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Make a folder that is nobody else's. It goes again where the block fails and no job may be queued."""
-    parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        folder = parent / new_run_id(name)
-        with suppress(FileExistsError):
-            folder.mkdir()
-            break
+    """Make a folder that is nobody else's. It goes again where the block fails and no job may be queued.
+
+    Raises:
+        SpecError: none can be made there.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = parent / new_run_id(name)
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+    except OSError as error:
+        raise SpecError(
+            f"No run folder can be made in {str(parent)!r} (`folder`): {error.strerror}. Choose another."
+        ) from error
     try:
         yield folder
     except Exception as error:

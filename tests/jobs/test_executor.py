@@ -128,6 +128,12 @@ def test_what_cannot_be_pickled_is_refused_before_anything_is_written(executor, 
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_folder_in_which_nothing_can_be_made_is_named(executor, tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(SpecError, match=r"No run folder can be made in '.*/runs' \(`folder`\): File exists"):
+        executor.submit(add, 1)
+
+
 def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
     executor.update_parameters(nodes=0)
     with pytest.raises(SpecError, match="at least 1 node"):
