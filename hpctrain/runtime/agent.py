@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> NoReturn:
     from torch.distributed.run import main as torchrun
 
     try:
-        torchrun(_options(plan))
+        torchrun(torchrun_options(plan, os.environ))
     except ChildFailedError as error:
         if all(_is_stop(failure.exitcode) for failure in error.failures.values()):
             _leave(EXIT_CONTINUE)
@@ -58,9 +58,10 @@ def main(argv: list[str]) -> NoReturn:
     _leave(0)
 
 
-def _options(plan: dict[str, Any]) -> list[str]:
-    host = os.environ["MASTER_ADDR"]
-    endpoint = plan["endpoint"] or f"{host}:{os.environ['MASTER_PORT']}"
+def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """The command line of this node's torchrun."""
+    host = environ["MASTER_ADDR"]
+    endpoint = plan["endpoint"] or f"{host}:{environ['MASTER_PORT']}"
     conf = f"join_timeout={_JOIN_TIMEOUT_S}"
     if plan["backend"] == "c10d":
         conf += ",is_host=false"
@@ -69,7 +70,7 @@ def _options(plan: dict[str, Any]) -> list[str]:
         f"--nproc-per-node={plan['ranks_per_node']}",
         f"--rdzv-backend={plan['backend']}",
         f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id=hpctrain-{os.environ['SLURM_JOB_ID']}-{os.environ[ATTEMPT_VARIABLE]}",
+        f"--rdzv-id=hpctrain-{environ['SLURM_JOB_ID']}-{environ[ATTEMPT_VARIABLE]}",
         f"--rdzv-conf={conf}",
         f"--local-addr={address_towards(host)}",
         "--max-restarts=0",

@@ -189,7 +189,8 @@ class Supervisor:
 
     def _doubt(self) -> str | None:
         """What is odd about a run that has completed."""
-        if self._spec.world_size == 1 or self._ranks_met:
+        # Where agents start the ranks, these meet at a store of an agent's.
+        if self._spec.world_size == 1 or self._ranks_met or self._spec.torchrun is not None:
             return None
         return (
             f"none of the {self._spec.world_size} ranks made a process group. "

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import submission
@@ -77,7 +78,7 @@ def run(tmp_path) -> RunDir:
     return run
 
 
-def supervise(run, attempts, scheduler=None):
+def supervise(run, attempts, scheduler=None, **fields):
     spec = JobSpec(
         script="/x.py",
         name="x",
@@ -87,6 +88,7 @@ def supervise(run, attempts, scheduler=None):
         nodes=2,
         python="python",
         workdir="/",
+        **fields,
     )
     launcher = PretendLauncher(attempts)
     code = Supervisor(run, spec, launcher, scheduler or PretendScheduler()).run()
@@ -137,6 +139,11 @@ def test_a_script_that_crashes_after_writing_the_same_files_again_is_given_up(ru
 def test_ranks_that_never_met_are_remarked(run):
     assert supervise(run, [DONE]) == 0
     assert "none of the 2 ranks made a process group" in finished(run)["note"]
+
+
+def test_ranks_that_met_at_an_agents_store_are_not(run):
+    assert supervise(run, [DONE], torchrun=Torchrun()) == 0
+    assert "note" not in finished(run)
 
 
 def test_ranks_that_met_are_not_remarked(run):
