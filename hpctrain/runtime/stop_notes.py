@@ -2,7 +2,8 @@
 
 A script that knows nothing of hpctrain may handle them itself, and then leave with exit code 0 in the middle
 of its training. So the interpreter notes each signal, by its own means (`signal.set_wakeup_fd`), and what the
-exit code of a rank means depends on whether there was one.
+exit code of a rank means depends on whether there was one. Only asyncio's handlers take these means for
+themselves.
 
 Besides, a script's handler may never return: Lightning's exchanges something with the other ranks, which may
 be in another exchange and wait for this one. A rank that does not get out of that is ended here.

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import REPOSITORY, run_command, wait_for
 
 EXAMPLES = REPOSITORY / "examples"
@@ -109,3 +110,13 @@ def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
     resumed = (run_dir / "logs" / "attempt-001" / "rank-00000.log").read_text()
     assert "continued after step" in resumed
     assert undisturbed.splitlines()[-1] == resumed.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["lightning_sine", "accelerate_sine"])
+def test_a_script_of_another_library_alone_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """Under hpctrain: tests/e2e/test_foreign.py."""
+    first = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "100", cwd=tmp_path)
+    assert "trained 100 steps" in first
+    second = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "150", cwd=tmp_path)
+    assert "trained 150 steps" in second
+    assert ("continued after step 100" in second) or ("Restored all states" in second)
