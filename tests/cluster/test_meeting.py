@@ -160,7 +160,7 @@ def test_more_of_them_than_there_are_candidates_have_a_port_each():
         lambda connection: None,
         lambda connection: connection.close(),
         lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
-        lambda connection: connection.sendall(b"{}\n"),
+        lambda connection: connection.sendall(b'{"failed": "so it says"}\n'),
         lambda connection: connection.sendall(b"\xff" * 100_000),
         echo,
     ],

@@ -150,10 +150,10 @@ class Host:
                 f"but rank 0, {me}, {me.world_size}"
             )
             self._note(text)
-            _tell(visitor, refused=text)
+            _tell(visitor, answer=me.answer, refused=text)
             self._dismiss(visitor)
         elif hello.nonce == me.nonce:
-            _tell(visitor, answer=me.answer, nonce=me.nonce)
+            _tell(visitor, answer=me.answer)
             self._dismiss(visitor)
         else:
             self._welcome(visitor, hello)
@@ -162,7 +162,7 @@ class Host:
         if self._failed:
             visitor.hello = hello
             self._present[hello.rank] = visitor
-            _tell(visitor, failed=str(self._verdict))
+            _tell(visitor, answer=self._me.answer, failed=str(self._verdict))
             return
         other = self._me if hello.rank == 0 else self._earlier(hello.rank)
         if other is not None and other.nonce != hello.nonce:
@@ -171,12 +171,12 @@ class Host:
                 f"{other} and {hello}. "
                 "Start one process a rank; see what each of them finds with `hpctrain env`."
             )
-            _tell(visitor, failed=text)
+            _tell(visitor, answer=self._me.answer, failed=text)
             raise MeetingFailed(text)
         visitor.hello = hello
         self._present[hello.rank] = visitor
         self._deadline = min(self._deadline, time.monotonic() + hello.left_s)
-        _tell(visitor, answer=self._me.answer, nonce=self._me.nonce)
+        _tell(visitor, answer=self._me.answer)
 
     def _earlier(self, rank: int) -> Hello | None:
         visitor = self._present.get(rank)

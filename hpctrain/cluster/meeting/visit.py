@@ -59,7 +59,7 @@ class Visit:
         """
         found = self._find(remind_at, remind)
         if found is None:
-            raise MeetingFailed(self.account())
+            raise MeetingFailed(f"rank 0 was not found: {self.account()}")
         connection, address, port = found
         with contextlib.closing(connection):
             words = _hear(connection, self._deadline - time.monotonic() + _VERDICT_GRACE_S)
@@ -130,12 +130,12 @@ class Visit:
             left_s = max(0.1, self._deadline - time.monotonic())
             connection.sendall(encode(replace(self._me, left_s=left_s, reached=plain(address))))
             words = _hear(connection, min(_ANSWER_LIMIT_S, left_s))
-            if words is not None and "failed" in words:
-                raise MeetingFailed(f"rank 0 at {_at(address, port)} says: {words['failed']}")
-            if words is not None and "refused" in words:
-                raise OSError(str(words["refused"]))
             if words is None or words.get("answer") != self._me.answer:
                 raise OSError("a server that is not rank 0 of this job")
+            if "failed" in words:
+                raise MeetingFailed(f"rank 0 at {_at(address, port)} says: {words['failed']}")
+            if "refused" in words:
+                raise OSError(str(words["refused"]))
             on_error.pop_all()
         return connection
 
