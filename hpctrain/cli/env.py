@@ -12,6 +12,7 @@ from hpctrain.cli.common import echo_json, json_option
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.devices import plan_device
 from hpctrain.cluster.hosts import host_name
+from hpctrain.errors import HpctrainError
 
 #: Fields of `Ranks` in the order of the table.
 _FIELDS = (
@@ -42,7 +43,13 @@ def command(as_json: bool, as_shell: bool) -> None:
     if as_json and as_shell:
         raise click.UsageError("--json prints a JSON document and --shell shell commands: give one of them.")
     environ = os.environ
-    ranks = detect(environ)
+    try:
+        ranks = detect(environ)
+    except HpctrainError:
+        if as_shell:
+            # eval takes the exit code of what it is given, and not of who gave it.
+            click.echo("false")
+        raise
     if as_shell:
         for variable, text in ranks.torch_variables().items():
             click.echo(f"export {variable}={shlex.quote(text)}")

@@ -14,7 +14,8 @@ from typing import NoReturn
 import click
 
 from hpctrain.cli.common import program as called_as
-from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.addresses import resolve
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.cluster.meeting import MEETING_TIMEOUT_S, meet
 
@@ -52,7 +53,12 @@ def command(program: tuple[str, ...], timeout: float) -> None:
     ranks = detect(os.environ)
     if note := _forgotten_srun(ranks, os.environ):
         click.echo(note, err=True)
-    meeting = meet(ranks, os.environ, timeout_s=timeout)
+    try:
+        meeting = meet(ranks, os.environ, timeout_s=timeout)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    if ranks.is_main and (note := _unknown_master(meeting.address, os.environ)):
+        click.echo(note, err=True)
     environ = {
         **with_defaults(os.environ, meeting.gloo_variables(os.environ)),
         **ranks.torch_variables(),
@@ -90,9 +96,21 @@ def _hint(words: tuple[str, ...]) -> str:
 def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
     """What to tell somebody who is about to run one process of many."""
     tasks = environ.get("SLURM_NTASKS", "1")
-    if ranks.environment != "local" or tasks == "1":
+    if ranks.environment != "local" or tasks == "1" or environ.get(ENVIRONMENT_VARIABLE):
         return None
     return (
         f"Note: this is one process of its own, though the job has {tasks} tasks (SLURM_NTASKS). "
         f"Put srun before {called_as()} exec to start them all."
     )
+
+
+def _unknown_master(address: str, environ: Mapping[str, str]) -> str | None:
+    """What to tell somebody whose MASTER_ADDR is no name of any host, while rank 0 was found elsewhere."""
+    given = environ.get("MASTER_ADDR")
+    if not given or given == address:
+        return None
+    try:
+        resolve(given)
+    except OSError as error:
+        return f"Note: MASTER_ADDR={given} does not resolve ({error}); rank 0 was found at {address}."
+    return None

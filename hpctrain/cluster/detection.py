@@ -22,6 +22,15 @@ _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
     "local": local.detect,
 }
 
+#: What tells that a process is one of its launcher's.
+_MARKS = {
+    "torchrun": "RANK and WORLD_SIZE",
+    "horovod": "HOROVOD_RANK and HOROVOD_SIZE",
+    "openmpi": "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
+    "mpich": "PMI_RANK and MPI_LOCALRANKID",
+    "submitit": "SUBMITIT_LOCAL_JOB_ID",
+    "slurm": "SLURM_PROCID, SLURM_JOB_ID and the SLURM_STEP_ID of a step of srun",
+}
 #: Variables that speak of ranks and that anybody may have set, with what they must be equal to.
 _SPOKEN_OF = {
     "RANK": "rank",
@@ -75,6 +84,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         order.remove("torchrun")
         order.insert(order.index("local"), "torchrun")
     found = next(ranks for name in order if (ranks := _DETECTORS[name](environ)) is not None)
+    _check_port(found)
     if found.environment != "torchrun":
         _check_what_others_say(found, environ)
     _check_outer(found, order[order.index(found.environment) + 1 :], environ)
@@ -84,15 +94,26 @@ def detect(environ: Mapping[str, str]) -> Ranks:
 def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     detector = _DETECTORS.get(name)
     if detector is None:
-        close = get_close_matches(name, _DETECTORS, n=1)
+        close = get_close_matches(name.lower(), _DETECTORS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(_DETECTORS)}."
         raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}, which is no environment. {hint}")
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, but the variables of that environment are not set here."
+            f"{ENVIRONMENT_VARIABLE} is {name!r}, but its variables are not set here ({_MARKS[name]}). "
+            f"Start this process with its launcher, or unset {ENVIRONMENT_VARIABLE}."
         )
+    _check_port(ranks)
     return ranks
+
+
+def _check_port(found: Ranks) -> None:
+    if found.world_size > 1 and found.master_port == 0:
+        raise EnvironmentMismatch(
+            f"master port 0 ({found.sources['master_port']}) with world size {found.world_size} "
+            f"({found.sources['world_size']}): the others cannot know which port that will be. Set another, "
+            "or unset it: ranks then agree on one."
+        )
 
 
 def _check_what_others_say(found: Ranks, environ: Mapping[str, str]) -> None:
@@ -138,7 +159,9 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
             continue  # Whatever it is, it is not what this process goes by.
         if outer is None or outer.world_size == 1:
             continue
-        if (outer.rank, outer.world_size) != (found.rank, found.world_size):
+        # torchrun's own ranks are none of the outer launcher's, even where they happen to be equal.
+        same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
+        if not same or environ.get(torchrun.MARK):
             raise EnvironmentMismatch(
                 f"rank {found.rank} of {found.world_size} on this host alone ({found.sources['rank']}, "
                 f"{found.sources['world_size']}; {found.environment}), inside process {outer.rank} of "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.ports import port_candidates
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import first_of, read_int
+from hpctrain.cluster.variables import first_of, read_int, read_port
 from hpctrain.errors import EnvironmentMismatch
 
 #: Where processes of one host meet.
@@ -54,7 +54,7 @@ def master(
     """
     address_variable, port_variable = first_of(environ, "MASTER_ADDR"), first_of(environ, "MASTER_PORT")
     address, source = (environ[address_variable], address_variable) if address_variable else host()
-    port = read_int(environ, port_variable) if port_variable else next(port_candidates(key))
+    port = read_port(environ, port_variable) if port_variable else next(port_candidates(key))
     return address, port, {"master_addr": source, "master_port": port_variable or f"computed from {of}"}
 
 

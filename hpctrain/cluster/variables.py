@@ -10,6 +10,8 @@ from hpctrain.errors import EnvironmentMismatch, UserError
 #: Overrides the search: the name of the environment to believe.
 ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
 
+_LAST_PORT = 65535
+
 
 def first_of(environ: Mapping[str, str], *names: str) -> str | None:
     """The first of `names` that is set to something, or None."""
@@ -26,7 +28,24 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise EnvironmentMismatch(f"{name} is {text!r}, which is not a whole number.") from None
+        raise EnvironmentMismatch(
+            f"{name} is {text!r}, which is not a whole number. Unset it, or see who set it."
+        ) from None
+
+
+def read_port(environ: Mapping[str, str], name: str) -> int:
+    """The TCP port in variable `name`; 0 leaves the choice to the kernel.
+
+    Raises:
+        EnvironmentMismatch: the variable is missing or holds no port.
+    """
+    port = read_int(environ, name)
+    if not 0 <= port <= _LAST_PORT:
+        raise EnvironmentMismatch(
+            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another, or unset it: ranks then agree "
+            "on one."
+        )
+    return port
 
 
 def read_hosts(environ: Mapping[str, str], name: str) -> list[str]:

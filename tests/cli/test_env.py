@@ -70,7 +70,15 @@ def test_a_contradiction_ends_with_2_and_nothing_to_evaluate(hpctrain, options):
     done = hpctrain("env", *options, env={**TORCHRUN, "RANK": "8"})
     assert done.returncode == 2
     assert "rank 8 (RANK)" in done.stderr
+    assert done.stdout == ("false\n" if options == ("--shell",) else "")
+
+
+def test_eval_of_a_refusal_fails(tmp_path):
+    script = f'set -e; eval "$({sys.executable} -m hpctrain env --shell)"; echo went on'
+    done = run_command(["sh", "-c", script], {"WORLD_SIZE": "8"}, cwd=tmp_path, check=False)
+    assert done.returncode == 1
     assert done.stdout == ""
+    assert "WORLD_SIZE is 8" in done.stderr
 
 
 def test_one_form_at_a_time(hpctrain):

@@ -381,6 +381,9 @@ def test_contradictions_of_other_launchers_are_refused(name, change, words):
         ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ["num_nodes 1", "world_size 4", "local_world_size 2"]),
         ({"LOCAL_WORLD_SIZE": "0"}, ["local_rank 1", "local_world_size 0"]),
         ({"MASTER_PORT": "http"}, ["MASTER_PORT", "'http'"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "1 to 65535", "unset it"]),
+        ({"MASTER_PORT": "-3"}, ["MASTER_PORT is -3"]),
+        ({"MASTER_PORT": "0"}, ["port 0 (MASTER_PORT)", "world size 4 (WORLD_SIZE)"]),
     ],
 )
 def test_contradictions_of_torchrun_are_refused(change, words):
@@ -420,3 +423,45 @@ def test_a_large_job_is_found_in_its_variables():
         }
     )
     assert (ranks.world_size, ranks.num_nodes, ranks.master_addr) == (16384, 2048, "rack01n01")
+
+
+# Found by people who tried
+
+
+@pytest.mark.parametrize(
+    "name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"]
+)
+def test_half_of_what_a_launcher_sets_is_refused(name):
+    assert "not set, though its neighbours are" in refusal({name: "3"})
+
+
+@pytest.mark.parametrize("rank", ["0", "5"])
+def test_a_step_without_its_job_is_refused_in_every_rank(rank):
+    environ = {**STEP, "SLURM_PROCID": rank}
+    del environ["SLURM_JOB_ID"]
+    text = refusal(environ)
+    assert f"rank {rank} (SLURM_PROCID) but no job (SLURM_JOB_ID)" in text
+    assert "HPCTRAIN_ENVIRONMENT=local" in text
+
+
+def test_torchrun_alone_in_each_task_is_refused_where_its_ranks_happen_to_be_the_tasks():
+    tasks = {
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1",
+    }
+    agent = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    for rank in ("0", "1"):
+        here = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "RANK": rank, "LOCAL_RANK": rank}
+        environ = {**STEP, **MARKED, **tasks, **agent, **here, "MASTER_ADDR": "localhost"}
+        assert "Start torchrun once for all hosts" in refusal(environ)
+
+
+def test_a_forced_environment_is_named_in_any_case_and_tells_what_it_misses():
+    assert "Did you mean 'slurm'?" in refusal({"HPCTRAIN_ENVIRONMENT": "SLURM"})
+    text = refusal({"HPCTRAIN_ENVIRONMENT": "slurm"})
+    assert "SLURM_PROCID" in text
+    assert "unset HPCTRAIN_ENVIRONMENT" in text

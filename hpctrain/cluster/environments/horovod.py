@@ -29,7 +29,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         EnvironmentMismatch: variables contradict each other, or there are several nodes and MASTER_ADDR or
             the node is not known.
     """
-    if not (environ.get(_NAMES.rank) and environ.get(_NAMES.world_size)):
+    if not (environ.get(_NAMES.rank) or environ.get(_NAMES.world_size)):
         return None
     server = ":".join(environ.get(name, "") for name in _SERVER)
     key = (server, " and ".join(_SERVER))

@@ -43,11 +43,12 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         EnvironmentMismatch: variables contradict each other, or there are several nodes and they do not tell
             which is which.
     """
-    if not (environ.get(_NAMES.rank) and environ.get(_NAMES.world_size)):
+    if not (environ.get(_NAMES.rank) or environ.get(_NAMES.world_size)):
         return None
-    if environ.get(_NUM_PROCESSES) and environ[_NUM_PROCESSES] != environ[_NAMES.world_size]:
+    world_size = read_int(environ, _NAMES.world_size)
+    if environ.get(_NUM_PROCESSES) and read_int(environ, _NUM_PROCESSES) != world_size:
         raise EnvironmentMismatch(
-            f"world size {environ[_NAMES.world_size]} ({_NAMES.world_size}) but "
+            f"world size {world_size} ({_NAMES.world_size}) but "
             f"{environ[_NUM_PROCESSES]} processes ({_NUM_PROCESSES}). {believe('slurm', 'local')}"
         )
     job = first_of(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")

@@ -34,9 +34,11 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         return None
     rank = read_int(environ, "SLURM_PROCID")
     if not _in_step(environ):
-        if rank:
+        lost_job = environ.get("SLURM_STEP_ID") and not environ.get("SLURM_JOB_ID")
+        if rank or lost_job:
+            missing = "job (SLURM_JOB_ID)" if lost_job else "job step (SLURM_JOB_ID, SLURM_STEP_ID)"
             raise EnvironmentMismatch(
-                f"rank {rank} (SLURM_PROCID) but no job step (SLURM_JOB_ID, SLURM_STEP_ID): a part of what "
+                f"rank {rank} (SLURM_PROCID) but no {missing}: a part of what "
                 "srun sets got lost, in a container perhaps. Pass on all SLURM_* variables, or set "
                 f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hpctrain.cluster.launched import means_this_host
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import first_of, read_int
+from hpctrain.cluster.variables import first_of, read_int, read_port
 from hpctrain.errors import EnvironmentMismatch
 
 # What `torchrun --standalone` calls its run. Its MASTER_ADDR is the host's full name, as that of any other.
@@ -55,7 +55,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         if nodes_variable
         else -(-world_size // max(1, local_world_size)),
         master_addr=environ["MASTER_ADDR"],
-        master_port=read_int(environ, "MASTER_PORT"),
+        master_port=read_port(environ, "MASTER_PORT"),
         environment="torchrun",
         meeting_key=f"torchrun/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
         sources={
