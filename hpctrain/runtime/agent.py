@@ -22,6 +22,7 @@ from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.hosts import host_name
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import write_atomic
+from hpctrain.last_words import last_words
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.lifeline import die_with_supervisor
 from hpctrain.runtime.stop_notes import STOP_SIGNALS
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> NoReturn:
             _leave(EXIT_CONTINUE)
         for rank, failure in error.failures.items():
             if not run.failure(attempt, rank).exists() and not _is_stop(failure.exitcode):
-                _write_failure(run, attempt, rank, failure.exitcode)
+                _write_failure(run, attempt, rank, failure.exitcode, log)
         _leave(1)
     _leave(0)
 
@@ -112,19 +113,20 @@ def _is_stop(exit_code: int) -> bool:
     return exit_code == EXIT_CONTINUE or -exit_code in STOP_SIGNALS
 
 
-def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int) -> None:
-    """Describe a rank that ended without a word."""
-    killed = exit_code < 0
+def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Path) -> None:
+    """Describe a rank that ended without a word, but perhaps with some in the agent's `log`."""
+    number = signal.Signals(-exit_code) if exit_code < 0 else None
+    words = last_words(run.rank_log(attempt, rank), log, number=number)
     record = {
         "time": time.time(),
         "order": None,
         "rank": rank,
         "host": host_name(os.environ),
-        "kind": "signal" if killed else "exit",
-        "error": signal.Signals(-exit_code).name if killed else f"exit code {exit_code}",
-        "message": "",
-        "traceback": "",
-        "log": str(run.rank_log(attempt, rank)),
+        "kind": "signal" if number else "exit",
+        "error": number.name if number else f"exit code {exit_code}",
+        "message": words.message,
+        "traceback": words.traceback,
+        "log": str(words.log),
     }
     run.failures.mkdir(exist_ok=True)
     write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")

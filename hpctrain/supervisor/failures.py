@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpctrain.files import write_atomic
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.last_words import LastWords, last_words
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.step import Ending, TaskExit
 
@@ -52,9 +52,18 @@ class Failure:
 
 
 def collect(
-    run: RunDir, spec: JobSpec, attempt: int, exits: Iterable[TaskExit], hosts: list[str]
+    run: RunDir, spec: JobSpec, attempt: int, exits: Iterable[TaskExit], hosts: list[str], since: int = 0
 ) -> list[Failure]:
-    """Failures of `attempt`: one file a failed rank; what a rank could not write itself is written here."""
+    """Failures of `attempt`: one file a failed rank; what a rank could not write itself is written here.
+
+    Args:
+        run: the run.
+        spec: of the run.
+        attempt: which start of the ranks.
+        exits: processes that ended by themselves.
+        hosts: the nodes, in order of their rank.
+        since: how long the job's own log was, in bytes, when the attempt began.
+    """
     failures = {failure.rank: failure for failure in _read(run, attempt)}
     if spec.torchrun is not None and failures:
         # An agent ends so because its ranks do.
@@ -65,7 +74,8 @@ def collect(
         if task.ending is Ending.FAILED and rank not in failures:
             host = hosts[task.rank // spec.processes_per_node]
             log = run.rank_log(attempt, rank) if spec.torchrun is None else run.agent_log(attempt, task.rank)
-            failures[rank] = _write(run, attempt, rank, task, host, log)
+            words = last_words(log, run.slurm_log, since, task.signal)
+            failures[rank] = _write(run, attempt, rank, task, host, words)
     return list(failures.values())
 
 
@@ -109,19 +119,19 @@ def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
             print(f"hpctrain: {path} cannot be read: {error}", flush=True)
 
 
-def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, log: Path) -> Failure:
+def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, words: LastWords) -> Failure:
     """Describe a rank that ended without a word, or the first one of an agent that did."""
     failure = Failure(
         rank=rank,
         host=host,
         kind="signal" if task.signal else "exit",
         error=task.signal.name if task.signal else f"exit code {task.code}",
-        message="the kernel ends processes so when memory runs out" if task.signal == signal.SIGKILL else "",
-        log=str(log),
+        message=words.message,
+        log=str(words.log),
         order=None,
         time=time.time(),
     )
-    record = {**failure.__dict__, "node": host, "traceback": ""}
+    record = {**failure.__dict__, "node": host, "traceback": words.traceback}
     try:
         run.failures.mkdir(exist_ok=True)
         write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")

@@ -13,6 +13,7 @@ from types import FrameType
 from hpctrain.cluster.connections import allow_connections
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, RunFailed, SchedulerError
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.last_words import size_of
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -114,6 +115,7 @@ class Supervisor:
             self._run.log_event(
                 "started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=self._launcher.hosts
             )
+            said = size_of(self._run.slurm_log)
             log.info("attempt %d: starting %d ranks on %s", attempt, spec.world_size, self._launcher.hosts)
             step = self._launcher.start(command_of(spec), variables, self._events.put)
             try:
@@ -128,15 +130,15 @@ class Supervisor:
         if outcome is Outcome.NOT_STARTED:
             cause = self._note_refusal(attempt, watch)
         elif outcome is Outcome.FAILED:
-            outcome, cause = self._note_failure(attempt, watch)
+            outcome, cause = self._note_failure(attempt, watch, said)
         return outcome, self._will(watch.signals), cause
 
-    def _note_failure(self, attempt: int, watch: Watch) -> tuple[Outcome, str | None]:
+    def _note_failure(self, attempt: int, watch: Watch, said: int) -> tuple[Outcome, str | None]:
         """Record what went wrong. Returns what it comes to, and the cause.
 
         Ranks that only lost peers which had been told to leave have not failed: they were stopped.
         """
-        failures = collect(self._run, self._spec, attempt, watch.exits, self._launcher.hosts)
+        failures = collect(self._run, self._spec, attempt, watch.exits, self._launcher.hosts, said)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
         if not failures:
             return Outcome.FAILED, "the step ended badly, and no rank said why"

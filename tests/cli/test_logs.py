@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -58,6 +59,28 @@ def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     none = hpctrain("logs", "r", "--errors", "--attempt", "1")
     assert (none.returncode, none.stdout) == (0, "")
     assert "No failure of run r is on record." in none.stderr
+
+
+def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
+    shadow = tmp_path / "shadow"
+    shadow.mkdir()
+    (shadow / "json.py").write_text("raise ImportError('shadowed')\n")
+    options = ("--max-failures", "2", "--env", f"PYTHONPATH={shadow}", "--follow")
+    done = hpctrain("submit", *TWO_RANKS, *options, "train.py")
+    assert done.returncode == 4
+    assert "attempt 0: the workers are started again" in done.stderr
+    words = re.compile(
+        r"attempt 1: failure: rank [01] on local-0: exit code 1: ImportError: shadowed \(log: (.*)\)"
+    )
+    named = words.search(done.stderr)
+    assert named is not None, done.stderr
+    assert named[1] == str(tmp_path / "r" / "logs" / "slurm.log")
+
+    status = json.loads(hpctrain("status", "r", "--json").stdout)
+    assert status["cause"].endswith("exit code 1: ImportError: shadowed")
+    assert status["log"] == named[1]
+    errors = hpctrain("logs", "r", "--errors").stdout
+    assert "    raise ImportError('shadowed')\nImportError: shadowed\nlog: " in errors
 
 
 def test_following_an_array_shows_its_turns_and_names_the_logs(hpctrain, tmp_path):
