@@ -45,7 +45,7 @@ def last_words(log: Path, outer_log: Path, since: int = 0, number: signal.Signal
     """
     message = ""
     if number == signal.SIGKILL:
-        message = "the kernel ends processes so when memory runs out"
+        message = "somebody killed it (kill -9), or the kernel did, as it does when memory runs out"
     if size_of(log) > 0:
         return LastWords(log, message)
     if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):

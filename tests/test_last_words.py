@@ -60,3 +60,10 @@ def test_an_empty_log_is_not_named_where_there_are_words_elsewhere(logs):
     append(logs[1], "srun: error: n1: task 0: Killed\n" + IMPORT.format("ImportError", "of a peer"))
     found = last_words(*logs, signal.SIGSEGV)
     assert (found.log, found.message) == (logs[1], "")
+
+
+@pytest.mark.parametrize(("number", "known"), [(signal.SIGKILL, True), (signal.SIGABRT, False)])
+def test_whoever_may_have_killed_it_is_named(logs, number, known):
+    logs[0].write_text("here\n")
+    message = last_words(*logs, number).message
+    assert ("kill -9" in message, "memory" in message) == (known, known)
