@@ -99,7 +99,7 @@ def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
     run = submit(tmp_path / "run", env, ["--backend", "local", "--tasks-per-node", "2"], step_s=0.0)
     assert run.wait() == 0
-    assert sorted(path.name for path in run.dir.attempt_logs(0).iterdir()) == [
+    assert sorted(path.name for path in run.dir.attempt_logs(0).glob("rank-*")) == [
         "rank-00000.log",
         "rank-00001.log",
     ]
