@@ -119,6 +119,7 @@ def test_max_failures_has_an_exception_tried_again(executor):
     assert job.run.dir.attempts() == [0, 1]
 
 
+@pytest.mark.long
 @LOCAL
 def test_a_result_that_cannot_be_pickled_is_named(executor):
     job = executor.submit(functions.unpicklable, 1)
@@ -128,6 +129,7 @@ def test_a_result_that_cannot_be_pickled_is_named(executor):
     assert job.run.dir.attempts() == [0]
 
 
+@pytest.mark.long
 @LOCAL
 def test_exits_of_the_function(executor):
     executor.update_parameters(nodes=1)
@@ -138,6 +140,7 @@ def test_exits_of_the_function(executor):
     assert bad.run.dir.attempts() == [0]
 
 
+@pytest.mark.long
 @SLURM_FIRST
 def test_a_preempted_training_returns_what_an_undisturbed_one_returns(executor):
     undisturbed = executor.submit(functions.train, step_s=0.0)
@@ -164,6 +167,7 @@ def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
     assert "told to stop by SIGTERM" in job.task(0).stdout()
 
 
+@pytest.mark.long
 @LOCAL
 def test_checkpoint_is_called_on_all_ranks_and_says_what_comes_next(executor):
     job = executor.submit(Count(), 20)
@@ -177,6 +181,7 @@ def test_checkpoint_is_called_on_all_ranks_and_says_what_comes_next(executor):
     assert job.run.dir.function.read_bytes() == submitted
 
 
+@pytest.mark.long
 @LOCAL
 def test_a_single_rank_needs_no_agreement_and_may_be_stopped_twice(executor):
     executor.update_parameters(nodes=1)
@@ -202,6 +207,7 @@ def test_several_ranks_without_an_agreement_start_anew(executor):
     assert not job.run.dir.continuation.exists()
 
 
+@pytest.mark.long
 @SLURM
 def test_a_job_waits_runs_and_is_cancelled(executor):
     executor.update_parameters(begin="now+1hour")

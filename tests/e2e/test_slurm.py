@@ -56,6 +56,7 @@ def test_kill_9_of_any_rank(slurm, reference, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_time_limit(slurm, reference, tmp_path):
     # Slurm counts limits in minutes and sends the signal up to a minute early.
     run = submit(
@@ -103,6 +104,7 @@ def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path
     check_words(["--nodes", "2", "--tasks-per-node", "1"], slurm.env, tmp_path)
 
 
+@pytest.mark.long
 def test_user_error_ends_the_run_after_three_attempts_with_its_cause(slurm, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\nif os.environ['RANK'] == '3':\n    raise ValueError('no such thing')\n")
