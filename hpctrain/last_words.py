@@ -21,6 +21,8 @@ _TRACEBACK = re.compile(
     r"(?P<last>[A-Za-z_][\w.]*(?::.*)?)$",
     re.MULTILINE,
 )
+# What Slurm says of it comes in between.
+_OF_SLURM = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -68,4 +70,4 @@ def _newest_traceback(path: Path, since: int) -> re.Match[str] | None:
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    return max(_TRACEBACK.finditer(text), key=re.Match.start, default=None)
+    return max(_TRACEBACK.finditer(_OF_SLURM.sub("", text)), key=re.Match.start, default=None)

@@ -40,6 +40,12 @@ def test_of_processes_that_print_at_once_each_line_is_whole(logs):
     assert last_words(*logs).message == "ImportError: shadowed"
 
 
+def test_what_slurm_says_in_between_is_no_part_of_it(logs):
+    first, *rest = IMPORT.format("ImportError", "shadowed").splitlines(True)
+    append(logs[1], "".join([first, "srun: error: n1: task 0: Exited with exit code 1\n", *rest]))
+    assert last_words(*logs).traceback == IMPORT.format("ImportError", "shadowed")
+
+
 def test_what_an_earlier_attempt_said_is_not_quoted(logs):
     assert last_words(*logs).traceback == ""
     append(logs[1], "srun: error: n1: task 0: Exited with exit code 1\n")
