@@ -58,22 +58,40 @@ def _print_logs(run: Run, shown: Shown) -> None:
 
     attempts = run.dir.attempts()
     if not attempts:
-        raise UserError(f"Run {run.run_id} has not started yet. `hpctrain logs -f` waits for it.")
+        _say_that_nothing_is_there(run, shown)
+        return
     attempt = attempts[-1] if shown.attempt is None else shown.attempt
     if attempt not in attempts:
         raise UserError(
             f"There is no attempt {attempt} of run {run.run_id} (--attempt): it has {_range(attempts)}."
         )
     there = run.dir.ranks(attempt)
-    if missing := [rank for rank in shown.ranks if rank not in there]:
+    if there and (missing := [rank for rank in shown.ranks if rank not in there]):
         raise UserError(
             f"There is no log of rank {missing[0]} in {short_path(run.dir.attempt_logs(attempt))}: it has "
-            f"{'ranks ' + _range(there) if there else 'none yet'} (--rank)."
+            f"ranks {_range(there)} (--rank)."
         )
     logs = RankLogs(run.dir, attempt, shown.ranks)
+    anything = False
     for reading in (logs.read_past, logs.read_rest):
         for text in reading():
             click.echo(text, nl=False)
+            anything = True
+    if not anything:
+        _say_that_nothing_is_there(run, shown, attempt)
+
+
+def _say_that_nothing_is_there(run: Run, shown: Shown, attempt: int = 0) -> None:
+    status = run.status()
+    whose = "the ranks that were asked for" if shown.ranks else "its ranks"
+    if attempt != (status.attempt or 0):
+        words = f"{whose} wrote nothing in attempt {attempt}."
+    elif not status.state.ended:
+        words = f"{whose} have written nothing yet. `hpctrain logs -f` waits for them."
+    else:
+        advice = " `hpctrain logs --errors` shows what went wrong." if status.cause else ""
+        words = f"{whose} have written nothing.{advice}"
+    click.echo(f"Run {run.run_id} is {status.state}: {words}", err=True)
 
 
 def _print_errors(run: Run, shown: Shown) -> None:

@@ -81,6 +81,27 @@ def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     assert status["log"] == named[1]
     errors = hpctrain("logs", "r", "--errors").stdout
     assert "    raise ImportError('shadowed')\nImportError: shadowed\nlog: " in errors
+    nothing = hpctrain("logs", "r")
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert "Run r is FAILED: its ranks have written nothing. `hpctrain logs --errors` shows" in nothing.stderr
+    assert "wrote nothing in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
+
+
+def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, tmp_path):
+    (tmp_path / "still.py").write_text("import time\ntime.sleep(60)\n")
+    options = ("--backend", "local", "--array", "0-1%1", "--run-dir", "r")
+    assert hpctrain("submit", *options, "still.py").returncode == 0
+    attempt = tmp_path / "r" / "task-0" / "logs" / "attempt-000"
+    wait_for(attempt.exists, 30, "the first start")
+    nothing = hpctrain("logs", "r/task-0")
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert "task-0 is RUNNING: its ranks have written nothing yet. `hpctrain logs -f` waits" in nothing.stderr
+    waiting = hpctrain("logs", "r/task-1")
+    assert (waiting.returncode, waiting.stdout) == (0, "")
+    assert "task-1 is PENDING: its ranks have written nothing yet." in waiting.stderr
+    hpctrain("cancel", "r")
+    wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
+    assert_no_process_left(tmp_path / "r")
 
 
 def test_following_an_array_shows_its_turns_and_names_the_logs(hpctrain, tmp_path):
