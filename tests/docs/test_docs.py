@@ -149,3 +149,9 @@ def test_every_command_and_option_of_submit_is_documented() -> None:
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert any(f"`{option}" in text for option in parameter.opts), parameter.opts
+
+
+def test_the_readme_leads_to_every_page():
+    text = (REPO / "README.md").read_text()
+    pages = [path.relative_to(REPO) for path in (REPO / "docs").glob("*.md")]
+    assert [str(page) for page in pages if f"({page})" not in text] == []
