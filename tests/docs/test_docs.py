@@ -25,6 +25,9 @@ from helpers import run_command, run_processes
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 TIMEOUT_S = 110
 
+#: Pages whose blocks train for long; what they show is tested elsewhere, too.
+LONG = {"docs/cluster.md", "docs/python.md", "docs/restart.md", "docs/templates.md"}
+
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>bash|python|yaml|jinja)[^\n]*\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -77,13 +80,15 @@ def script_of(page: Path) -> str:
 
 
 def pages() -> list[object]:
-    """Pages that have something to run, marked `slurm` where a block of them needs it."""
+    """Pages that have something to run, marked `slurm` where a block of them needs it, and `long`."""
     params: list[object] = []
     for page in PAGES:
         if script_of(page):
             needs_slurm = any(block.mark == "slurm" for block in blocks_of(page))
+            name = str(page.relative_to(REPO))
             marks = [pytest.mark.slurm] if needs_slurm else []
-            params.append(pytest.param(page, id=str(page.relative_to(REPO)), marks=marks))
+            marks += [pytest.mark.long] if name in LONG else []
+            params.append(pytest.param(page, id=name, marks=marks))
     return params
 
 

@@ -109,7 +109,7 @@ def held(run: Run) -> Iterator[None]:
     ("script", "place"),
     [
         long(PLAIN, "local"),
-        (LIGHTNING, "local"),
+        long(LIGHTNING, "local"),
         long(ACCELERATE, "local"),
         long(PLAIN, "slurm"),
         long(LIGHTNING, "slurm"),
@@ -151,7 +151,7 @@ def test_requeue(script, place, tmp_path):
     assert_went_on_and_finished(run, script)
 
 
-@pytest.mark.parametrize("script", [PLAIN, long(LIGHTNING), long(ACCELERATE)], ids=lambda it: it.name)
+@pytest.mark.parametrize("script", [long(PLAIN), long(LIGHTNING), long(ACCELERATE)], ids=lambda it: it.name)
 def test_preempted_by_an_urgent_job(script, slurm, tmp_path):
     run = submit((slurm.env, SHAPE), tmp_path / "run", script)
     urgent = [

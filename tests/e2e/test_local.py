@@ -123,6 +123,7 @@ def test_a_script_started_by_hand_is_known_and_a_second_one_refused(tmp_path):
     assert run.status()["state"] == "COMPLETED"
 
 
+@pytest.mark.long
 def test_corrupted_newest_checkpoint_is_named_and_the_one_before_is_used(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
     assert run.wait() == 0

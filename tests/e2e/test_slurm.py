@@ -40,6 +40,7 @@ def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_kill_9_of_any_rank(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(20)
