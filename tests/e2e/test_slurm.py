@@ -70,6 +70,7 @@ def test_time_limit(slurm, reference, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_cancel_leaves_no_process(slurm, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.5)
     run.wait_for_step(2)

@@ -77,6 +77,7 @@ def test_requeued_on_slurm(slurm, tmp_path):
     assert json.loads(run.dir.rank_log(1, 0).read_text().splitlines()[-1])["threads"] == "2"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_crash_is_named_and_all_start_again(tmp_path):
     shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2", "--max-failures", "4"]

@@ -97,6 +97,7 @@ def test_plain_ddp_alone(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "plain_ddp.pt").exists()
 
 
+@pytest.mark.long
 def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
     """Stopped in the middle it saves and leaves with 75; the next start ends as an undisturbed run does."""
     run_dir = tmp_path / "run"

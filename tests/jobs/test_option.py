@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.jobs.container import Container
+from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
 from hpctrain.jobs.option import Kind
 from hpctrain.jobs.options import SubmitOptions, options
 from hpctrain.jobs.spec import JobSpec
@@ -104,4 +106,7 @@ def test_defaults_are_those_of_the_specification():
             name: fields[name].default for name in ("nodes", "gpus_per_node", "gpu_directive", "max_failures")
         },
         "backend": "auto",
+        "snapshot_limit": DEFAULT_LIMIT_MB,
+        "container_runtime": "auto",
+        "container_python": Container.python,
     }
