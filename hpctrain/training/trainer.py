@@ -78,7 +78,7 @@ class Trainer(Settings):
             try:
                 fit.run(train_dataset, val_dataset)
             finally:
-                self.step, self.metrics = fit.step, fit.validation
+                self.step, self.metrics = fit.state.step, fit.state.validation
 
     def _find_run(self) -> RunDir | None:
         """The folder to write into: the one that was set, else the run's own, which holds one training.

@@ -1,0 +1,43 @@
+"""What a training writes into its run folder besides checkpoints: events, metrics, trained samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir
+from hpctrain.runtime.process_group import Team
+from hpctrain.training.batches import Share
+from hpctrain.training.records import MetricsFile, SamplesFile
+
+
+class RunLog:
+    """Writes down what happens in one attempt; events and metrics are rank 0's to write."""
+
+    def __init__(
+        self, run: RunDir, team: Team, environ: Mapping[str, str], *, log_every: int, record_samples: bool
+    ) -> None:
+        """Agree on the number of the attempt. All ranks must call this."""
+        rank = team.ranks.rank
+        number = environ.get(ATTEMPT_VARIABLE)
+        self._attempt: int = team.from_main(
+            int(number) if number else (run.new_attempt() if rank == 0 else None)
+        )
+        self._run, self._log_every = run, log_every
+        self._metrics = MetricsFile(run, self._attempt) if rank == 0 else None
+        self._samples = SamplesFile(run.samples(self._attempt, rank)) if record_samples else None
+
+    def event(self, kind: EventKind, **fields: Any) -> None:
+        """Write an event."""
+        if self._metrics is not None:
+            self._run.log_event(kind, self._attempt, **fields)
+
+    def scalars(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool) -> None:
+        """Log a step if its number says so or it is `always` to be logged."""
+        if self._metrics is not None and (always or step % self._log_every == 0):
+            self._metrics.write(step, epoch, scalars)
+
+    def share(self, share: Share) -> None:
+        """Write down which samples this rank trains in a step, where that was asked for."""
+        if self._samples is not None:
+            self._samples.write(share)
