@@ -8,19 +8,39 @@ from helpers import assert_no_process_left, run_command, wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
 WORLD_SIZE = 8
+#: Every rank takes two seconds of a core to start.
+FOUR_RANKS = ["--nodes", "4", "--gpus-per-node", "1"]
 
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def reference(slurm, tmp_path_factory) -> Run:
-    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, SHAPE, step_s=0.0)
+def undisturbed(slurm, tmp_path_factory, shape: list[str]) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
     assert run.wait() == 0
     return run
 
 
+@pytest.fixture(scope="module")
+def reference(slurm, tmp_path_factory) -> Run:
+    return undisturbed(slurm, tmp_path_factory, SHAPE)
+
+
+@pytest.fixture(scope="module")
+def four_ranks_reference(slurm, tmp_path_factory) -> Run:
+    return undisturbed(slurm, tmp_path_factory, FOUR_RANKS)
+
+
+def test_four_ranks_preempted_by_an_urgent_job(slurm, four_ranks_reference, tmp_path):
+    check_preemption(slurm, FOUR_RANKS, four_ranks_reference, tmp_path)
+
+
+@pytest.mark.long
 def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
-    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+    check_preemption(slurm, SHAPE, reference, tmp_path)
+
+
+def check_preemption(slurm, shape: list[str], reference: Run, tmp_path) -> None:
+    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
     run.wait_for_step(16)
     urgent = [
         "sbatch",
@@ -61,7 +81,7 @@ def test_kill_9_of_any_rank(slurm, reference, tmp_path):
 def test_time_limit(slurm, reference, tmp_path):
     # Slurm counts limits in minutes and sends the signal up to a minute early.
     run = submit(
-        tmp_path / "run", slurm.env, SHAPE, options=["--time", "1", "--signal-lead", "25"], step_s=0.7
+        tmp_path / "run", slurm.env, SHAPE, options=["--time", "1", "--signal-lead", "25"], step_s=1.2
     )
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
@@ -92,7 +112,8 @@ def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
     assert run.events("requeue") == []
 
 
-def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, reference):
+def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, four_ranks_reference):
+    reference = four_ranks_reference
     job_id = reference.events("submitted")[0]["job_id"]
     run_command(["scontrol", "requeue", job_id], slurm.env)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
