@@ -20,7 +20,8 @@ from hpctrain.training.batches import (
     training_batches,
 )
 from hpctrain.training.checkpointing import Checkpointing
-from hpctrain.training.module import Module, as_scalars, configured
+from hpctrain.training.module import Module, as_scalars
+from hpctrain.training.optimization import configured
 from hpctrain.training.precision import forward_context
 from hpctrain.training.progress import format_scalars, make_progress
 from hpctrain.training.report import StepReport, StepResult
@@ -130,10 +131,12 @@ class Fit:
         weight = share.weight(team.ranks.world_size)
         loss = scalars["loss"]
         torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        state.optimizer.step()
-        if state.scheduler is not None:
-            state.scheduler.step()
-        state.optimizer.zero_grad(set_to_none=True)
+        for optimizer in state.optimizers:
+            optimizer.step()
+        for scheduler in state.schedulers:
+            scheduler.step()
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         state.step = share.step
         return StepReport(
             team,

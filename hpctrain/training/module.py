@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-
-
-class Scheduler(Protocol):
-    """A learning-rate schedule, as in `torch.optim.lr_scheduler`; stepped after every optimizer step."""
-
-    def step(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Module(nn.Module):
@@ -43,36 +34,25 @@ class Module(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no validation_step(self, batch, batch_idx).")
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, a pair (optimizer, scheduler), or {"optimizer": …, "lr_scheduler": …}."""
+        """Return an optimizer, a pair (optimizer, scheduler), or {"optimizer": …, "lr_scheduler": …}.
+
+        Several optimizers, in a list or tuple, share out the parameters among them, and all step; with
+        schedulers: ([optimizers], [schedulers]). A scheduler advances with every optimizer step.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(self).")
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put into `checkpoint`, which is empty, what shall be kept besides the module's `state_dict`.
 
-@dataclass(frozen=True)
-class Optimization:
-    """What `configure_optimizers` returned, in one form."""
+        Tensors, numbers, text, None, and lists, tuples and dicts of them. Every rank calls this at the step
+        that is saved; the values have to be the same on all ranks.
+        """
 
-    optimizer: torch.optim.Optimizer
-    scheduler: Scheduler | None
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` put into `checkpoint`.
 
-
-def configured(module: Module) -> Optimization:
-    """Ask `module` for its optimizer and scheduler.
-
-    Raises:
-        UserError: it returned something else.
-    """
-    answer = module.configure_optimizers()
-    parts: tuple[Any, ...] = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
-    if isinstance(answer, Mapping) and set(answer) <= {"optimizer", "lr_scheduler"}:
-        parts = (answer.get("optimizer"), answer.get("lr_scheduler"))
-    if len(parts) in (1, 2) and isinstance(parts[0], torch.optim.Optimizer):
-        scheduler = parts[1] if len(parts) == 2 else None
-        if scheduler is None or hasattr(scheduler, "step"):
-            return Optimization(parts[0], scheduler)
-    raise UserError(
-        f"{type(module).__name__}.configure_optimizers() returned {answer!r}. "
-        "Return an optimizer, (optimizer, scheduler) or {'optimizer': …, 'lr_scheduler': …}."
-    )
+        Every rank calls this after the state of module and optimizers is loaded, unless nothing was put in.
+        """
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from hpctrain.checkpoint.store import Loaded
 from hpctrain.errors import UserError
 from hpctrain.training.batches import BatchPlan
-from hpctrain.training.module import Module, Optimization
+from hpctrain.training.module import Module
+from hpctrain.training.optimization import Optimization
+
+
+class HasState(Protocol):
+    """Something whose state a checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class TrainingState:
@@ -15,6 +24,7 @@ class TrainingState:
 
     Attributes:
         step: completed optimizer steps.
+        scaler: scales the loss of a training in float16; None in any other.
         validated_step: the step after which `validation` was measured, or 0.
         validation: latest results of validation.
         latest: latest scalars that were logged.
@@ -22,7 +32,8 @@ class TrainingState:
 
     def __init__(self, module: Module, optimization: Optimization, plan: BatchPlan) -> None:
         self.module, self.plan = module, plan
-        self.optimizer, self.scheduler = optimization.optimizer, optimization.scheduler
+        self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
+        self.scaler: HasState | None = None
         self.step = 0
         self.validated_step = 0
         self.validation: dict[str, float] = {}
@@ -30,10 +41,14 @@ class TrainingState:
 
     def tree(self) -> dict[str, Any]:
         """Everything that a checkpoint keeps, as nested containers of plain values and tensors."""
+        own: dict[str, Any] = {}
+        self.module.on_save_checkpoint(own)
         return {
             "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "user": own,
             "plan": self.plan.identity(),
             "validated_step": self.validated_step,
             "validation": self.validation,
@@ -47,7 +62,8 @@ class TrainingState:
             UserError: the checkpoint belongs to another model, data set or batch size.
         """
         tree = loaded.state
-        if tree["plan"] != self.plan.identity():
+        # A checkpoint that was imported has no order of samples: training begins with one of its own.
+        if tree["plan"] is not None and tree["plan"] != self.plan.identity():
             raise UserError(
                 f"{loaded.path} was trained with {tree['plan']}, but this script asks for "
                 f"{self.plan.identity()}. "
@@ -55,13 +71,26 @@ class TrainingState:
             )
         try:
             self.module.load_state_dict(tree["module"])
-            self.optimizer.load_state_dict(tree["optimizer"])
-        except (RuntimeError, ValueError) as error:
+            _load_each("optimizer", self.optimizers, tree["optimizers"])
+            _load_each("scheduler", self.schedulers, tree["schedulers"])
+        except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
-                f"{loaded.path} does not fit {type(self.module).__name__} and its optimizer: {error} "
+                f"{loaded.path} does not fit {type(self.module).__name__} and its optimizers: {error} "
                 "Put the model back as it was, or start a new run in a new folder."
             ) from error
-        if self.scheduler is not None and tree["scheduler"] is not None:
-            self.scheduler.load_state_dict(tree["scheduler"])
+        if self.scaler is not None and tree["scaler"] is not None:
+            self.scaler.load_state_dict(tree["scaler"])
+        if tree["user"]:
+            self.module.on_load_checkpoint(tree["user"])
         self.step, self.validated_step = loaded.step, tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
+
+
+def _load_each(what: str, things: Sequence[HasState], states: Sequence[dict[str, Any]] | None) -> None:
+    """Give each of `things` its state. None stands for a checkpoint that has none to give."""
+    if states is None:
+        return
+    if len(things) != len(states):
+        raise ValueError(f"it has {len(states)} {what}s, and the script {len(things)}.")
+    for thing, state in zip(things, states, strict=True):
+        thing.load_state_dict(state)

@@ -1,0 +1,99 @@
+"""What `configure_optimizers` returns, in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hpctrain.errors import UserError
+from hpctrain.training.module import Module
+
+#: Keys of Lightning's dict around a scheduler, and the only value under which each means what happens here.
+_SCHEDULER_KEYS = {"interval": "step", "frequency": 1}
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule, as in `torch.optim.lr_scheduler`; stepped after every optimizer step."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """The optimizers, which share out the parameters, and the schedules of their learning rates."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Scheduler, ...]
+
+
+def configured(module: Module) -> Optimization:
+    """Ask `module` for its optimizers and schedulers.
+
+    Raises:
+        UserError: it returned something else, a parameter belongs to two optimizers, or a scheduler is to
+            be stepped at other times than after each step.
+    """
+    origin = f"{type(module).__name__}.configure_optimizers()"
+    answer = module.configure_optimizers()
+    parts = _parts(answer)
+    if parts is not None:
+        optimizers, schedulers = (tuple(part) for part in parts)
+        schedulers = tuple(_unwrapped(scheduler, origin) for scheduler in schedulers)
+        are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
+        if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
+            _check_disjoint(optimizers, module, origin)
+            return Optimization(optimizers, schedulers)
+    raise UserError(
+        f"{origin} returned {answer!r}. Return an optimizer, (optimizer, scheduler), "
+        "{'optimizer': …, 'lr_scheduler': …}, several optimizers, or ([optimizers], [schedulers])."
+    )
+
+
+def _parts(answer: Any) -> tuple[list[Any], list[Any]] | None:
+    """Optimizers and schedulers in `answer`, not looked at yet; None where it has another form."""
+    match answer:
+        case {"optimizer": optimizer, **rest} if set(rest) <= {"lr_scheduler"}:
+            return [optimizer], _as_list(rest.get("lr_scheduler"))
+        case [list() | tuple() as optimizers, list() | tuple() as schedulers]:
+            return list(optimizers), list(schedulers)
+        case [torch.optim.Optimizer(), *others] if all(isinstance(o, torch.optim.Optimizer) for o in others):
+            return list(answer), []
+        case [optimizer, scheduler]:
+            return [optimizer], _as_list(scheduler)
+        case torch.optim.Optimizer():
+            return [answer], []
+    return None
+
+
+def _as_list(scheduler: Any) -> list[Any]:
+    return [] if scheduler is None else [scheduler]
+
+
+def _unwrapped(scheduler: Any, origin: str) -> Any:
+    """The scheduler in Lightning's dict around one."""
+    if not isinstance(scheduler, Mapping) or "scheduler" not in scheduler:
+        return scheduler
+    for key, only in _SCHEDULER_KEYS.items():
+        if (value := scheduler.get(key, only)) != only:
+            raise UserError(
+                f"{origin} asks for a scheduler with {key}={value!r}. A scheduler advances with every "
+                f"optimizer step here, on any number of ranks: count steps in it, and give {key}={only!r}."
+            )
+    return scheduler["scheduler"]
+
+
+def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Module, origin: str) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    seen: dict[int, int] = {}
+    for i, optimizer in enumerate(optimizers):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if seen.setdefault(id(parameter), i) != i:
+                raise UserError(
+                    f"{origin} gives {names.get(id(parameter), 'a parameter')} to optimizer "
+                    f"{seen[id(parameter)]} and to optimizer {i}: each would step it. Give it to one of them."
+                )
