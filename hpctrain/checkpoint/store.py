@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpctrain.checkpoint.manifest import FileEntry, Manifest, checksum, verified
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.tree import join_tree, split_tree
 from hpctrain.errors import BrokenCheckpoint, CheckpointError
 from hpctrain.files import fsync_folder, write_atomic
@@ -59,21 +60,69 @@ class Loaded:
 class CheckpointStore:
     """The checkpoints in one folder. Every method is a collective: all ranks of `group` must call it."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None, keep: int = 3) -> None:
-        """Look at the checkpoints in `folder`.
+    def __init__(
+        self,
+        folder: Path,
+        group: dist.ProcessGroup | None = None,
+        *,
+        retention: Retention | None = None,
+        second_tier: Path | None = None,
+    ) -> None:
+        """Look at the checkpoints in `folder`. All ranks must call this.
 
         Args:
-        folder: where the checkpoints lie; made at the first save.
-        group: a group with a CPU backend over all ranks, or None for a single process.
-        keep: number of newest checkpoints that are kept, at least 1.
+            folder: where the checkpoints lie; made at the first save.
+            group: a group with a CPU backend over all ranks, or None for a single process.
+            retention: which checkpoints stay; the newest three where nothing is said.
+            second_tier: a faster folder, of each node or of all, in which saves are written first and
+                copied to `folder` in the background.
         """
+        keep = (retention or Retention()).last
+        self._ended: list[Saved | CheckpointError] = []
         self._folder = folder
         self._group = group
         self._keep = keep
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
 
-    def save(self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor]) -> Saved:
+    def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
+        """Allocate, in the background, what `begin` copies a state of this shape into."""
+
+    def begin(
+        self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
+    ) -> None:
+        """Copy the state and return; it is written and committed in the background. All ranks must call this.
+
+        Where an earlier save is still being written, this waits for it first. How a save ended is told by
+        `finished`; nothing is raised here for what goes wrong with a disk.
+        """
+        try:
+            self._ended.append(self.save(step, state, rank_state, score=score))
+        except CheckpointError as error:
+            self._ended.append(error)
+
+    def finished(self) -> list[Saved | CheckpointError]:
+        """How the saves ended that did so since the last call. Never waits, and is no collective."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait for the save in flight, and say whether it has ended. No collective."""
+        return True
+
+    def abandon(self) -> None:
+        """Give up the save in flight, on all ranks, unless it was committed meanwhile. No collective."""
+
+    def close(self, *, run_is_over: bool = False) -> None:
+        """End what runs in the background. All ranks must call this.
+
+        Args:
+            run_is_over: nobody will resume from the second tier: clean it.
+        """
+
+    def save(
+        self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
+    ) -> Saved:
         """Write and commit the state after `step` steps.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError
 from hpctrain.rundir import RunDir
@@ -34,7 +35,11 @@ class Checkpointing:
         self._log, self._progress, self._last_step = log, progress, last_step
         self._cadence = CheckpointCadence(settings.checkpoint_every, team.ranks.num_nodes)
         self._store = (
-            None if run is None else CheckpointStore(run.checkpoints, team.control, settings.keep_checkpoints)
+            None
+            if run is None
+            else CheckpointStore(
+                run.checkpoints, team.control, retention=Retention(last=settings.keep_checkpoints)
+            )
         )
 
     def wished(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.checkpoint.interval import SHORTEST_S, checkpoint_interval_s
 from hpctrain.checkpoint.manifest import Manifest, committed_steps, verified
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tree import join_tree, split_tree
 from hpctrain.errors import CheckpointError
@@ -56,7 +57,7 @@ def test_no_checkpoint(tmp_path):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, retention=Retention(last=2))
     for step in (5, 10, 15, 20):
         save(store, step)
     assert list(committed_steps(tmp_path)) == [20, 15]
