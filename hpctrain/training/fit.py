@@ -12,14 +12,9 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.training import rng
-from hpctrain.training.batches import (
-    BatchPlan,
-    Loading,
-    Share,
-    to_device,
-    training_batches,
-)
 from hpctrain.training.checkpointing import Checkpointing
+from hpctrain.training.data.loading import Loading, to_device, training_batches
+from hpctrain.training.data.plan import BatchPlan, Share
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optimization import configured
 from hpctrain.training.precision import forward_context
@@ -119,16 +114,15 @@ class Fit:
         if self._log is not None:
             self._log.share(share)
         team, state = self._team, self.state
-        batch_idx = (share.step - 1) % self._plan.steps_per_epoch
         with forward_context(self._settings.precision, team.device):
-            output = self._strategy.training_step(to_device(batch, team.device), batch_idx)
+            output = self._strategy.training_step(to_device(batch, team.device), share.batch_idx)
         scalars = as_scalars(output, "loss", f"{type(self._module).__name__}.training_step")
         if "loss" not in scalars:
             raise UserError(
                 f"{type(self._module).__name__}.training_step returned {sorted(scalars)}; "
                 "'loss' is missing among them."
             )
-        weight = share.weight(team.ranks.world_size)
+        weight = len(share.indices) * team.ranks.world_size / share.batch_size
         loss = scalars["loss"]
         torch.autograd.backward(loss if weight == 1.0 else loss * weight)
         for optimizer in state.optimizers:
@@ -199,4 +193,4 @@ class Fit:
         """Show a step, and log it if its number says so or it is `always` to be logged."""
         self._progress.show(step, scalars)
         if self._log is not None:
-            self._log.scalars(step, self._plan.epoch(step), scalars, always=always)
+            self._log.scalars(step, (step - 1) // self._plan.steps_per_epoch, scalars, always=always)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.files import append_json_line, end_torn_line
 from hpctrain.rundir import RunDir
-from hpctrain.training.batches import Share
+from hpctrain.training.data.plan import Share
 
 
 class MetricsFile:
@@ -31,7 +31,7 @@ class SamplesFile:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, share: Share) -> None:
-        if share.indices:
+        if len(share.indices):
             append_json_line(
-                self._path, {"step": share.step, "epoch": share.epoch, "indices": list(share.indices)}
+                self._path, {"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()}
             )

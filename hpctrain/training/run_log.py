@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir
 from hpctrain.runtime.process_group import Team
-from hpctrain.training.batches import Share
+from hpctrain.training.data.plan import Share
 from hpctrain.training.records import MetricsFile, SamplesFile
 
 

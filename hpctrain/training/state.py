@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from hpctrain.checkpoint.store import Loaded
 from hpctrain.errors import UserError
-from hpctrain.training.batches import BatchPlan
+from hpctrain.training.data.plan import BatchPlan
 from hpctrain.training.module import Module
 from hpctrain.training.optimization import Optimization
 

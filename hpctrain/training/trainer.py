@@ -11,10 +11,10 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.process_group import join
 from hpctrain.runtime.signals import listen
-from hpctrain.training.batches import BatchPlan
+from hpctrain.training.data.order import SampleOrder
+from hpctrain.training.data.plan import BatchPlan
 from hpctrain.training.fit import Fit
 from hpctrain.training.module import Module
-from hpctrain.training.order import SampleOrder
 from hpctrain.training.rng import seed_all
 from hpctrain.training.settings import Settings
 

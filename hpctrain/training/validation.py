@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
-from hpctrain.training.batches import Loading, to_device, validation_batches
+from hpctrain.training.data.loading import Loading, to_device, validation_batches
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.precision import forward_context
 

@@ -4,11 +4,12 @@ import time
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.training.batches import BatchPlan, split
-from hpctrain.training.order import SampleOrder
+from hpctrain.training.data.order import SampleOrder
+from hpctrain.training.data.plan import BatchPlan, Deal, split
 
 
 @given(st.integers(1, 5000), st.integers(-(2**40), 2**40), st.integers(0, 1000))
@@ -99,9 +100,10 @@ def test_any_sequence_of_stops_and_world_sizes_consumes_each_epoch_once_in_one_o
     for num_steps, world_size in legs:
         for _ in range(num_steps):
             step += 1
-            shares = [plan.share(step, rank, world_size) for rank in range(world_size)]
-            consumed.setdefault(shares[0].epoch, []).extend(i for share in shares for i in share.indices)
-            assert sum(share.weight(world_size) for share in shares) == pytest.approx(world_size)
-            assert all(share.fetch for share in shares)
+            shares = [plan.share(step, Deal(rank, world_size)) for rank in range(world_size)]
+            consumed.setdefault(shares[0].epoch, []).extend(
+                i for share in shares for i in share.indices.tolist()
+            )
+            assert sum(len(share.indices) for share in shares) == shares[0].batch_size
     for epoch, indices in consumed.items():
         assert indices == plan.order.indices(epoch, 0, len(indices)).tolist()

@@ -1,4 +1,4 @@
-"""Which samples a rank trains in a step, and how a batch gets from the data set to the rank's device."""
+"""How a batch gets from the data set to the rank's device."""
 
 from __future__ import annotations
 
@@ -11,73 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hpctrain.training.order import SampleOrder
+from hpctrain.training.data.plan import BatchPlan, Deal, Share, split
 from hpctrain.training.rng import derived_seed
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of one global batch."""
-
-    step: int
-    """The optimizer step that this batch belongs to; the first is 1."""
-    epoch: int
-    """The epoch that the batch lies in, from 0."""
-    indices: tuple[int, ...]
-    """Samples of this rank; empty where the batch has fewer samples than there are ranks."""
-    batch_size: int
-    """Samples of all ranks together."""
-    fetch: tuple[int, ...]
-    """What to load: `indices`, or one sample of the batch to go through the motions with at weight 0."""
-
-    def weight(self, world_size: int) -> float:
-        """Factor on this rank's mean loss under which the mean over ranks is the mean over the batch."""
-        return len(self.indices) * world_size / self.batch_size
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """The order in which a run consumes its data set: a pure function of the step, on any number of ranks.
-
-    Step s lies in epoch (s - 1) // steps_per_epoch. The last batch of an epoch may be short; it is kept.
-    """
-
-    order: SampleOrder
-    global_batch_size: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.order.num_samples // self.global_batch_size)
-
-    def epoch(self, step: int) -> int:
-        """The epoch that `step` (counted from 1) lies in, from 0."""
-        return (step - 1) // self.steps_per_epoch
-
-    def identity(self) -> dict[str, int]:
-        """Everything that the order of samples depends on."""
-        return {
-            "seed": self.order.seed,
-            "num_samples": self.order.num_samples,
-            "global_batch_size": self.global_batch_size,
-        }
-
-    def share(self, step: int, rank: int, world_size: int) -> Share:
-        """What `rank` trains in `step` (counted from 1). Shares differ by one sample at the most."""
-        epoch, batch = divmod(step - 1, self.steps_per_epoch)
-        start = batch * self.global_batch_size
-        stop = min(start + self.global_batch_size, self.order.num_samples)
-        low, high = split(stop - start, rank, world_size)
-        indices = tuple(self.order.indices(epoch, start + low, start + high).tolist())
-        fetch = indices or tuple(self.order.indices(epoch, start, start + 1).tolist())
-        return Share(step, epoch, indices, stop - start, fetch)
-
-
-def split(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The half-open range of `count` things that is `rank`'s; all ranks together cover each thing once.
-
-    Sizes differ by one at the most, and rank 0 is never empty.
-    """
-    return -(-count * rank // world_size), -(-count * (rank + 1) // world_size)
 
 
 @dataclass(frozen=True)
@@ -112,9 +47,9 @@ def training_batches(
 
     def fetches() -> Iterator[list[int]]:
         for step in steps:
-            share = plan.share(step, rank, world_size)
+            share = plan.share(step, Deal(rank, world_size))
             in_flight.append(share)
-            yield list(share.fetch)
+            yield share.indices.tolist() or plan.spare(step).tolist()
 
     seed = derived_seed(plan.order.seed, "data workers", steps.start, rank)
     for batch in loading.loader(dataset, _Once(fetches()), seed):
