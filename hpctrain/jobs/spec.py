@@ -14,6 +14,7 @@ from hpctrain.jobs.array import Array
 from hpctrain.jobs.container import Container
 from hpctrain.jobs.copied_code import Code
 from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.plain_yaml import to_yaml
 from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec_checks import check_spec
 from hpctrain.rundir import RunDir
@@ -137,10 +138,7 @@ class JobSpec:
         Raises:
             OSError: the file cannot be written.
         """
-        import yaml
-
-        # In ASCII: PyYAML does not read back every other character that it writes, such as U+0085.
-        write_atomic(path, yaml.safe_dump(asdict(self), sort_keys=False), durable=durable)
+        write_atomic(path, to_yaml(asdict(self)), durable=durable)
 
     @classmethod
     def load(cls, path: Path) -> JobSpec:

@@ -14,12 +14,14 @@ from hpctrain.jobs.spec import JobSpec
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
 
 
-@given(args=st.lists(words), value=words, script=words)
-def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, script):
+@given(args=st.lists(words), value=words, script=words, limit=st.none() | st.integers(1, 10**18).map(float))
+def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, script, limit):
     spec = JobSpec(
         script="/" + script,
         args=tuple(args),
-        env={"VALUE": value},
+        env={"VALUE": value, "NO": "1e3"},
+        time_limit_s=limit,
+        signal_lead_s=1 if limit is None else 0,
         name="n",
         run_id="r",
         run_dir="/r",

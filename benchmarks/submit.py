@@ -1,0 +1,179 @@
+"""How long `hpctrain submit` takes, next to a program that submits a function with submitit.
+
+    python benchmarks/submit.py [--rounds N] [--limit RATIO] [--torchx PATH]
+
+Starts a sandbox (Linux, root, Slurm's packages) whose nodes are taken, so that what is submitted waits, and
+measures whole processes from their start to their end, the interpreter and its imports with them:
+
+- a program that submits one function with submitit, and one with `hpctrain.Executor`,
+- `hpctrain submit` of a script that lies in no git repository, and of one in a repository of 50 files, which
+  are copied into the run folder,
+- `torchx run` of the same script, where there is torchx.
+
+None of them imports torch. They are run in turn, so that a busy machine slows all; the ratios are those of
+the medians, to submitit. All find their modules compiled, whatever PYTHONDONTWRITEBYTECODE says here. The
+processor time has that of the programs called in it. Each job is cancelled before the next is submitted.
+Exits with 1 where a ratio of `hpctrain submit` is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain import sandbox
+
+NUM_FILES = 50
+
+WITH_SUBMITIT = """
+import submitit
+
+def add(a, b):
+    return a + b
+
+if __name__ == "__main__":
+    executor = submitit.AutoExecutor(folder="logs")
+    executor.update_parameters(nodes=1, tasks_per_node=1, timeout_min=5)
+    print("job", executor.submit(add, 1, 2).job_id)
+"""
+
+WITH_EXECUTOR = """
+import hpctrain
+
+def add(a, b):
+    return a + b
+
+if __name__ == "__main__":
+    executor = hpctrain.Executor(folder="runs", nodes=1, tasks_per_node=1, time=5)
+    print("job", executor.submit(add, 1, 2).job_id)
+"""
+
+#: How each names the job that it has submitted.
+JOB = re.compile(r"\bjob (\d+)|slurm://\w+/(\d+)")
+
+
+class Submission(NamedTuple):
+    """A way to submit a job."""
+
+    words: str
+    command: list[str]
+    folder: Path
+
+
+class Cost(NamedTuple):
+    """What a process took, in seconds."""
+
+    wall: float
+    cpu: float
+
+
+def measure(submission: Submission, environ: dict[str, str]) -> Cost:
+    """Run the submission once, and cancel its job."""
+    before, start = _cpu_of_children(), time.perf_counter()
+    done = subprocess.run(
+        submission.command, cwd=submission.folder, env=environ, capture_output=True, text=True
+    )
+    cost = Cost(time.perf_counter() - start, _cpu_of_children() - before)
+    # After it has submitted torchx asks for the job's state, and fails where there is no accounting.
+    if (match := JOB.search(done.stdout)) is None:
+        sys.exit(f"{' '.join(submission.command)} names no job:\n{done.stdout}{done.stderr}")
+    subprocess.run(["scancel", match[1] or match[2]], env=environ, check=True)
+    return cost
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def submissions(folder: Path, torchx: str | None) -> list[Submission]:
+    """All of them, submitit's first, with the files that they need."""
+    plain, repository = folder / "plain", folder / "repository"
+    for place in (plain, repository):
+        place.mkdir()
+        (place / "train.py").write_text("print('hello')\n")
+    (plain / "with_submitit.py").write_text(WITH_SUBMITIT)
+    (plain / "with_executor.py").write_text(WITH_EXECUTOR)
+    for i in range(NUM_FILES - 1):
+        (repository / f"module_{i}.py").write_text(f"VALUE = {i}\n" * 100)
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", "-C", str(repository)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "Begin"]):
+        subprocess.run([*git, *words], check=True)
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--tasks-per-node", "1", "--time", "5", "train.py"]
+    found = [
+        Submission("submitit, a function", [sys.executable, "with_submitit.py"], plain),
+        Submission("hpctrain submit", submit, plain),
+        Submission("hpctrain submit, repository", submit, repository),
+        Submission("hpctrain.Executor, a function", [sys.executable, "with_executor.py"], plain),
+    ]
+    if torchx is not None:
+        run = [torchx, "run", "-s", "slurm", "dist.ddp", "-j", "1x1", "--script", "train.py"]
+        found.append(Submission("torchx run", run, plain))
+    return found
+
+
+def costs(box: sandbox.Sandbox, rounds: int, torchx: str | None) -> dict[str, list[Cost]]:
+    """What each submission took in each round; a first round is not counted."""
+    with tempfile.TemporaryDirectory(dir=Path.home()) as name:
+        folder = Path(name)
+        environ = {
+            **os.environ,
+            **box.env,
+            "PYTHONPYCACHEPREFIX": str(folder / "compiled"),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+        blocker = ["sbatch", "--exclusive", "--output=/dev/null", "--wrap", "sleep infinity"]
+        subprocess.run(blocker, env=environ, check=True, capture_output=True)
+        every = submissions(folder, torchx)
+        for submission in every:
+            measure(submission, environ)
+        found: dict[str, list[Cost]] = {submission.words: [] for submission in every}
+        for _ in range(rounds):
+            for submission in every:
+                found[submission.words].append(measure(submission, environ))
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--limit", type=float, default=1.0)
+    parser.add_argument("--torchx", help="the program, where it is not on the PATH", default="torchx")
+    options = parser.parse_args()
+    torchx = shutil.which(options.torchx)
+    box = sandbox.up(f"bench-{os.getpid()}", nodes=1, gpus_per_node=0)
+    try:
+        found = costs(box, options.rounds, torchx)
+    finally:
+        box.down()
+    median = {words: _median(rounds) for words, rounds in found.items()}
+    base = next(iter(median.values()))
+    print(f"{'':<32}{'wall':>8}{'fastest':>10}{'ratio':>7}{'processor':>14}{'ratio':>7}")
+    for words, cost in median.items():
+        fastest = min(one.wall for one in found[words])
+        print(
+            f"{words:<32}{cost.wall * 1000:5.0f} ms{fastest * 1000:7.0f} ms{cost.wall / base.wall:7.2f}"
+            f"{cost.cpu * 1000:11.0f} ms{cost.cpu / base.cpu:7.2f}"
+        )
+    if torchx is None:
+        print(f"torchx run                      not measured: there is no {options.torchx}")
+    ours = [cost for words, cost in median.items() if words.startswith("hpctrain submit")]
+    sys.exit(any(cost.wall > options.limit * base.wall for cost in ours))
+
+
+def _median(rounds: list[Cost]) -> Cost:
+    return Cost(*map(statistics.median, zip(*rounds, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
