@@ -7,13 +7,13 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from helpers import environment, run_command, wait_for
 
 import hpctrain
@@ -27,13 +27,7 @@ SMALL = Path(__file__).with_name("small.py")
 
 def train(run: Path, *words: str, ranks: int = 1) -> dict:
     """Run `small.py` to its end and return what it printed last."""
-    command: list[str] = [sys.executable]
-    if ranks > 1:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    done = run_command([*command, SMALL, *words], variables(run), timeout=100)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_forked(SMALL, words, variables(run), ranks=ranks).splitlines()[-1])
 
 
 def variables(run: Path) -> dict[str, str]:
