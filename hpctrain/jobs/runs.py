@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import RunFailed, RunNotFound, WaitTimeout
 from hpctrain.files import is_locked
-from hpctrain.jobs import steer
-from hpctrain.jobs.doubt import Doubt
 from hpctrain.jobs.record import read_record
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.status import RunStatus
-from hpctrain.jobs.watch import Watcher
 from hpctrain.rundir import RunDir
 
-log = logging.getLogger("hpctrain")
+# Who submits a run and leaves needs nothing of what looks at runs: it is imported where it is used.
+if TYPE_CHECKING:
+    from hpctrain.jobs.status import RunStatus
+    from hpctrain.jobs.watch import Watcher
 
 #: A supervisor has nothing to do after it has recorded the end.
 _EXIT_PATIENCE_S = 5.0
@@ -76,18 +74,22 @@ class Run:
         return ended_well(self.wait_for_end(timeout))
 
     def wait_for_end(
-        self, timeout: float | None = None, tell: Callable[[str], object] = log.warning
+        self, timeout: float | None = None, tell: Callable[[str], object] | None = None
     ) -> RunStatus:
         """Wait until the run has ended, however that is.
 
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
-            tell: gets a sentence now and then while nobody can say where the run stands.
+            tell: gets a sentence now and then while nobody can say where the run stands; None logs it.
 
         Raises:
             WaitTimeout: it has not ended yet.
         """
-        doubt = Doubt()
+        import logging
+
+        from hpctrain.jobs.doubt import Doubt
+
+        doubt, tell = Doubt(), tell or logging.getLogger("hpctrain").warning
         for status in self._watch(timeout):
             if words := doubt.words(status):
                 tell(f"Waiting for run {self.run_id}: {words}")
@@ -102,7 +104,7 @@ class Run:
     def _watch(self, limit_s: float | None) -> Iterator[RunStatus]:
         """Yield the status until the run has ended or the time is up."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
-        watcher = Watcher([self.dir], self.environ)
+        watcher = _watcher([self])
         while True:
             (status,) = watcher.look()
             yield status
@@ -127,6 +129,8 @@ class Run:
         Raises:
             SchedulerError: the scheduler refused, or cannot be reached.
         """
+        from hpctrain.jobs import steer
+
         return steer.cancel(self.dir, self.environ)
 
     def requeue(self) -> RunStatus:
@@ -138,10 +142,14 @@ class Run:
             SpecError: the run is not running.
             SchedulerError: the scheduler refused, or cannot be reached.
         """
+        from hpctrain.jobs import steer
+
         return steer.requeue(self.dir, self.environ)
 
     def lift_hold(self) -> bool:
         """Let the requeued job start without its delay, and return whether the scheduler agreed."""
+        from hpctrain.jobs import steer
+
         return steer.lift_hold(self.dir, self.environ)
 
 
@@ -151,6 +159,8 @@ def ended_well(status: RunStatus) -> RunStatus:
     Raises:
         RunFailed: it was not.
     """
+    from hpctrain.jobs.states import RunState
+
     if status.state is RunState.COMPLETED:
         return status
     if status.state is RunState.CANCELLED:
@@ -160,7 +170,13 @@ def ended_well(status: RunStatus) -> RunStatus:
 
 def statuses(runs: Sequence[Run]) -> list[RunStatus]:
     """Where runs stand; each scheduler is asked once for all of them."""
-    return Watcher([run.dir for run in runs], runs[0].environ).look() if runs else []
+    return _watcher(runs).look() if runs else []
+
+
+def _watcher(runs: Sequence[Run]) -> Watcher:
+    from hpctrain.jobs.watch import Watcher
+
+    return Watcher([run.dir for run in runs], runs[0].environ)
 
 
 def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:

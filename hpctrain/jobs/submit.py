@@ -18,7 +18,6 @@ from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.prepare import Submission, prepare
 from hpctrain.jobs.runs import Run, statuses
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.jobs.states import RunState
 from hpctrain.rundir import RunDir
 
 #: A supervisor that has recorded its end still has to leave, and a look at the lock takes a moment.
@@ -150,6 +149,10 @@ def _lock(run: Run) -> int:
 def _refuse_going(runs: Sequence[Run]) -> None:
     """The lock, held by us, tells of a local run; whether a job is in Slurm's queue, only Slurm can tell."""
     recorded = [run for run in runs if run.dir.events.exists()]
+    if not recorded:
+        return
+    from hpctrain.jobs.states import RunState
+
     for run, status in zip(recorded, statuses(recorded), strict=True):
         if status.state is RunState.UNKNOWN and status.job_id is not None:
             raise SchedulerError(

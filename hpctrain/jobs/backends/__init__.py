@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.record import Job
-from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.spec import BackendName, JobSpec
-from hpctrain.jobs.states import JobView
 from hpctrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.record import Job
+    from hpctrain.jobs.site.facts import Site
+    from hpctrain.jobs.states import JobView
 
 
 class SubmissionUnclear(SchedulerError):

@@ -6,19 +6,20 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends import Outlook, SubmissionUnclear
 from hpctrain.jobs.directives import directives_of
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
-from hpctrain.jobs.record import Job
-from hpctrain.jobs.site.facts import Site
-from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, NO_ANSWER, run_slurm, steps_of
-from hpctrain.jobs.slurm_status import REQUEUE_PAUSE_S, look
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, is_answer_lost, run_slurm, steps_of
 from hpctrain.jobs.spec import BackendName, JobSpec
-from hpctrain.jobs.states import JobView
 from hpctrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.record import Job
+    from hpctrain.jobs.site.facts import Site
+    from hpctrain.jobs.states import JobView
 
 #: A controller that is busy or restarting answers late; a probe is not worth that wait.
 _PROBE_TIMEOUT_S = 5
@@ -74,6 +75,8 @@ class SlurmBackend:
         return answer.strip().splitlines()[-1].split(";")[0]
 
     def look(self, jobs: Sequence[Job]) -> list[JobView]:
+        from hpctrain.jobs.slurm_status import look
+
         return look(jobs, self._outer)
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -106,6 +109,8 @@ class SlurmBackend:
         )
 
     def lift_hold(self, jobs: Sequence[Job]) -> bool:
+        from hpctrain.jobs.slurm_status import REQUEUE_PAUSE_S
+
         named = ",".join(job.job_id for job in jobs)
         try:
             self._run(["scontrol", "update", f"JobId={named}", f"StartTime=now+{REQUEUE_PAUSE_S}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 from hpctrain.errors import SchedulerError
@@ -44,4 +43,4 @@ def nodes_are_this_machine(ask: Ask) -> bool:
         hosts = set(ask(["sinfo", "--all", "--noheader", "--format=%n"]).split())
     except SchedulerError:
         return False
-    return hosts == {socket.gethostname().partition(".")[0]}
+    return hosts == {os.uname().nodename.partition(".")[0]}
