@@ -8,7 +8,7 @@ import click
 
 from hpctrain.cli.common import handle_of, open_run, run_argument, short_path
 from hpctrain.errors import UserError
-from hpctrain.jobs.follow import Shown
+from hpctrain.jobs.reading import Shown
 from hpctrain.jobs.runs import Run
 
 
@@ -45,7 +45,7 @@ def command(
     elif tasks := found.tasks():
         raise UserError(
             f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with logs of its own. Name one, "
-            f"such as {handle_of(str(tasks[0].dir.path))}; with -f, the turns of all are shown."
+            f"such as {handle_of(str(tasks[0].dir.path))}; with -f, those of all are shown."
         )
     elif errors:
         _print_errors(found, shown)

@@ -7,7 +7,8 @@ import sys
 import click
 
 from hpctrain.cli.common import describe_end, handle_of, leave_with, program
-from hpctrain.jobs.follow import Notice, Shown, Text, follow
+from hpctrain.jobs.follow import follow
+from hpctrain.jobs.reading import Notice, Shown, Text
 from hpctrain.jobs.runs import Run
 
 _INTERRUPTED = 130

@@ -95,7 +95,9 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "--dry-run", is_flag=True, help="Print the batch script that would be submitted, and do nothing."
 )
 @click.option(
-    "--follow", is_flag=True, help="Stream rank 0's log until the run has ended; Ctrl-C only stops looking."
+    "--follow",
+    is_flag=True,
+    help="Stream rank 0's log, of a job array each task's, until all has ended; Ctrl-C only stops looking.",
 )
 @json_option
 @click.argument("script")
@@ -127,11 +129,6 @@ def command(
         show(resolve(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
     submission = prepare(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
-    if follow and submission.spec.array:
-        raise click.UsageError(
-            "--follow shows one run, and a job array (--array) has many: leave it out, and look at one of "
-            "them with hpctrain logs -f RUN/task-0, or wait for all with hpctrain wait."
-        )
     for line in (*submission.notes, *submission.prospects):
         click.echo(line, err=True)
     if dry_run:
@@ -159,8 +156,7 @@ def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) ->
         stream(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
         handle = handle_of(run_dir)
-        shown = handle_of(tasks[0].run_dir) if tasks else handle
-        next_commands = (f"logs -f {shown}", f"status {handle}", f"cancel {handle}")
+        next_commands = (f"logs -f {handle}", f"status {handle}", f"cancel {handle}")
         click.echo("Next: " + "  |  ".join(f"{program()} {command}" for command in next_commands))
 
 

@@ -26,21 +26,22 @@ _RANKS_EVERY_S = 1.0
 class RankLogs:
     """Reads on in the logs of one attempt."""
 
-    def __init__(self, run: RunDir, attempt: int, ranks: Collection[int] = ()) -> None:
+    def __init__(self, run: RunDir, attempt: int, ranks: Collection[int] = (), label: str = "") -> None:
         """Begin at the start of the logs.
 
         Args:
             run: the run.
             attempt: whose logs.
             ranks: the ranks that are wanted; none stands for all.
+            label: what each line begins with, where several runs are shown as one text.
         """
-        self._run, self._attempt = run, attempt
+        self._run, self._attempt, self._label = run, attempt, label
         self._wanted = frozenset(ranks)
         self._tails: dict[int, Tail] = {}
         self._queue: deque[int] = deque()
         self._torn: dict[int, str] = {}
         self._next_listing = 0.0
-        self._prefixed, self._width = False, 0
+        self._tells_ranks, self._width = False, 0
 
     def read_past(self) -> Iterator[str]:
         """Yield what is there now, in the order of time."""
@@ -80,12 +81,12 @@ class RankLogs:
         if self._tails and not self._width:
             world_size = _world_size(self._run, self._attempt) or len(self._tails)
             # Before the lines of a single rank it would tell nothing.
-            self._prefixed = len(self._wanted) != 1 and world_size > 1
+            self._tells_ranks = len(self._wanted) != 1 and world_size > 1
             self._width = len(str(max(world_size - 1, *self._tails)))
 
     def _read(self, rank: int, tail: Tail, size: int | None = None) -> Iterator[str]:
         while text := tail.read(size):
-            if not self._prefixed:
+            if not self._tells_ranks and not self._label:
                 yield text
                 continue
             *lines, torn = (self._torn.pop(rank, "") + text).split("\n")
@@ -97,7 +98,8 @@ class RankLogs:
     def _line(self, rank: int, line: str) -> str:
         # Of a line that overwrites itself, as progress bars do, a terminal shows the last state.
         shown = line.rstrip("\r").rpartition("\r")[2]
-        return f"[{rank:>{self._width}}] {shown}\n"
+        origin = f"[{rank:>{self._width}}] " if self._tells_ranks else ""
+        return f"{self._label}{origin}{shown}\n"
 
 
 def _notes(path: Path) -> Iterator[tuple[float, int, int]]:

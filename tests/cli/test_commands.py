@@ -32,7 +32,6 @@ def test_help_names_every_command(hpctrain):
         (["submit", "--profile", "x", "train.py"], "no profile 'x'"),
         (["submit", "--explain", "--dry-run", "train.py"], "give one of them"),
         (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
-        (["submit", "--array", "0-1", "--follow", "train.py"], "a job array (--array) has many"),
         (["init", "train.py"], "is there already"),
         (["init", "no/where.yaml"], "'no/where.yaml' cannot be written"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),

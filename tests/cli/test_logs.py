@@ -104,19 +104,64 @@ def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, 
     assert_no_process_left(tmp_path / "r")
 
 
-def test_following_an_array_shows_its_turns_and_names_the_logs(hpctrain, tmp_path):
-    (tmp_path / "task.py").write_text("print('I am a task')\n")
-    options = ("--backend", "local", "--array", "0-2%3", "--run-dir", "r")
-    assert hpctrain("submit", *options, "task.py").returncode == 0
-    done = hpctrain("logs", "-f", "r")
-    assert done.returncode == 0, done.stderr
+def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrain, tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import os\n"
+        "task, rank = os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['RANK']\n"
+        "print('task', task, 'has rank', rank, flush=True)\n"
+        "print('no end of the line', end='')\n"
+        "assert task != '9', 'nine is bad'\n"
+    )
+    array = ("--array", "8-10%3", "--max-failures", "1", *TWO_RANKS)
+    done = hpctrain("submit", *array, "--follow", "task.py")
+    assert done.returncode == 4, done.stderr
+    lines = done.stdout.splitlines()
+    # Of each task rank 0 alone.
+    assert {line for line in lines if "has rank" in line} == {
+        *("[task-8]  task 8 has rank 0", "[task-9]  task 9 has rank 0", "[task-10] task 10 has rank 0")
+    }
+    assert "[task-8]  no end of the line" in lines
     assert re.search(r"== the job is [A-Z]+ \(3 tasks: ", done.stderr)
-    assert "r: COMPLETED, 3 tasks: 3 COMPLETED" in done.stderr
+    assert "== [task-10] attempt 0: starting, world size 2, nodes 1" in done.stderr
+    assert re.search(
+        r"== \[task-9\]  attempt 0: failure: rank [01] on .*: AssertionError: nine is bad", done.stderr
+    )
+    assert "r: FAILED, 3 tasks: 1 FAILED, 2 COMPLETED" in done.stderr
+
+    looked = hpctrain("logs", "-f", "r", "--rank", "1", "--rank", "0")
+    assert looked.returncode == 4
+    assert "[task-10] [1] task 10 has rank 1" in looked.stdout.splitlines()
+    errors = hpctrain("logs", "-f", "r", "--errors").stdout.splitlines()
+    assert errors[0].startswith("[task-9]  attempt 0: rank ")
+    assert all(line.startswith("[task-9]  ") for line in errors)
+
+    # Of an array that goes on with some tasks, the others are no news.
+    again = hpctrain("submit", *array[2:], "--array", "9", "--follow", "task.py")
+    assert {line[:8] for line in again.stdout.splitlines()} == {"[task-9]"}
     refused = hpctrain("logs", "r")
     assert refused.returncode == 2
     assert "a job array of 3 tasks" in refused.stderr
-    assert "such as r/task-0" in refused.stderr
-    assert hpctrain("logs", "r/task-2").stdout == "I am a task\n"
+    assert "such as r/task-8" in refused.stderr
+
+
+def test_looking_away_from_an_array_leaves_all_its_tasks_alone(hpctrain, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    options = ("--backend", "local", "--array", "0-1%2", "--run-dir", "r", "--follow")
+    command = [sys.executable, "-m", "hpctrain", "submit", *options, "slow.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        assert lines == ["[task-0] here\n", "[task-1] here\n"]
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Not looking any more; the run goes on. Look again: hpctrain logs -f r" in err
+    assert json.loads(hpctrain("status", "r", "--json").stdout)["tasks"] == {"RUNNING": 2}
+    hpctrain("cancel", "r")
+    wait_for(lambda: '"CANCELLED": 2' in hpctrain("status", "r", "--json").stdout, 30, "the end")
+    assert_no_process_left(tmp_path / "r")
 
 
 def test_looking_away_from_logs_leaves_the_run_alone(hpctrain, tmp_path):

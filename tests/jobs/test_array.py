@@ -11,6 +11,8 @@ import pytest
 from helpers import assert_no_process_left, environment, run_processes, wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
+from hpctrain.jobs.follow import follow
+from hpctrain.jobs.reading import Text
 from hpctrain.jobs.runs import Run
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState
@@ -187,3 +189,19 @@ def test_a_submission_that_fails_takes_away_only_what_it_made(prepared, tmp_path
         hand_over(prepared(array="1-2", run_dir="r"))
     assert states(run) == ["COMPLETED", "COMPLETED"]
     assert not run_processes(run.dir.path)
+
+
+def test_every_task_of_a_large_array_is_followed(tmp_path):
+    """More of them than one look goes through."""
+    array = RunDir(tmp_path / "r")
+    for index in range(150):
+        task = array.task(index)
+        task.attempt_logs(0).mkdir(parents=True)
+        task.log_event("submitted", 0, job_id=f"17_{index}", backend="local")
+        task.rank_log(0, 0).write_text("here")
+        task.log_event("finished", 0, state="COMPLETED")
+    array.log_event("submitted", 0, job_id="17", backend="local")
+    *items, last = follow(Run(array, {}), whole=False)
+    assert last.tasks == {"COMPLETED": 150}
+    lines = [item.text for item in items if isinstance(item, Text)]
+    assert sorted(lines) == sorted(f"{f'[task-{index}]':<10} here\n" for index in range(150))

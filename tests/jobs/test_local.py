@@ -14,7 +14,8 @@ from helpers import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.jobs import submit as submit_module
-from hpctrain.jobs.follow import Notice, Text, describe, follow
+from hpctrain.jobs.follow import follow
+from hpctrain.jobs.reading import Notice, Text, describe
 from hpctrain.jobs.runs import find_run, list_runs
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus

@@ -10,8 +10,9 @@ from helpers import environment, run_command, wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
 from hpctrain.jobs.directives import directive_lines, quote_directive
-from hpctrain.jobs.follow import Notice, Text, follow
+from hpctrain.jobs.follow import follow
 from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.reading import Notice, Text
 from hpctrain.jobs.runs import Run
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState
