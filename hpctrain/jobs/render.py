@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
+import zlib
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hpctrain
 from hpctrain.errors import SpecError
 from hpctrain.jobs.directives import directive_lines, directives_of
 from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    import jinja2
 
 SUFFIX = ".sbatch.j2"
 
@@ -33,23 +38,41 @@ def render(spec: JobSpec) -> str:
     Raises:
         SpecError: there is no such template, it cannot be rendered, or it leaves out what was asked for.
     """
+    asked = spec.template or _fitting(spec)
+    text = _written(spec, asked) or rendered_by_jinja(spec, asked)
+    _check_preparations(spec.shell, text, asked)
+    return text
+
+
+def _written(spec: JobSpec, asked: str) -> str:
+    """The script by the Python that stands for a shipped template; empty where none does.
+
+    Most jobs take such a template, and Jinja takes longer to import than the whole submission (ADR 6).
+    """
+    from hpctrain.jobs.shipped_scripts import SCRIPTS
+
+    if asked not in SCRIPTS:
+        return ""
+    script, sums = SCRIPTS[asked]
+    folder = shipped_templates()
+    if any(zlib.crc32((folder / name).read_bytes()) != known for name, known in sums.items()):
+        return ""  # Somebody has changed it where it is installed.
+    return "".join(script(spec, directive_lines(directives_of(spec)), asked, hpctrain.__version__))
+
+
+def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
+    """The script out of the template `asked`, a name or a path, whatever stands in it.
+
+    Raises:
+        SpecError: there is no such template, or it cannot be rendered.
+    """
     import jinja2
 
-    asked = spec.template or _fitting(spec)
     folder, file_name = _locate(asked)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, shipped_templates()]),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["quote"] = _quote
+    environment = environment_of(folder)
     environment.globals["need"] = partial(_need, asked)
     try:
-        template = environment.get_template(file_name)
-        text = template.render(
+        return environment.get_template(file_name).render(
             spec=spec,
             directives=directive_lines(directives_of(spec)),
             template=asked,
@@ -61,8 +84,22 @@ def render(spec: JobSpec) -> str:
         ) from error
     except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {error}.") from error
-    _check_preparations(spec.shell, text, asked)
-    return text
+
+
+def environment_of(folder: Path) -> jinja2.Environment:
+    """Jinja, for templates that lie in a folder or are shipped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, shipped_templates()]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = quote
+    return environment
 
 
 def _fitting(spec: JobSpec) -> str:
@@ -72,7 +109,8 @@ def _fitting(spec: JobSpec) -> str:
     return "ddp" if spec.gpus_per_node else "cpu"
 
 
-def _quote(value: object) -> str:
+def quote(value: object) -> str:
+    """One word of shell that stands for the value, whatever characters it has."""
     return shlex.quote(str(value))
 
 
@@ -85,9 +123,9 @@ def _need(template: str, value: object, option: str) -> None:
 def _check_preparations(shell: Shell, text: str, template: str) -> None:
     """See to it that a template of the user's own has not left out what was asked for."""
     asked = {
-        "--module": [_quote(module) for module in shell.modules],
-        "--conda": [_quote(shell.conda)] if shell.conda else [],
-        "--venv": [_quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
+        "--module": [quote(module) for module in shell.modules],
+        "--conda": [quote(shell.conda)] if shell.conda else [],
+        "--venv": [quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
         "--setup": shell.setup,
     }
     for option, words in asked.items():
