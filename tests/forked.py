@@ -23,9 +23,15 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "hpctr
 
 
 def run_forked(
-    script: Path, words: Sequence[str], env: Mapping[str, str], *, ranks: int = 1, timeout: float = 60.0
+    script: Path,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    ranks: int = 1,
+    nodes: int = 1,
+    timeout: float = 60.0,
 ) -> str:
-    """Run a Python script as torchrun would, on `ranks` ranks, and return what rank 0 printed.
+    """Run a Python script as torchrun would, on `ranks` ranks in all, and return what rank 0 printed.
 
     The test fails, with the output of each rank, where one fails or they take longer than `timeout` seconds.
     """
@@ -35,7 +41,7 @@ def run_forked(
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         processes = []
         for rank, output in enumerate(outputs):
-            variables = environment(env) | (_torchrun(rank, ranks, port) if ranks > 1 else {})
+            variables = environment(env) | (_torchrun(rank, ranks, nodes, port) if ranks > 1 else {})
             process = _CONTEXT.Process(target=_run, args=(script, list(words), variables, output))
             process.start()
             processes.append(process)
@@ -68,14 +74,15 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
     return None
 
 
-def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _torchrun(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
+    ranks_per_node = ranks // nodes
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
+        "GROUP_WORLD_SIZE": str(nodes),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "TORCHELASTIC_RUN_ID": "forked",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
