@@ -28,6 +28,10 @@ EventKind = Literal[
 #: Variables that tell a rank where its run lives and which start this is.
 RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
+#: Seconds that each stop signal leaves to the ranks: `SIGTERM=30,SIGUSR2=120`.
+STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
+#: Mean time between two interruptions of a node, in seconds, as far as the site knows.
+NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
 #: The number of the task of a job array that a rank belongs to.
 ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
 #: The copy of the code that a rank runs, and the working tree that was copied.
@@ -206,11 +210,15 @@ class RunDir:
 
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
         """Append an event to the run's record, with the time in seconds since the epoch."""
-        record = {"time": time.time(), "attempt": attempt, "kind": kind, **fields}
-        append_json_line(self.events, record)
+        append_json_line(self.events, event_record(kind, attempt, **fields))
 
     def read_events(self) -> Iterator[dict[str, Any]]:
         return read_json_lines(self.events)
+
+
+def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:
+    """An event that happens now, as the run's record has it."""
+    return {"time": time.time(), "attempt": attempt, "kind": kind, **fields}
 
 
 def step_name(step: int) -> str:

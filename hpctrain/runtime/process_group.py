@@ -51,6 +51,14 @@ class Team:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def lowest(self, value: float) -> float:
+        """The lowest `value` of any rank, on every rank. All ranks must call this."""
+        if self.control is None:
+            return value
+        box = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.control)
+        return box.item()
+
     def barrier(self) -> None:
         """Wait for all ranks. All ranks must call this."""
         if self.control is not None:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -24,10 +25,11 @@ class LeftAtOnce(SystemExit):
 
 
 class StopFlag:
-    """Whether this rank was told to stop, and by which signal."""
+    """Whether this rank was told to stop, by which signal, and when, on the monotonic clock."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.noted_at = 0.0
 
     @property
     def is_set(self) -> bool:
@@ -36,6 +38,7 @@ class StopFlag:
     def note(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler: remember the first signal; a second one changes nothing."""
         if self.signal_name is None:
+            self.noted_at = time.monotonic()
             self.signal_name = signal.Signals(number).name
 
 

@@ -48,8 +48,8 @@ class CheckpointCadence:
         self._started = self._begun = clock()
         self._stall_s = _FIRST_SAVE_S
         self.write_s: float | None = None
-        self._failures = 0
-        self._rests_until = -math.inf
+        self._in_flight = False
+        self._failures, self._rests_until = 0, -math.inf
 
     @property
     def mtbf_s(self) -> float:
@@ -69,6 +69,8 @@ class CheckpointCadence:
 
     def wishes(self) -> bool:
         """Whether this rank wants a checkpoint soon, by the clock."""
+        if self._in_flight:
+            return False
         if self._failures:
             return not self.rests
         return self._every == "auto" and self._clock() >= self._begun + self.interval_s
@@ -80,15 +82,14 @@ class CheckpointCadence:
 
     def begun(self, stall_s: float) -> None:
         """A save has begun, and has held up the training for `stall_s`."""
-        self._begun = self._clock()
-        self._stall_s = stall_s
-        # Until it is known how this one ends nobody wishes for another.
-        self._failures_before, self._failures = self._failures, 0
+        self._begun, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
 
     def saved(self, write_s: float) -> None:
-        """A save was committed, `write_s` seconds after it had begun."""
-        self.write_s = write_s
-        self._failures_before = 0
+        """The save was committed, `write_s` seconds after it had begun."""
+        self.write_s, self._in_flight, self._failures = write_s, False, 0
 
     def failed(self) -> None:
-        """A save failed."""
+        """The save was not committed."""
+        rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**self._failures)
+        self._in_flight, self._rests_until = False, self._clock() + rest_s
+        self._failures += 1

@@ -57,7 +57,12 @@ class Fit:
             None
             if run is None
             else RunLog(
-                run, team, environ, log_every=settings.log_every, record_samples=settings.record_samples
+                run,
+                team,
+                environ,
+                log_every=settings.log_every,
+                record_samples=settings.record_samples,
+                say=self._progress.say,
             )
         )
         self._checkpoints = Checkpointing(
@@ -67,7 +72,8 @@ class Fit:
             run=run,
             log=self._log,
             progress=self._progress,
-            last_step=last_step,
+            environ=environ,
+            stop=stop,
         )
 
     def run(self, train_dataset: Any, val_dataset: Any) -> None:
@@ -79,8 +85,9 @@ class Fit:
         ranks = self._team.ranks
         self._val_dataset = val_dataset
         rng.seed_all(rng.derived_seed(self._settings.seed, "rank", ranks.rank))
-        with self._progress:
+        with self._progress, self._checkpoints:
             self._checkpoints.resume()
+            self.state.finished = self.state.step >= self._last_step
             self._module.train()
             self._validate_after_resume()
             steps = range(self.state.step + 1, self._last_step + 1)
@@ -132,6 +139,7 @@ class Fit:
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         state.step = share.step
+        state.finished = share.step == self._last_step
         return StepReport(
             team,
             share.step,
@@ -151,9 +159,9 @@ class Fit:
         state = self.state
         state.latest = result.scalars
         self._strategy.align_buffers()
-        if (stop or result.stop) and state.step < self._last_step:
+        if (stop or result.stop) and not state.finished:
             self._write(state.step, state.latest, always=True)
-            self._checkpoints.leave(self._stop.signal_name)
+            self._checkpoints.leave()
         self._validate_if_due()
         self._write(state.step, state.latest, always=True)
         if save or result.save or self._checkpoints.due():

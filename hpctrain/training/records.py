@@ -6,32 +6,37 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.files import append_json_line, end_torn_line
 from hpctrain.rundir import RunDir
 from hpctrain.training.data.plan import Share
+from hpctrain.training.patient import PatientLines, Say
 
 
 class MetricsFile:
     """`metrics.jsonl`: one object a logged step, written by rank 0."""
 
-    def __init__(self, run: RunDir, attempt: int) -> None:
-        self._path, self._attempt = run.metrics, attempt
-        end_torn_line(self._path)
+    def __init__(self, run: RunDir, attempt: int, say: Say) -> None:
+        self._lines, self._attempt = PatientLines(run.metrics, say), attempt
 
     def write(self, step: int, epoch: int, scalars: Mapping[str, float]) -> None:
         record = {**scalars, "step": step, "epoch": epoch, "time": time.time(), "attempt": self._attempt}
-        append_json_line(self._path, record)
+        self._lines.append(record)
+
+    def flush(self) -> None:
+        """Write what could not be written before, as far as that works."""
+        self._lines.flush()
 
 
 class SamplesFile:
     """`samples/attempt-000-rank-00000.jsonl`: the indices that a rank trained in each step."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, say: Say) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = PatientLines(path, say)
 
     def write(self, share: Share) -> None:
         if len(share.indices):
-            append_json_line(
-                self._path, {"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()}
-            )
+            self._lines.append({"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()})
+
+    def flush(self) -> None:
+        """Write what could not be written before, as far as that works."""
+        self._lines.flush()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.plan import Share
+from hpctrain.training.patient import PatientLines, Say
 from hpctrain.training.records import MetricsFile, SamplesFile
 
 
@@ -15,7 +16,14 @@ class RunLog:
     """Writes down what happens in one attempt; events and metrics are rank 0's to write."""
 
     def __init__(
-        self, run: RunDir, team: Team, environ: Mapping[str, str], *, log_every: int, record_samples: bool
+        self,
+        run: RunDir,
+        team: Team,
+        environ: Mapping[str, str],
+        *,
+        log_every: int,
+        record_samples: bool,
+        say: Say,
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
         rank = team.ranks.rank
@@ -23,14 +31,15 @@ class RunLog:
         self._attempt: int = team.from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
-        self._run, self._log_every = run, log_every
-        self._metrics = MetricsFile(run, self._attempt) if rank == 0 else None
-        self._samples = SamplesFile(run.samples(self._attempt, rank)) if record_samples else None
+        self._log_every = log_every
+        self._events = PatientLines(run.events, say) if rank == 0 else None
+        self._metrics = MetricsFile(run, self._attempt, say) if rank == 0 else None
+        self._samples = SamplesFile(run.samples(self._attempt, rank), say) if record_samples else None
 
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Write an event."""
-        if self._metrics is not None:
-            self._run.log_event(kind, self._attempt, **fields)
+        if self._events is not None:
+            self._events.append(event_record(kind, self._attempt, **fields))
 
     def scalars(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool) -> None:
         """Log a step if its number says so or it is `always` to be logged."""
@@ -41,3 +50,9 @@ class RunLog:
         """Write down which samples this rank trains in a step, where that was asked for."""
         if self._samples is not None:
             self._samples.write(share)
+
+    def flush(self) -> None:
+        """Write what could not be written before, as far as that works."""
+        for file in (self._events, self._metrics, self._samples):
+            if file is not None:
+                file.flush()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
 from hpctrain.training.precision import check_precision
 from hpctrain.training.strategies import find_strategy
+
+#: A folder in the memory of a node, on Linux.
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(kw_only=True)
@@ -34,8 +39,21 @@ class Settings:
     checkpoint_every: int | Literal["auto"] | None = "auto"
     """Save after every so many steps; `auto` balances the time that saving takes against the work that an
     interruption costs. A stop and the end of training save in any case."""
+    checkpoint_async: bool = True
+    """Train on while a checkpoint is written; only copying the state holds the training up."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep."""
+    keep_every: int | None = None
+    """Keep those, too, whose step is a multiple of this."""
+    keep_best: int = 0
+    """Keep so many, too, that are the best by `best_metric`; what was validated is saved then."""
+    best_metric: str = "val_loss"
+    """What `keep_best` goes by: a name that `validation_step` or `training_step` returns."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a low `best_metric` is better, or a high one."""
+    local_checkpoints: str | os.PathLike[str] | None = None
+    """A fast folder of each node to save into first, which is copied to the run folder in the background;
+    `auto` takes /dev/shm, or else TMPDIR."""
     validate_every: int | Literal["epoch"] | None = "epoch"
     """Validate after every so many steps, or at the end of each epoch; and at the end of training."""
     log_every: int = 1
@@ -56,16 +74,41 @@ class Settings:
             raise UserError(
                 f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}; give one of the two."
             )
-        for name in ("max_steps", "max_epochs", "global_batch_size", "keep_checkpoints", "log_every"):
+        for name in (
+            *("max_steps", "max_epochs", "global_batch_size", "log_every"),
+            *("keep_checkpoints", "keep_every"),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         if self.num_workers < 0:
             raise UserError(f"num_workers is {self.num_workers}; it must be at least 0.")
+        if not isinstance(self.keep_best, int) or self.keep_best < 0:
+            raise UserError(f"keep_best is {self.keep_best!r}; it must be a whole number of at least 0.")
+        if self.best_mode not in ("min", "max"):
+            raise UserError(f"best_mode is {self.best_mode!r}; give 'min' or 'max'.")
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         check_precision(self.precision)
         find_strategy(self.strategy)
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay."""
+        return Retention(
+            last=self.keep_checkpoints,
+            every=self.keep_every,
+            best=self.keep_best,
+            best_mode=self.best_mode,
+        )
+
+    def second_tier(self, environ: Mapping[str, str]) -> Path | None:
+        """The fast folder that `local_checkpoints` asks for; None where it asks for none."""
+        if self.local_checkpoints is None:
+            return None
+        if self.local_checkpoints != "auto":
+            return Path(self.local_checkpoints).absolute()
+        return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(environ.get("TMPDIR", "/tmp"))
 
 
 def _check_every(name: str, value: object, word: str) -> None:

@@ -24,6 +24,7 @@ class TrainingState:
 
     Attributes:
         step: completed optimizer steps.
+        finished: whether that was the last one.
         scaler: scales the loss of a training in float16; None in any other.
         validated_step: the step after which `validation` was measured, or 0.
         validation: latest results of validation.
@@ -34,7 +35,7 @@ class TrainingState:
         self.module, self.plan = module, plan
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self.scaler: HasState | None = None
-        self.step = 0
+        self.step, self.finished = 0, False
         self.validated_step = 0
         self.validation: dict[str, float] = {}
         self.latest: dict[str, float] = {}
