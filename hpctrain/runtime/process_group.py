@@ -59,6 +59,14 @@ class Team:
         dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.control)
         return box.item()
 
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in their order, on every rank. All ranks must call this."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks. All ranks must call this."""
         if self.control is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -13,13 +16,21 @@ from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.training import rng
 from hpctrain.training.checkpointing import Checkpointing
-from hpctrain.training.data.loading import Loading, to_device, training_batches
-from hpctrain.training.data.plan import BatchPlan, Share
+from hpctrain.training.data.feed import MicroBatch, Step, Until
+from hpctrain.training.data.loading import Loading, to_device
+from hpctrain.training.data.plan import Deal, Share
+from hpctrain.training.data.sources import ValidationSet, make_feed
+from hpctrain.training.micro_batches import (
+    find_micro_batch_size,
+    fits_here,
+    left_as_it_was,
+    out_of_memory_advice,
+)
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optimization import configured
-from hpctrain.training.precision import forward_context
+from hpctrain.training.precision import forward_context, make_scaler
 from hpctrain.training.progress import format_scalars, make_progress
-from hpctrain.training.report import StepReport, StepResult
+from hpctrain.training.report import ScalarSums, StepReport, StepResult
 from hpctrain.training.run_log import RunLog
 from hpctrain.training.settings import Settings
 from hpctrain.training.state import TrainingState
@@ -36,23 +47,46 @@ class Fit:
         settings: Settings,
         module: Module,
         team: Team,
-        plan: BatchPlan,
-        last_step: int,
+        train_dataset: Any,
+        val_dataset: Any,
         run: RunDir | None,
         environ: Mapping[str, str],
         stop: StopFlag,
     ) -> None:
-        """Put the module on its device and into its strategy. All ranks must call this."""
-        self._val_dataset: Any = None
-        self._settings, self._team, self._plan, self._stop = settings, team, plan, stop
-        self._last_step = last_step
+        """Look at the data, put the module on its device and into its strategy. All ranks must call this.
+
+        Raises:
+            UserError: a data set is empty, or cannot be one.
+        """
+        self._settings, self._team, self._stop = settings, team, stop
+        loading = Loading(
+            num_workers=settings.num_workers,
+            collate_fn=settings.collate_fn,
+            pin_memory=team.device.type == "cuda",
+            prefetch_factor=settings.prefetch_factor,
+            timeout_s=settings.data_timeout_s,
+            seed_samples=settings.seed_samples,
+        )
+        deal = Deal(team.ranks.rank, team.ranks.world_size)
+        self._feed = make_feed(
+            train_dataset,
+            loading,
+            deal,
+            team,
+            seed=settings.seed,
+            global_batch_size=settings.global_batch_size,
+            until=Until(settings.max_steps, settings.max_epochs),
+        )
+        self._validation_set = (
+            None
+            if val_dataset is None
+            else ValidationSet(val_dataset, loading, deal, settings.seed, settings.global_batch_size)
+        )
         self._module = module.to(team.device)
         self._strategy = find_strategy(settings.strategy)(module, team)
-        self.state = TrainingState(module, configured(module), plan)
-        self._loading = Loading(
-            settings.num_workers, settings.collate_fn, pin_memory=team.device.type == "cuda"
-        )
-        self._progress = make_progress(last_step, team.ranks.is_main)
+        self.state = TrainingState(module, configured(module), self._feed)
+        self._scaler = self.state.scaler = make_scaler(settings.precision, team.device)
+        self._progress = make_progress(self._feed.last_step, team.ranks.is_main)
         self._log = (
             None
             if run is None
@@ -76,79 +110,151 @@ class Fit:
             stop=stop,
         )
 
-    def run(self, train_dataset: Any, val_dataset: Any) -> None:
+    def run(self) -> None:
         """Resume, train to the last step; or leave with code 75 where all ranks agreed to stop.
 
         Raises:
             SystemExit: with code 75, after a stop.
         """
-        ranks = self._team.ranks
-        self._val_dataset = val_dataset
-        rng.seed_all(rng.derived_seed(self._settings.seed, "rank", ranks.rank))
+        rng.seed_all(rng.derived_seed(self._settings.seed, "rank", self._team.ranks.rank))
         with self._progress, self._checkpoints:
-            self._checkpoints.resume()
-            self.state.finished = self.state.step >= self._last_step
-            self._module.train()
-            self._validate_after_resume()
-            steps = range(self.state.step + 1, self._last_step + 1)
-            if not steps:
-                self._progress.say(
-                    f"nothing left to train: step {self.state.step} of {self._last_step} is done"
-                )
-            batches = training_batches(
-                train_dataset,
-                self._plan,
-                self._loading,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                steps=steps,
-            )
+            self._begin()
             report: StepReport | None = None
-            for share, batch in batches:
-                before, report = report, self._train(share, batch)
-                stop = save = False
-                if before is not None:
-                    result = before.read()
-                    self._write(result.step, result.scalars)
-                    stop, save = result.stop, result.save
-                if stop or save or self._is_boundary():
-                    self._at_boundary(report.read(), stop, save)
-                    report = None
+            with closing(self._feed.steps()) as steps:
+                for step in steps:
+                    sums = self._train(step)
+                    stop = save = False
+                    if report is not None:
+                        result = self._read(report)
+                        stop, save = result.stop, result.save
+                    self.state.finished = self._feed.finished
+                    report = self._report(step.share, sums)
+                    if stop or save or self._is_boundary():
+                        self._at_boundary(self._read(report, show=False), stop, save)
+                        report = None
             self._team.barrier()
 
-    def _train(self, share: Share, batch: Any) -> StepReport:
+    def _begin(self) -> None:
+        """Load what there is to load, and make ready for the step after it."""
+        state = self.state
+        self._checkpoints.resume()
+        for remark in state.remarks:
+            self._progress.say(f"hpctrain: {remark}")
+        self._feed.begin(state.step)
+        state.finished = self._feed.finished
+        self._module.train()
+        if self._validate_if_due():  # A stop came before it.
+            self._write(state.step, state.epoch, state.latest, always=True)
+        if state.finished:
+            self._progress.say(f"nothing left to train: step {state.step} is done, the last one")
+        else:
+            self._feed.micro_batch_size = self._find_micro_batch_size()
+
+    def _train(self, step: Step) -> ScalarSums:
         """One optimizer step on this rank's share of the global batch."""
+        share, state = step.share, self.state
         if self._log is not None:
             self._log.share(share)
-        team, state = self._team, self.state
+        sums = ScalarSums()
+        for number, micro_batch in enumerate(step.micro_batches, 1):
+            # Ranks exchange gradients once a step, after the last micro-batch.
+            last = number == step.num_micro_batches
+            with contextlib.nullcontext() if last else self._strategy.accumulating():
+                try:
+                    self._forward_backward(share, micro_batch, sums)
+                except torch.OutOfMemoryError as error:
+                    num_samples = max(micro_batch.num_samples, 1)
+                    out_of_memory_advice(error, self._settings.micro_batch_size, num_samples)
+                    raise
+        self._update()
+        state.step, state.epoch = share.step, share.epoch
+        return sums
+
+    def _forward_backward(self, share: Share, micro_batch: MicroBatch, sums: ScalarSums) -> None:
+        """Add the gradient of a micro-batch, at its weight in the global batch."""
+        team = self._team
+        batch = to_device(micro_batch.batch, team.device)
         with forward_context(self._settings.precision, team.device):
-            output = self._strategy.training_step(to_device(batch, team.device), share.batch_idx)
+            scalars = self._scalars(self._strategy.training_step(batch, share.batch_idx))
+        # The strategy takes the mean over ranks, which is to be the mean over the global batch.
+        weight = micro_batch.num_samples * team.ranks.world_size / share.batch_size
+        self._backward(scalars["loss"], weight)
+        sums.add(scalars, micro_batch.num_samples / share.batch_size)
+
+    def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
+        """What a training step returned, checked."""
         scalars = as_scalars(output, "loss", f"{type(self._module).__name__}.training_step")
         if "loss" not in scalars:
             raise UserError(
                 f"{type(self._module).__name__}.training_step returned {sorted(scalars)}; "
                 "'loss' is missing among them."
             )
-        weight = len(share.indices) * team.ranks.world_size / share.batch_size
-        loss = scalars["loss"]
-        torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        for optimizer in state.optimizers:
-            optimizer.step()
-        for scheduler in state.schedulers:
-            scheduler.step()
+        return scalars
+
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+        weighted = loss if weight == 1.0 else loss * weight
+        torch.autograd.backward(weighted if self._scaler is None else self._scaler.scale(weighted))
+
+    def _update(self) -> None:
+        """Let the optimizers and the schedules take their step."""
+        state, scaler = self.state, self._scaler
+        if scaler is None:
+            for optimizer in state.optimizers:
+                optimizer.step()
+        else:
+            for optimizer in state.optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        # Schedules count steps, those included that float16 made the optimizers skip.
+        with _without_remark_on_order() if scaler and not state.step else contextlib.nullcontext():
+            for scheduler in state.schedulers:
+                scheduler.step()
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        state.step = share.step
-        state.finished = share.step == self._last_step
+
+    def _report(self, share: Share, sums: ScalarSums) -> StepReport:
         return StepReport(
-            team,
+            self._team,
             share.step,
             share.epoch,
-            scalars,
-            len(share.indices) / share.batch_size,
+            sums.values,
             stop=self._stop.is_set,
             save=self._checkpoints.wished(),
+            news=self._feed.news(),
         )
+
+    def _read(self, report: StepReport, *, show: bool = True) -> StepResult:
+        result = report.read()
+        self._feed.hear(result.news)
+        if show:
+            self._write(result.step, result.epoch, result.scalars)
+        return result
+
+    def _find_micro_batch_size(self) -> int | None:
+        """What was set; for "auto" what is kept from before a stop, if it still fits, or what is found."""
+        setting, state = self._settings.micro_batch_size, self.state
+        if setting != "auto":
+            return setting
+        share, batch_of = self._feed.trial()
+        world_size = self._team.ranks.world_size
+
+        def forward_backward(count: int) -> None:
+            batch = to_device(batch_of(count), self._team.device)
+            with forward_context(self._settings.precision, self._team.device):
+                # Not through the strategy: no rank may wait for one that runs out of memory.
+                scalars = self._scalars(self._module.training_step(batch, 0))
+            self._backward(scalars["loss"], 1.0)
+
+        if state.micro_batches is not None and state.micro_batches[0] == world_size:
+            # Another size would add the same numbers in another order.
+            kept = state.micro_batches[1]
+            with left_as_it_was(self._module):
+                fits = fits_here(self._module, self._team.device, lambda: forward_backward(min(kept, share)))
+            if self._team.lowest(float(fits)) > 0:
+                return kept
+        size = find_micro_batch_size(self._module, self._team, share, forward_backward)
+        state.micro_batches = (world_size, size)
+        return size
 
     def _is_boundary(self) -> bool:
         """Whether something is due after this step that needs its result, and that all ranks do together."""
@@ -160,45 +266,42 @@ class Fit:
         state.latest = result.scalars
         self._strategy.align_buffers()
         if (stop or result.stop) and not state.finished:
-            self._write(state.step, state.latest, always=True)
+            self._write(state.step, state.epoch, state.latest, always=True)
             self._checkpoints.leave()
         self._validate_if_due()
-        self._write(state.step, state.latest, always=True)
+        self._write(state.step, state.epoch, state.latest, always=True)
         if save or result.save or self._checkpoints.due():
             self._checkpoints.save()
 
     def _validation_due(self) -> bool:
-        every, step = self._settings.validate_every, self.state.step
-        if self._val_dataset is None or every is None or step == 0:
+        every, state = self._settings.validate_every, self.state
+        if self._validation_set is None or every is None or state.step == 0:
             return False
-        period = self._plan.steps_per_epoch if every == "epoch" else every
-        return step % period == 0 or step == self._last_step
+        return state.finished or (self._feed.at_epoch_end if every == "epoch" else state.step % every == 0)
 
     def _validate_if_due(self) -> bool:
         """Validate, unless nothing is due or it was done before the run was interrupted at this very step."""
         state = self.state
-        if not self._validation_due() or state.validated_step == state.step:
+        if self._validation_set is None or not self._validation_due() or state.validated_step == state.step:
             return False
         state.validation = validate(
-            self._module,
-            self._val_dataset,
-            self._team,
-            self._loading,
-            global_batch_size=self._plan.global_batch_size,
-            precision=self._settings.precision,
+            self._module, self._validation_set, self._team, precision=self._settings.precision
         )
         state.validated_step = state.step
         state.latest = {**state.latest, **state.validation}
         self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")
         return True
 
-    def _validate_after_resume(self) -> None:
-        """Make up for a validation that a stop came before."""
-        if self._validate_if_due():
-            self._write(self.state.step, self.state.latest, always=True)
-
-    def _write(self, step: int, scalars: Mapping[str, float], *, always: bool = False) -> None:
+    def _write(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool = False) -> None:
         """Show a step, and log it if its number says so or it is `always` to be logged."""
         self._progress.show(step, scalars)
         if self._log is not None:
-            self._log.scalars(step, (step - 1) // self._plan.steps_per_epoch, scalars, always=always)
+            self._log.scalars(step, epoch, scalars, always=always)
+
+
+@contextlib.contextmanager
+def _without_remark_on_order() -> Iterator[None]:
+    """PyTorch remarks that a schedule steps before its optimizer, which float16 made skip its first step."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
+        yield

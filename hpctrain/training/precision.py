@@ -1,4 +1,4 @@
-"""In which number format the forward pass computes."""
+"""In which number format the forward pass computes, and what float16 needs for its gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from hpctrain.errors import UserError
 
-PRECISIONS = ("32", "bf16-mixed")
+_AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+PRECISIONS = tuple(_AUTOCAST)
 
 
 def check_precision(precision: str) -> str:
@@ -23,7 +24,15 @@ def check_precision(precision: str) -> str:
 
 
 def forward_context(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """The context of a forward pass: autocast to bfloat16 for `bf16-mixed`; weights stay float32."""
-    if precision == "bf16-mixed":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext()
+    """The context of a forward pass: autocast for the mixed precisions; weights stay float32."""
+    dtype = _AUTOCAST[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+    """What scales the loss of `16-mixed`, so that small gradients do not vanish in float16; None otherwise.
+
+    A step whose gradients overflow is skipped and the scale lowered. All ranks do so alike: they look at the
+    gradients after these were averaged, and an infinity on one rank is then one on all.
+    """
+    return torch.amp.GradScaler(device.type) if precision == "16-mixed" else None

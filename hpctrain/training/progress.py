@@ -26,7 +26,7 @@ class Progress(Protocol):
         """Something happened that a person wants to know."""
 
 
-def make_progress(last_step: int, is_main: bool) -> Progress:
+def make_progress(last_step: int | None, is_main: bool) -> Progress:
     """A bar where rank 0 has a terminal, plain lines where it has none, silence on the other ranks."""
     if not is_main:
         return _Silence()
@@ -50,7 +50,7 @@ class _Silence:
 
 
 class _Lines(_Silence):
-    def __init__(self, last_step: int) -> None:
+    def __init__(self, last_step: int | None) -> None:
         self._last_step = last_step
         self._shown_at = 0.0
 
@@ -58,14 +58,15 @@ class _Lines(_Silence):
         now = time.monotonic()
         if now - self._shown_at >= _LINE_EVERY_S or step == self._last_step:
             self._shown_at = now
-            print(f"step {step}/{self._last_step}  {format_scalars(scalars)}")
+            of = "" if self._last_step is None else f"/{self._last_step}"
+            print(f"step {step}{of}  {format_scalars(scalars)}")
 
     def say(self, text: str) -> None:
         print(text)
 
 
 class _Bar(_Silence):
-    def __init__(self, last_step: int) -> None:
+    def __init__(self, last_step: int | None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 

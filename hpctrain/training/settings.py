@@ -16,6 +16,17 @@ from hpctrain.training.strategies import find_strategy
 #: A folder in the memory of a node, on Linux.
 _SHARED_MEMORY = Path("/dev/shm")
 
+#: Settings that are whole numbers of at least 1, or None.
+_COUNTS = (
+    "max_steps",
+    "max_epochs",
+    "global_batch_size",
+    "micro_batch_size",
+    "keep_checkpoints",
+    "log_every",
+    "prefetch_factor",
+)
+
 
 @dataclass(kw_only=True)
 class Settings:
@@ -32,10 +43,13 @@ class Settings:
     """Passes over the training set after which training ends; instead of `max_steps`."""
     global_batch_size: int = 32
     """Samples in an optimizer step, on all ranks together; the same on any number of ranks."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Samples that a rank computes with at once, at the most; it adds up gradients over its share of a batch.
+    `auto` finds out what fits into the GPU's memory; None takes the whole share. The gradient is the same."""
     strategy: str = "ddp"
     """How ranks share the work."""
     precision: str = "32"
-    """`32`, or `bf16-mixed`: forward pass in bfloat16, weights in float32."""
+    """`32`; `bf16-mixed` or `16-mixed`: forward pass in bfloat16 or float16, weights in float32."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
     """Save after every so many steps; `auto` balances the time that saving takes against the work that an
     interruption costs. A stop and the end of training save in any case."""
@@ -66,6 +80,13 @@ class Settings:
     """Where to write; the run's own folder by default. Without either nothing is written."""
     num_workers: int = 0
     """Processes that load data for each rank; 0 loads in the rank itself."""
+    prefetch_factor: int = 2
+    """Batches that each of these processes may have ready."""
+    data_timeout_s: float = 900.0
+    """How long to wait for a batch from these processes, in seconds."""
+    seed_samples: bool = True
+    """Seed the global random generators for each sample that a data set fetches, so that what it draws from
+    them depends on the sample alone. It takes some microseconds a sample."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch out of samples; torch's default otherwise."""
 
@@ -83,6 +104,8 @@ class Settings:
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         if self.num_workers < 0:
             raise UserError(f"num_workers is {self.num_workers}; it must be at least 0.")
+        if not self.data_timeout_s > 0:
+            raise UserError(f"data_timeout_s is {self.data_timeout_s}; it must be more than 0.")
         if not isinstance(self.keep_best, int) or self.keep_best < 0:
             raise UserError(f"keep_best is {self.keep_best!r}; it must be a whole number of at least 0.")
         if self.best_mode not in ("min", "max"):

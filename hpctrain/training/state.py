@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from hpctrain.checkpoint.store import Loaded
 from hpctrain.errors import UserError
-from hpctrain.training.data.plan import BatchPlan
+from hpctrain.training.data.feed import Feed
 from hpctrain.training.module import Module
 from hpctrain.training.optimization import Optimization
 
@@ -24,18 +24,24 @@ class TrainingState:
 
     Attributes:
         step: completed optimizer steps.
-        finished: whether that was the last one.
+        epoch: the epoch that the last of them lies in, from 0.
+        finished: whether that step was the training's last.
+        micro_batches: world size, and the size that was found for it; None where none was looked for.
+        remarks: what of a loaded checkpoint could not be put back, in sentences.
         scaler: scales the loss of a training in float16; None in any other.
         validated_step: the step after which `validation` was measured, or 0.
         validation: latest results of validation.
         latest: latest scalars that were logged.
     """
 
-    def __init__(self, module: Module, optimization: Optimization, plan: BatchPlan) -> None:
-        self.module, self.plan = module, plan
+    def __init__(self, module: Module, optimization: Optimization, feed: Feed) -> None:
+        self.module, self.feed = module, feed
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self.scaler: HasState | None = None
-        self.step, self.finished = 0, False
+        self.step = self.epoch = 0
+        self.finished = False
+        self.micro_batches: tuple[int, int] | None = None
+        self.remarks: list[str] = []
         self.validated_step = 0
         self.validation: dict[str, float] = {}
         self.latest: dict[str, float] = {}
@@ -50,7 +56,10 @@ class TrainingState:
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "user": own,
-            "plan": self.plan.identity(),
+            "plan": self.feed.identity(),
+            "epoch": self.epoch,
+            "position": self.feed.state_dict(),
+            "micro_batches": self.micro_batches,
             "validated_step": self.validated_step,
             "validation": self.validation,
             "latest": self.latest,
@@ -64,10 +73,10 @@ class TrainingState:
         """
         tree = loaded.state
         # A checkpoint that was imported has no order of samples: training begins with one of its own.
-        if tree["plan"] is not None and tree["plan"] != self.plan.identity():
+        if tree["plan"] is not None and tree["plan"] != self.feed.identity():
             raise UserError(
                 f"{loaded.path} was trained with {tree['plan']}, but this script asks for "
-                f"{self.plan.identity()}. "
+                f"{self.feed.identity()}. "
                 "The order of samples depends on these: put them back, or start a new run in a new folder."
             )
         try:
@@ -83,6 +92,9 @@ class TrainingState:
             self.scaler.load_state_dict(tree["scaler"])
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
+        if tree["plan"] is not None:
+            self.remarks = self.feed.load_state_dict(tree["position"])
+            self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.step, self.validated_step = loaded.step, tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 

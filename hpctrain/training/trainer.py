@@ -11,8 +11,6 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.process_group import join
 from hpctrain.runtime.signals import listen
-from hpctrain.training.data.order import SampleOrder
-from hpctrain.training.data.plan import BatchPlan
 from hpctrain.training.fit import Fit
 from hpctrain.training.module import Module
 from hpctrain.training.rng import seed_all
@@ -50,33 +48,30 @@ class Trainer(Settings):
 
         Args:
             module: the model; it has the trained weights afterwards, on every rank.
-            train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`.
+            train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`; tensors
+                or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; or a stream,
+                an `IterableDataset`.
             val_dataset: likewise, or None to validate nothing.
 
         Raises:
             SystemExit: with code 75, when the job was told to stop and the state is saved.
-            UserError: a data set is empty or has no length, or this is the second training of a process
-                in the run's own folder.
+            UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
+                of a process in the run's own folder.
         """
-        plan = BatchPlan(
-            SampleOrder(_size(train_dataset, "train_dataset"), self.seed), self.global_batch_size
-        )
-        if val_dataset is not None:
-            _size(val_dataset, "val_dataset")
         with listen() as stop:
             team = join(self.ranks, os.environ)
             fit = Fit(
                 settings=self,
                 module=module,
                 team=team,
-                plan=plan,
-                last_step=self.max_steps or plan.steps_per_epoch * (self.max_epochs or 0),
+                train_dataset=train_dataset,
+                val_dataset=val_dataset,
                 run=self._find_run(),
                 environ=os.environ,
                 stop=stop,
             )
             try:
-                fit.run(train_dataset, val_dataset)
+                fit.run()
             finally:
                 self.step, self.metrics = fit.state.step, fit.state.validation
 
@@ -99,15 +94,3 @@ class Trainer(Settings):
             )
         _TRAINED.add(own)
         return RunDir(Path(own).absolute())
-
-
-def _size(dataset: Any, name: str) -> int:
-    try:
-        size = len(dataset)
-    except TypeError:
-        raise UserError(
-            f"{name} is a {type(dataset).__name__} without a length; give a map-style data set."
-        ) from None
-    if size < 1:
-        raise UserError(f"{name} is empty.")
-    return size

@@ -1,95 +1,101 @@
-"""How a batch gets from the data set to the rank's device."""
+"""How batches are loaded: in the rank itself, or by workers that run ahead of it."""
 
 from __future__ import annotations
 
-import signal
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from hpctrain.training.data.plan import BatchPlan, Deal, Share, split
-from hpctrain.training.rng import derived_seed
+from hpctrain.training.data.fetch import Collate, Fetcher
+from hpctrain.training.data.workers import Workers
+
+#: What to fetch: an epoch, and samples as an int64 tensor of shape [n].
+Order = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded: what torch's DataLoader is told."""
+    """What a user may say about loading; see `Settings`."""
 
     num_workers: int = 0
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    collate_fn: Collate | None = None
     pin_memory: bool = False
+    prefetch_factor: int = 2
+    timeout_s: float = 900.0
+    seed_samples: bool = True
 
-    def loader(self, dataset: Any, fetches: Iterable[list[int]], seed: int) -> DataLoader[Any]:
-        """A DataLoader over the index lists in `fetches`, which it may run ahead of."""
-        # A generator of its own: an iterator otherwise draws the seed of its workers from the rank's random
-        # state, and a resumed run makes one iterator more than an undisturbed one.
-        generator = torch.Generator().manual_seed(seed)
-        return DataLoader(
+    def batches(self, fetcher: Fetcher, orders: Iterable[Order], name: str) -> Iterator[Any]:
+        """Yield the batch of each order. Workers run ahead of what is asked for.
+
+        Raises:
+            HpctrainError: a worker died, or has not answered in time.
+        """
+        if not self.num_workers:
+            for epoch, indices in orders:
+                batch = fetcher.fetch(epoch, indices)
+                yield pinned(batch) if self.pin_memory else batch
+            return
+        # As a list, an order travels in one message; a tensor would take a file descriptor each.
+        lists = _Once((epoch, indices.tolist()) for epoch, indices in orders)
+        with closing(self.workers(_ByOrder(fetcher), lists, name, self.num_workers)) as workers:
+            yield from workers
+
+    def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> Workers:
+        """Start workers on a data set whose elements are whole batches."""
+        return Workers(
             dataset,
-            batch_sampler=fetches,
-            num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
+            orders,
+            num_workers=num_workers,
+            prefetch_factor=self.prefetch_factor,
             pin_memory=self.pin_memory,
-            worker_init_fn=_shield_from_job_signals if self.num_workers else None,
-            generator=generator,
+            timeout_s=self.timeout_s,
+            name=name,
         )
-
-
-def training_batches(
-    dataset: Any, plan: BatchPlan, loading: Loading, *, rank: int, world_size: int, steps: range
-) -> Iterator[tuple[Share, Any]]:
-    """Yield (share, batch) of `rank` for each step of `steps`, in order."""
-    in_flight: deque[Share] = deque()
-
-    def fetches() -> Iterator[list[int]]:
-        for step in steps:
-            share = plan.share(step, Deal(rank, world_size))
-            in_flight.append(share)
-            yield share.indices.tolist() or plan.spare(step).tolist()
-
-    seed = derived_seed(plan.order.seed, "data workers", steps.start, rank)
-    for batch in loading.loader(dataset, _Once(fetches()), seed):
-        yield in_flight.popleft(), batch
-
-
-def validation_batches(
-    dataset: Any, batch_size: int, loading: Loading, *, rank: int, world_size: int
-) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) over `rank`'s part of a data set; all ranks see each sample once."""
-    low, high = split(len(dataset), rank, world_size)
-    fetches = [list(range(i, min(i + batch_size, high))) for i in range(low, high, batch_size)]
-    for fetch, batch in zip(fetches, loading.loader(dataset, fetches, 0), strict=True):
-        yield len(fetch), batch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in its tuples, lists and dicts on `device`."""
+    if device.type == "cpu":
+        return batch
+    return _with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(batch: Any) -> Any:
+    """`batch` with every tensor of the CPU in pinned memory, from which a GPU copies while others compute."""
+    return _with_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
+
+
+def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _with_tensors(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_with_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_with_tensors(value, change) for value in batch)
     return batch
+
+
+class _ByOrder:
+    """A data set for torch's DataLoader whose indices are orders and whose elements are batches."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, order: tuple[int, list[int]]) -> Any:
+        epoch, indices = order
+        return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))
 
 
 class _Once:
     """Lets a DataLoader iterate a generator, which it takes for a sampler."""
 
-    def __init__(self, fetches: Iterator[list[int]]) -> None:
-        self._fetches = fetches
+    def __init__(self, orders: Iterator[Any]) -> None:
+        self._orders = orders
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._fetches
-
-
-def _shield_from_job_signals(_worker_id: int) -> None:
-    """Keep a data worker alive when Slurm signals the whole step: the rank still needs its last batches."""
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    def __iter__(self) -> Iterator[Any]:
+        return self._orders

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hpctrain.errors import UserError
@@ -15,6 +16,9 @@ class Strategy(Protocol):
     """Wraps a module so that a backward pass leaves the mean gradient of the global batch on every rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Forward and backward passes meanwhile only add to this rank's gradients."""
 
     def align_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before it is validated or saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class DDP:
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """`module.training_step`, with gradient synchronisation in the backward pass that follows."""
         return self._forward(batch, batch_idx)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Forward and backward passes meanwhile add to this rank's gradients and synchronise nothing."""
+        if isinstance(self._forward, DistributedDataParallel):
+            return self._forward.no_sync()
+        return nullcontext()
 
     def align_buffers(self) -> None:
         """Give every rank the buffers of rank 0, such as running means. All ranks must call this.

@@ -1,0 +1,180 @@
+"""Gets samples out of a data set and makes them a batch, in the fastest way that the data set allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from hpctrain.errors import UserError
+from hpctrain.training.data.randomness import SampleSeeds
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetcher(Protocol):
+    """Makes batches out of the samples of a data set."""
+
+    num_samples: int
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        """The batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
+
+
+def find_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
+    """The way to fetch from `dataset`: by columns, by `__getitems__`, or sample by sample.
+
+    Args:
+        dataset: map-style, or tensors and NumPy arrays: alone, in a TensorDataset, a tuple or a dict.
+        collate_fn: makes a batch out of a list of samples; None leaves that to torch.
+        seeds: random generators of the samples.
+        name: of the data set, for messages.
+
+    Raises:
+        UserError: the data set has no length, no samples, or columns of different lengths.
+    """
+    subset, inner = _without_subset(dataset)
+    columns = _columns(inner, name) if collate_fn is None else None
+    if columns is not None:
+        num_samples = len(columns[0])
+    else:
+        try:
+            num_samples = len(inner)
+        except TypeError:
+            raise UserError(
+                f"{name} is a {type(inner).__name__} without a length, "
+                "and no IterableDataset: give one or the other."
+            ) from None
+    if (num_samples if subset is None else len(subset)) < 1:
+        raise UserError(f"{name} is empty.")
+    collate = collate_fn or default_collate
+    if columns is not None:
+        return ColumnFetcher(inner, columns, subset)
+    if callable(getattr(inner, "__getitems__", None)):
+        return ItemsFetcher(inner, num_samples, subset, collate, seeds, name)
+    return SampleFetcher(inner, num_samples, subset, collate, seeds, name)
+
+
+class ColumnFetcher:
+    """Indexes tensors a whole batch at a time. No code of a user's runs, so nothing random happens."""
+
+    def __init__(self, dataset: Any, columns: list[Any], subset: torch.Tensor | None) -> None:
+        self._columns, self._subset = columns, subset
+        self._names = list(dataset) if isinstance(dataset, Mapping) else None
+        self._alone = isinstance(dataset, torch.Tensor) or _is_array(dataset)
+        self.num_samples = len(columns[0]) if subset is None else len(subset)
+
+    def fetch(self, _epoch: int, indices: torch.Tensor) -> Any:
+        if self._subset is not None:
+            indices = self._subset[indices]
+        parts = [
+            column.index_select(0, indices.to(column.device))
+            if isinstance(column, torch.Tensor)
+            else torch.from_numpy(column.take(indices.numpy(), 0))
+            for column in self._columns
+        ]
+        if self._names is not None:
+            return dict(zip(self._names, parts, strict=True))
+        return parts[0] if self._alone else parts
+
+
+class _OfSamples:
+    """What the two ways have in common that run a user's code and collate what it returns."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_samples: int,
+        subset: torch.Tensor | None,
+        collate: Collate,
+        seeds: SampleSeeds,
+        name: str,
+    ) -> None:
+        self._dataset, self._subset, self._collate = dataset, subset, collate
+        self._seeds, self._name = seeds, name
+        self._is_plain = type(dataset) in (list, tuple)
+        self.num_samples = num_samples if subset is None else len(subset)
+
+    def _inner(self, indices: torch.Tensor) -> list[int]:
+        inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
+        return inner
+
+    def _note(self, error: Exception, what: str, epoch: int) -> None:
+        error.add_note(f"hpctrain: raised while {self._name} fetched {what} in epoch {epoch}.")
+
+
+class ItemsFetcher(_OfSamples):
+    """Asks a data set for all samples of a batch at once, by torch's `__getitems__`."""
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        inner = self._inner(indices)
+        try:
+            with self._seeds.fetching():
+                self._seeds.enter_batch(epoch, inner)
+                return self._collate(self._dataset.__getitems__(inner))
+        except Exception as error:
+            self._note(error, f"samples {inner}", epoch)
+            raise
+
+
+class SampleFetcher(_OfSamples):
+    """Asks a data set for one sample after the other, each with random generators of its own."""
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        inner = self._inner(indices)
+        if self._is_plain:
+            return self._collate([self._dataset[index] for index in inner])
+        samples: list[Any] = []
+        try:
+            with self._seeds.fetching():
+                for index in inner:
+                    self._seeds.enter(epoch, index)
+                    samples.append(self._dataset[index])
+                return self._collate(samples)
+        except Exception as error:
+            failed = len(samples) < len(inner)
+            what = f"sample {inner[len(samples)]}" if failed else f"and collated samples {inner}"
+            self._note(error, what, epoch)
+            raise
+
+
+def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
+    """Look through torch's Subset, whose `__getitems__` would hide how the data set in it is best fetched."""
+    subset: torch.Tensor | None = None
+    while type(dataset) is Subset:
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        subset, dataset = indices if subset is None else indices[subset], dataset.dataset
+    return subset, dataset
+
+
+def _columns(dataset: Any, name: str) -> list[Any] | None:
+    """Tensors and arrays of equal length that `dataset` is made of; None if it is made of anything else."""
+    parts: list[Any]
+    if type(dataset) is TensorDataset:
+        parts = list(dataset.tensors)
+    elif isinstance(dataset, Mapping):
+        parts = list(dataset.values())
+    elif type(dataset) is tuple:
+        parts = list(dataset)
+    else:
+        parts = [dataset]
+    if not parts or not all(_is_column(part) for part in parts):
+        if isinstance(dataset, Mapping) and parts:
+            raise UserError(f"{name} is a dict, but not of tensors or NumPy arrays only.")
+        return None
+    lengths = [len(part) for part in parts]
+    if len(set(lengths)) > 1:
+        raise UserError(f"{name} is made of tensors of different lengths: {lengths}.")
+    return parts
+
+
+def _is_column(value: Any) -> bool:
+    return (isinstance(value, torch.Tensor) or _is_array(value)) and value.ndim >= 1
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is a NumPy array of numbers; told without importing NumPy, which is optional."""
+    bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    return ("numpy", "ndarray") in bases and value.dtype.kind in "biufc"
