@@ -21,6 +21,7 @@ EventKind = Literal[
     "restart",
     "shrink",
     "requeue",
+    "handover",
     "seen",
     "finished",
 ]
@@ -39,6 +40,8 @@ CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
 CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
 #: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
+#: The job that this one continues, where the site does not requeue.
+PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
@@ -124,6 +127,10 @@ class RunDir:
     def cancel_request(self) -> Path:
         """Exists once the user asked to cancel: a saved stop is then the end, not a requeue."""
         return self.path / "cancel-requested"
+
+    def succession(self, job_id: str) -> Path:
+        """Holds the id of the job that has taken over after that job. Made once, by whoever comes first."""
+        return self.path / "chain" / f"after-{job_id}"
 
     @property
     def checkpoints(self) -> Path:

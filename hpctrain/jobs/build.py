@@ -75,6 +75,7 @@ def build_spec(
         time_limit_s=None if time_limit is None else parse_duration(str(time_limit)),
         signal_lead_s=_positive("signal-lead", given.get("signal_lead")),
         max_failures=given.get("max_failures", JobSpec.max_failures),
+        continue_by=given.get("continue_by", JobSpec.continue_by),
         directives=_directives(given),
         template=_template(given.get("template"), cwd),
         shell=shell,

@@ -16,6 +16,7 @@ from hpctrain.rundir import (
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
     LIFELINE_VARIABLE,
+    PREDECESSOR_VARIABLE,
     RUN_DIR_VARIABLE,
 )
 
@@ -36,6 +37,7 @@ _RANK_VARIABLES = frozenset(
         CODE_VARIABLE,
         CODE_SOURCE_VARIABLE,
         LIFELINE_VARIABLE,
+        PREDECESSOR_VARIABLE,
         "RANK",
         "LOCAL_RANK",
         "NODE_RANK",

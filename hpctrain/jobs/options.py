@@ -16,7 +16,7 @@ from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
 from hpctrain.jobs.launcher import LauncherName, RendezvousBackend, Torchrun
 from hpctrain.jobs.option import About, Kind, Option
 from hpctrain.jobs.shell import is_folder_of_conda
-from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, GpuDirective, JobSpec
+from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, ContinueBy, GpuDirective, JobSpec
 
 
 def is_template_path(value: str) -> bool:
@@ -114,6 +114,14 @@ class _Run(TypedDict, total=False):
             metavar="N",
             default=JobSpec.max_failures,
             help="Crashes in a row, with no new checkpoint between them, that end the run.",
+        ),
+    ]
+    continue_by: Annotated[
+        ContinueBy,
+        About(
+            default=JobSpec.continue_by,
+            help="How a stopped run goes on: requeue, the same job again, which Slurm holds for two minutes; "
+            "successor, another job of the run after it. auto requeues where the site does.",
         ),
     ]
 

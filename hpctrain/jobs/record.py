@@ -39,6 +39,8 @@ class Record:
     failure: dict[str, Any] | None
     #: What somebody saw of the job's end in the scheduler, which forgets it.
     seen: dict[str, Any] | None
+    #: The intent to have another job continue the run after this one.
+    handover: dict[str, Any] | None = None
 
     @property
     def job(self) -> Job | None:
@@ -69,12 +71,15 @@ def read_record(run: RunDir) -> Record:
     last: dict[str, dict[str, Any]] = {}
     for event in last_records(run.events, unless=_PASSED_OVER, whole=True):
         kind = str(event.get("kind"))
-        if kind in ("finished", "seen") and "started" in last:
+        if kind in ("finished", "seen", "handover") and "started" in last:
             continue
         last.setdefault(kind, event)
         if kind == "submitted":
             break
-    return Record(run, *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen")))
+    for kind in ("seen", "handover"):
+        if last.get(kind, {}).get("job_id") != last.get("submitted", {}).get("job_id"):
+            last.pop(kind, None)  # It came late, of the job before.
+    return Record(run, *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover")))
 
 
 def last_sign_of_life(run: RunDir) -> float:

@@ -14,10 +14,17 @@ from hpctrain.errors import SchedulerError
 COMMAND_LIMIT_S = 60.0
 #: What is said where no answer came in time.
 NO_ANSWER = "gave no answer within"
+#: What is said where a request may have arrived and only the answer is missing.
+_ANSWER_LOST = (NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
+_OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "says: exit code -")
 
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 # At the head of a line of its own, where no job name can stand.
-_JOB_STATE = re.compile(r"^\s+JobState=(\S+)", re.MULTILINE)
+_JOB_FIELDS = {
+    "JobState": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
+    "Requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
+    "Restarts": re.compile(r"^ +Requeue=\d Restarts=(\d+)", re.MULTILINE),
+}
 
 
 def run_slurm(
@@ -103,14 +110,24 @@ def _end(
     return out, err
 
 
-def job_state(job_id: str, environ: Mapping[str, str]) -> str | None:
-    """The state of a job as the controller has it, such as RUNNING; None where the answer has none.
+def is_answer_lost(error: str) -> bool:
+    """Whether a complaint leaves open if the request has arrived."""
+    return any(words in error for words in _ANSWER_LOST)
+
+
+def may_succeed_later(error: str) -> bool:
+    """Whether a complaint says that the controller is out of reach, or that the command was killed."""
+    return is_answer_lost(error) or any(words in error for words in _OUT_OF_REACH)
+
+
+def job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """JobState, Requeue and Restarts of a job as the controller has them, as far as the answer has them.
 
     Raises:
         SchedulerError: the controller does not answer, or knows the job no longer.
     """
-    match = _JOB_STATE.search(run_slurm(["scontrol", "show", "job", job_id], environ))
-    return match[1] if match else None
+    record = run_slurm(["scontrol", "show", "job", job_id], environ)
+    return {field: match[1] for field, pattern in _JOB_FIELDS.items() if (match := pattern.search(record))}
 
 
 def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:

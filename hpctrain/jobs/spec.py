@@ -21,6 +21,7 @@ from hpctrain.rundir import RunDir
 
 BackendName = Literal["slurm", "local"]
 GpuDirective = Literal["gres", "gpus-per-node"]
+ContinueBy = Literal["auto", "requeue", "successor"]
 
 DEFAULT_SIGNAL_LEAD_S = 120
 
@@ -72,6 +73,9 @@ class JobSpec:
     time limit where that is shorter."""
     max_failures: int = 3
     """Crashes in a row, with no new checkpoint between them, that end the run."""
+    continue_by: ContinueBy = "auto"
+    """How a run that was stopped goes on: as the same job, requeued, or as a successor job; auto takes what
+    the site allows."""
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by their long names without the dashes; a flag has no value."""
     template: str | None = None
@@ -121,6 +125,7 @@ class JobSpec:
             object.__setattr__(self, "signal_lead_s", longest)
         _check_choice("backend", self.backend, BackendName)
         _check_choice("gpu-directive", self.gpu_directive, GpuDirective)
+        _check_choice("continue-by", self.continue_by, ContinueBy)
         check_spec(self)
 
     def task(self, index: int) -> JobSpec:

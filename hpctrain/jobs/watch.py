@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hpctrain.jobs.backends import open_backend
+from hpctrain.jobs.chain import goes_on_elsewhere
 from hpctrain.jobs.record import Record, read_record
 from hpctrain.jobs.spec import BackendName
 from hpctrain.jobs.states import JobView, RunState
@@ -59,9 +60,21 @@ class Watcher:
                 for record, view in zip(asked, answers, strict=True):
                     views[record.run] = view
                     self._remember(record, view)
-        return [
-            settle(record, views.get(record.run), self._last_sure.get(record.run, 0.0)) for record in records
+        found = {
+            record.run: settle(record, views.get(record.run), self._last_sure.get(record.run, 0.0))
+            for record in records
+        }
+        gone_on = [
+            record.run
+            for record in records
+            if record.backend == "slurm"
+            and record.run in views
+            and views[record.run].state.ended
+            and goes_on_elsewhere(record, self._environ)
         ]
+        if gone_on:
+            found |= dict(zip(gone_on, self._look(gone_on), strict=True))
+        return [found[run] for run in runs]
 
     def _remember(self, record: Record, view: JobView) -> None:
         if view.state is not RunState.UNKNOWN:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hpctrain.jobs.spec import ContinueBy
+
 #: Short stops in a row, with no new checkpoint between them, after which a run is taken to get nowhere.
 MAX_STOPS = 10
 #: An attempt that lasted longer than this may have got somewhere: a script may save without our knowing.
@@ -31,12 +33,13 @@ class History:
     def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
         """Count over the run's events, oldest first.
 
+        A successor job goes on with the counts; only a submission by the user starts them anew.
         A step saved a second time is no new checkpoint. Of a script's own checkpoints the step is not known.
         """
         failures = stops = crashes = newest = 0
         for event in events:
             match event.get("kind"):
-                case "submitted":
+                case "submitted" if "after" not in event:
                     failures = stops = crashes = 0
                 case "checkpoint" if event["step"] is None:
                     failures = stops = 0
@@ -68,6 +71,18 @@ class Outcome(Enum):
     """The ranks did not leave before the time limit."""
 
 
+class Fate(Enum):
+    """What the scheduler does with the job."""
+
+    STAYS = "stays"
+    REQUEUED = "requeued"
+    """It is being ended, and will be started again."""
+    EVICTED = "evicted"
+    """It is being ended for good, though nobody asked for that: others need its nodes, or one was lost."""
+    ENDS = "ends"
+    """It is being ended for good."""
+
+
 class Will(Enum):
     """What the user and the scheduler want with the job."""
 
@@ -76,6 +91,21 @@ class Will(Enum):
     """The user asked to end it."""
     LEAVE = "leave"
     """The scheduler is ending it, and decides itself what follows."""
+    MOVE = "move"
+    """The scheduler is ending it for good, and the run is to go on in another job."""
+
+
+def will_of(*, cancelled: bool, fate: Fate, continue_by: ContinueBy) -> Will:
+    """What is wanted with the job, out of what the user asked for and what the scheduler does."""
+    if cancelled:
+        return Will.CANCEL
+    match fate:
+        case Fate.STAYS:
+            return Will.GO_ON
+        case Fate.EVICTED if continue_by != "requeue":
+            return Will.MOVE
+        case Fate.REQUEUED | Fate.EVICTED | Fate.ENDS:
+            return Will.LEAVE
 
 
 class Action(Enum):
@@ -118,9 +148,82 @@ def decide(
         ):
             return Action.FAIL
         case Outcome.FAILED:
-            return Action.REQUEUE if time_is_short else Action.RESTART
+            return Action.REQUEUE if time_is_short or will is Will.MOVE else Action.RESTART
         case Outcome.NOT_STARTED:
             # Other nodes may do, and the scheduler knows by then which of these does not.
             return Action.REQUEUE
         case Outcome.DOOMED | Outcome.OUT_OF_TIME:
             return Action.FAIL
+
+
+class Way(Enum):
+    """How a run gets another allocation."""
+
+    REQUEUE = "requeue"
+    """The same job goes back to the queue."""
+    SUCCESSOR = "successor"
+    """Another job continues the run."""
+
+
+def ways_on(continue_by: ContinueBy, will: Will, *, requeues: bool) -> tuple[Way, ...]:
+    """The ways to be tried, one after the other where the scheduler refuses.
+
+    Args:
+        continue_by: what the user prefers.
+        will: what is wanted with the job.
+        requeues: whether the site requeues jobs, and this one.
+    """
+    if will is Will.MOVE:
+        return (Way.SUCCESSOR,)
+    match continue_by:
+        case "requeue":
+            return (Way.REQUEUE,)
+        case "auto" if requeues:
+            return (Way.REQUEUE, Way.SUCCESSOR)
+        case "auto" | "successor":
+            return (Way.SUCCESSOR, Way.REQUEUE)
+
+
+class Entry(Enum):
+    """What a job does when it starts."""
+
+    BEGIN = "begin"
+    OVER = "over"
+    """End: the run is over."""
+    SUPERSEDED = "superseded"
+    """End: another job continues the run."""
+    CANCEL = "cancel"
+    """End the run: the user asked for that while no job of it was there to hear it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a job stands among the jobs of its run when it starts."""
+
+    job_id: str
+    newest: str | None
+    """The job that the run's record names as the newest; None where it names none, or this one by hand."""
+    ended: str | None = None
+    """The state in which the run ended since that job was submitted."""
+    cancelled: bool = False
+    predecessor: str | None = None
+    """The job that this one was submitted to continue; None where the user submitted it."""
+    heir: str | None = None
+    """The job that has taken over after the predecessor: this one, unless another was faster."""
+    successor: str | None = None
+    """A job that was submitted to continue this one, which Slurm has requeued all the same."""
+
+
+def enter(standing: Standing) -> Entry:
+    """What a job does when it starts: of several jobs of a run, one trains."""
+    it = standing
+    if it.successor is not None:
+        return Entry.SUPERSEDED
+    if it.predecessor is not None:
+        if it.heir != it.job_id or it.newest not in (it.job_id, it.predecessor):
+            return Entry.SUPERSEDED
+        if it.ended is not None:
+            return Entry.OVER
+        return Entry.CANCEL if it.cancelled else Entry.BEGIN
+    # A run that ended otherwise goes on where the user has its job start again.
+    return Entry.OVER if it.ended == "COMPLETED" else Entry.BEGIN

@@ -24,7 +24,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.command import command_of
-from hpctrain.supervisor.decide import Action, History, Outcome, Will, decide
+from hpctrain.supervisor.decide import Action, Fate, History, Outcome, Way, Will, decide, ways_on, will_of
 from hpctrain.supervisor.failures import Failure, collect, root_cause
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
@@ -33,7 +33,7 @@ from hpctrain.supervisor.scheduler import LocalJob, Scheduler, SlurmJob
 from hpctrain.supervisor.script_checkpoints import ScriptCheckpoints
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
-from hpctrain.supervisor.submission import join_record, own_run
+from hpctrain.supervisor.submission import own_run, take_turn
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Supervisor:
         """Start the workers as often as it takes. Returns the exit code of the job."""
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
-        if (exit_code := join_record(self._run, self._spec, self._scheduler.job_id)) is not None:
+        if (exit_code := take_turn(self._run, self._spec, self._scheduler)) is not None:
             log.info("the run is complete; nothing is left to do")
             return exit_code
         while True:
@@ -72,16 +72,8 @@ class Supervisor:
                 case Action.RESTART:
                     self._run.log_event("restart", attempt, cause=cause)
                 case Action.REQUEUE:
-                    self._run.log_event("requeue", attempt, seconds=time.monotonic() - begun)
-                    try:
-                        if self._scheduler.requeue():
-                            return self._wait_for_the_end()
-                    except SchedulerError as error:
-                        if self._will(signals=()) is Will.LEAVE:
-                            return EXIT_CONTINUE  # Slurm was faster, and has taken over.
-                        return self._finish(
-                            attempt, "FAILED", f"the state is saved, but the requeue failed: {error}"
-                        )
+                    if (exit_code := self._move(attempt, will, time.monotonic() - begun)) is not None:
+                        return exit_code
                 case Action.LEAVE:
                     return EXIT_CONTINUE
                 case Action.COMPLETE:
@@ -90,6 +82,31 @@ class Supervisor:
                     return self._finish(attempt, "CANCELLED")
                 case Action.FAIL:
                     return self._finish(attempt, "FAILED", cause or _why(outcome, history))
+
+    def _move(self, attempt: int, will: Will, seconds: float) -> int | None:
+        """Give the allocation back and ask for another. Returns the job's exit code; None: go on here."""
+        ways = ways_on(self._spec.continue_by, will, requeues=self._requeues())
+        self._run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value)
+        refusals = []
+        for way in ways:
+            try:
+                if way is Way.SUCCESSOR:
+                    log.info("job %s continues the run", self._scheduler.hand_on(attempt))
+                    return EXIT_CONTINUE
+                return self._wait_for_the_end() if self._scheduler.requeue() else None
+            except SchedulerError as error:
+                if self._will(signals=()) is Will.LEAVE:
+                    return EXIT_CONTINUE  # Slurm was faster, and has taken over.
+                log.warning("no %s: %s", way.value, error)
+                refusals.append(f"the {way.value} failed: {error}")
+        return self._finish(attempt, "FAILED", f"the state is saved, but {'; '.join(refusals)}")
+
+    def _requeues(self) -> bool:
+        try:
+            return self._scheduler.requeues()
+        except SchedulerError as error:
+            log.warning("%s Taking the site for one that requeues.", error)
+            return True
 
     def _attempt(self, attempt: int) -> tuple[Outcome, Will, str | None]:
         """Start the workers and watch them to their end. Returns outcome, will, and a failure's cause."""
@@ -172,13 +189,14 @@ class Supervisor:
         return cause
 
     def _will(self, signals: Iterable[signal.Signals]) -> Will:
-        if self._run.cancel_request.exists() or self._scheduler.cancels.intersection(signals):
-            return Will.CANCEL
-        try:
-            return Will.LEAVE if self._scheduler.is_ending_job() else Will.GO_ON
-        except SchedulerError as error:
-            log.warning("%s Taking the job for one that goes on.", error)
-            return Will.GO_ON
+        cancelled = self._run.cancel_request.exists() or bool(self._scheduler.cancels.intersection(signals))
+        fate = Fate.STAYS
+        if not cancelled:
+            try:
+                fate = self._scheduler.fate()
+            except SchedulerError as error:
+                log.warning("%s Taking the job for one that goes on.", error)
+        return will_of(cancelled=cancelled, fate=fate, continue_by=self._spec.continue_by)
 
     def _time_is_short(self) -> bool:
         """Whether ranks that start now would be told to stop at once, or were told while none was there."""
@@ -241,7 +259,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
             return LocalArray(run, spec, environ).run()
         allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
         if spec.backend == "slurm":
-            return Supervisor(run, spec, SrunLauncher(spec, environ), SlurmJob(environ)).run()
+            return Supervisor(run, spec, SrunLauncher(spec, environ), SlurmJob(run, spec, environ)).run()
         return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec)).run()
     except HpctrainError as error:
         log.error("%s", error)

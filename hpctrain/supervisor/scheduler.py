@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from hpctrain.errors import SpecError
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.chain import find_successor, hand_on
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.environment import outer_environment
-from hpctrain.jobs.slurm_command import job_state, run_slurm
+from hpctrain.jobs.slurm_command import job_fields, run_slurm
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.last_words import size_of
+from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
+from hpctrain.supervisor.decide import Fate
+
+# As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
+_EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE)")
+_JOB_REQUEUE = re.compile(r"^JobRequeue\s*=\s*(\d+)", re.MULTILINE)
 
 
 class Scheduler(Protocol):
@@ -20,6 +29,8 @@ class Scheduler(Protocol):
 
     #: Name of the job, as submission recorded it.
     job_id: str
+    #: The job that this one was submitted to continue; None where the user submitted it.
+    predecessor: str | None
     #: Signals to the supervisor, and which one the ranks then need; None where they have it already.
     on_signal: Mapping[signal.Signals, signal.Signals | None]
     #: Signals by which the user, and not the scheduler, ends the job.
@@ -29,8 +40,8 @@ class Scheduler(Protocol):
     def ends_job_at(self) -> float | None:
         """When the supervisor has to end the job, on the monotonic clock; None where the scheduler does."""
 
-    def is_ending_job(self) -> bool:
-        """Whether the scheduler is ending the job, and so decides what follows."""
+    def fate(self) -> Fate:
+        """What the scheduler does with the job now."""
 
     def seconds_left(self) -> float | None:
         """Time until the job's limit; None where there is none, or nobody knows."""
@@ -40,6 +51,23 @@ class Scheduler(Protocol):
 
         Raises:
             SchedulerError: the scheduler refused.
+        """
+
+    def requeues(self) -> bool:
+        """Whether the site requeues jobs, and would requeue this one."""
+
+    def hand_on(self, attempt: int) -> str:
+        """Have a successor job continue the run after `attempt`, and return its id. This job is to end then.
+
+        Raises:
+            SchedulerError: the scheduler refused, or does not answer.
+        """
+
+    def find_successor(self) -> str | None:
+        """The job that was submitted to continue this one, if there is any.
+
+        Raises:
+            SchedulerError: the scheduler does not answer.
         """
 
 
@@ -62,13 +90,25 @@ class SlurmJob:
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
     cancels: frozenset[signal.Signals] = frozenset()
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.job_id = own_job_id(environ)
+        self.predecessor = environ.get(PREDECESSOR_VARIABLE)
+        self._run, self._spec, self._batch_environ = run, spec, environ
         self._environ = outer_environment(environ)
+        self._restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+        self._said = size_of(run.slurm_log)
 
-    def is_ending_job(self) -> bool:
-        """Whether the job is in any state but running. See `Scheduler.is_ending_job`."""
-        return job_state(self.job_id, self._environ) not in ("RUNNING", None)
+    def fate(self) -> Fate:
+        """What the job's record says; why it ends stands in its log. See `Scheduler.fate`.
+
+        Whatever the cause, the state is COMPLETING until the last process is gone (seen with Slurm 22.05).
+        """
+        fields = job_fields(self.job_id, self._environ)
+        if fields.get("JobState", "RUNNING") == "RUNNING":
+            return Fate.STAYS
+        if int(fields.get("Restarts", "0")) > self._restarts:
+            return Fate.REQUEUED
+        return Fate.EVICTED if _EVICTED.search(self._log()) else Fate.ENDS
 
     def seconds_left(self) -> float | None:
         """What `squeue` says. See `Scheduler.seconds_left`."""
@@ -85,6 +125,30 @@ class SlurmJob:
         run_slurm(["scontrol", "requeue", self.job_id], self._environ)
         return True
 
+    def requeues(self) -> bool:
+        """What the configuration and the job's record say. See `Scheduler.requeues`."""
+        if job_fields(self.job_id, self._environ).get("Requeue") == "0":
+            return False
+        match = _JOB_REQUEUE.search(run_slurm(["scontrol", "show", "config"], self._environ))
+        return match is None or match[1] != "0"
+
+    def hand_on(self, attempt: int) -> str:
+        """Submit the same script again, to start after this job. See `Scheduler.hand_on`."""
+        return hand_on(self._run, self._spec, self.job_id, attempt, self._batch_environ)
+
+    def find_successor(self) -> str | None:
+        """What `squeue` lists. See `Scheduler.find_successor`."""
+        return find_successor(self._run, self.job_id, self._environ)
+
+    def _log(self) -> str:
+        """What was printed since this job started."""
+        try:
+            with open(self._run.slurm_log, encoding="utf-8", errors="replace") as log:
+                log.seek(self._said)
+                return log.read()
+        except OSError:
+            return ""
+
 
 class LocalJob:
     """A laptop's stand-in for the scheduler: the time limit, preemption by SIGUSR2, the user's SIGTERM."""
@@ -95,6 +159,7 @@ class LocalJob:
         signal.SIGINT: signal.SIGTERM,
     }
     cancels = frozenset({signal.SIGTERM, signal.SIGINT})
+    predecessor: str | None = None
 
     def __init__(self, spec: JobSpec) -> None:
         in_array = spec.array_task is not None
@@ -107,9 +172,9 @@ class LocalJob:
         """The end of the specification's time limit."""
         return None if self._limit_s is None else self._begun + self._limit_s
 
-    def is_ending_job(self) -> bool:
-        """Never: nobody but the user ends a job here."""
-        return False
+    def fate(self) -> Fate:
+        """Nobody but the user ends a job here."""
+        return Fate.STAYS
 
     def seconds_left(self) -> float | None:
         """What is left of the specification's limit. See `Scheduler.seconds_left`."""
@@ -119,3 +184,14 @@ class LocalJob:
         """The queue is empty, so the job starts again at once, in this process, with all its time."""
         self._begun = time.monotonic()
         return False
+
+    def requeues(self) -> bool:
+        """A place in the queue is to be had for the asking."""
+        return True
+
+    def hand_on(self, attempt: int) -> str:  # noqa: ARG002
+        """There is no queue in which another job could wait. See `Scheduler.hand_on`."""
+        raise SchedulerError("There are no successor jobs without Slurm.")
+
+    def find_successor(self) -> str | None:
+        return None

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.errors import SpecError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import end_torn_line, try_lock
+from hpctrain.jobs.chain import claim_succession, record_successor
+from hpctrain.jobs.record import Record, read_record
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.supervisor.decide import Entry, Standing, enter
+from hpctrain.supervisor.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 #: `hpctrain submit` records a job within milliseconds of its submission.
 _RECORD_LIMIT_S = 10.0
@@ -20,6 +27,68 @@ def own_run(run: RunDir, environ: Mapping[str, str]) -> RunDir:
     """The run that this job is: of a job array under Slurm, one of its tasks."""
     task = run.task(environ.get("SLURM_ARRAY_TASK_ID", ""))
     return task if task.spec.exists() else run
+
+
+def take_turn(run: RunDir, spec: JobSpec, scheduler: Scheduler) -> int | None:
+    """Find out whether it is for this job to train, and make it the newest one of the run's record.
+
+    Returns:
+        The exit code, where nothing is left to do: the run is over, or another job continues it.
+
+    Raises:
+        SpecError: the script was started by hand while the run is going on.
+    """
+    end_torn_line(run.events)
+    job_id, predecessor = scheduler.job_id, scheduler.predecessor
+    record = read_record(run)
+    finished = record.finished or {}
+    standing = Standing(
+        job_id,
+        newest=record.job_id,
+        ended=finished.get("state"),
+        cancelled=run.cancel_request.exists(),
+        predecessor=predecessor,
+        heir=claim_succession(run, job_id, predecessor) if predecessor else None,
+        successor=_successor(run, record, scheduler),
+    )
+    entry = enter(standing)
+    log.info("job %s: %s; %s", job_id, entry.value, standing)
+    match entry:
+        case Entry.SUPERSEDED:
+            return 0
+        case Entry.OVER if predecessor:
+            return int(finished["exit_code"])
+        case Entry.CANCEL:
+            run.log_event(
+                "finished", max(run.attempts(), default=0), state="CANCELLED", exit_code=0, cause=None
+            )
+            return 0
+        case _ if predecessor:
+            if record.job_id != job_id:
+                # Its predecessor was killed before it could write this down.
+                record_successor(run, job_id, predecessor)
+            return None
+        case _:
+            return join_record(run, spec, job_id)
+
+
+def _successor(run: RunDir, record: Record, scheduler: Scheduler) -> str | None:
+    """The job that was to continue this one, where Slurm has requeued this one afterwards."""
+    job_id = scheduler.job_id
+    for event in run.read_events():
+        if event["kind"] == "submitted" and event.get("after") == job_id:
+            return str(event["job_id"])
+    if record.job_id != job_id or record.handover is None:
+        return None
+    try:
+        successor = scheduler.find_successor()
+    except SchedulerError as error:
+        # If there is one, it waits for the end of this job, and finds the run over then.
+        log.warning("whether job %s has a successor cannot be told: %s", job_id, error)
+        return None
+    if successor is not None:
+        record_successor(run, successor, job_id)
+    return successor
 
 
 def join_record(run: RunDir, spec: JobSpec, job_id: str) -> int | None:

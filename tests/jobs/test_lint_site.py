@@ -211,10 +211,20 @@ def test_what_slurm_would_refuse_in_the_end_is_said(submission):
 
 def test_requeues_of_the_site_are_explained(submission):
     requeue, preempted = submission().notes
-    assert "only jobs that ask for it (JobRequeue=0). A run does (--requeue)" in requeue
+    assert "(JobRequeue=0): successors are chained" in requeue
     assert "is cancelled at once, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
-    assert "within 5 s (KillWait)" in preempted
+    assert "within 5 s (KillWait), and goes on in a successor job" in preempted
     assert submission(partition="urgent").notes == (requeue,)
+    assert submission(continue_by="successor").notes == (preempted,)
+
+
+def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submission):
+    requeue, preempted = submission(continue_by="requeue").notes
+    assert "only jobs that ask for it (JobRequeue=0). A run does (--requeue)" in requeue
+    assert preempted.endswith(
+        "within 5 s (KillWait), and ends as FAILED. Submit it again with the same --run-dir, and it goes on "
+        "from there."
+    )
 
 
 def test_a_run_is_requeued_where_the_site_requeues_only_who_asks(strict):
@@ -271,7 +281,10 @@ def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
         submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
     with pytest.raises(SpecError, match=r"refuses jobs that give no time limit .* Give --time"):
         submission(env=env, time=None)
-    assert submission(env=env).notes[0].startswith("This site lets no job be requeued")
+    chained, ending = (submission(env=env, continue_by=way).notes[0] for way in ("auto", "requeue"))
+    assert chained.startswith("This site lets no job be requeued")
+    assert "goes on in a successor job" in chained
+    assert "saves, and ends. Submit it again" in ending
 
 
 def test_a_site_that_demands_memory(submission, tmp_path):

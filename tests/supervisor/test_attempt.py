@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
 from hpctrain.supervisor import attempt
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.decide import Outcome
@@ -95,8 +97,11 @@ def test_a_second_request_to_cancel_ends_ranks_that_ignore_the_first(monkeypatch
     assert outcome is Outcome.STOPPED
 
 
-def test_slurms_own_signal_is_not_passed_on():
-    scheduler = SlurmJob({"SLURM_JOB_ID": "1"})
+def test_slurms_own_signal_is_not_passed_on(tmp_path):
+    spec = JobSpec(
+        script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
+    )
+    scheduler = SlurmJob(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
     outcome, step, watching = watch(
         Signalled(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), scheduler=scheduler
     )
@@ -119,7 +124,6 @@ def test_a_step_that_survives_its_killing_is_an_error_and_not_a_hang():
 
 
 def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
-    from hpctrain.jobs.spec import JobSpec
 
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"

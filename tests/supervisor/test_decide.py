@@ -4,7 +4,21 @@ import signal
 
 import pytest
 
-from hpctrain.supervisor.decide import MAX_STOPS, Action, History, Outcome, Will, decide
+from hpctrain.supervisor.decide import (
+    MAX_STOPS,
+    Action,
+    Entry,
+    Fate,
+    History,
+    Outcome,
+    Standing,
+    Way,
+    Will,
+    decide,
+    enter,
+    ways_on,
+    will_of,
+)
 from hpctrain.supervisor.failures import Failure, root_cause
 from hpctrain.supervisor.srun import parse_task_report
 from hpctrain.supervisor.step import Ending, TaskExit
@@ -35,6 +49,13 @@ from hpctrain.supervisor.step import Ending, TaskExit
         (Outcome.DOOMED, Will.GO_ON, History(failures=1), Action.FAIL),
         (Outcome.DOOMED, Will.CANCEL, History(failures=1), Action.CANCEL),
         (Outcome.DOOMED, Will.LEAVE, History(failures=1), Action.LEAVE),
+        (Outcome.DONE, Will.MOVE, History(), Action.COMPLETE),
+        (Outcome.STOPPED, Will.MOVE, History(), Action.REQUEUE),
+        (Outcome.STOPPED, Will.MOVE, History(stops=MAX_STOPS), Action.FAIL),
+        (Outcome.FAILED, Will.MOVE, History(failures=1), Action.REQUEUE),
+        (Outcome.FAILED, Will.MOVE, History(failures=3), Action.FAIL),
+        (Outcome.NOT_STARTED, Will.MOVE, History(failures=1), Action.REQUEUE),
+        (Outcome.DOOMED, Will.MOVE, History(failures=1), Action.FAIL),
     ],
 )
 def test_every_row(outcome, will, history, action):
@@ -44,6 +65,64 @@ def test_every_row(outcome, will, history, action):
 def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here():
     assert decide(History(failures=1), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True) is Action.REQUEUE
     assert decide(History(failures=3), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True) is Action.FAIL
+
+
+@pytest.mark.parametrize(
+    ("cancelled", "fate", "continue_by", "will"),
+    [
+        (True, Fate.STAYS, "auto", Will.CANCEL),
+        (True, Fate.EVICTED, "auto", Will.CANCEL),
+        (False, Fate.STAYS, "auto", Will.GO_ON),
+        (False, Fate.REQUEUED, "auto", Will.LEAVE),
+        (False, Fate.REQUEUED, "successor", Will.LEAVE),
+        (False, Fate.EVICTED, "auto", Will.MOVE),
+        (False, Fate.EVICTED, "successor", Will.MOVE),
+        (False, Fate.EVICTED, "requeue", Will.LEAVE),
+        (False, Fate.ENDS, "successor", Will.LEAVE),
+    ],
+)
+def test_what_is_wanted_with_the_job(cancelled, fate, continue_by, will):
+    assert will_of(cancelled=cancelled, fate=fate, continue_by=continue_by) is will
+
+
+@pytest.mark.parametrize(
+    ("continue_by", "will", "requeues", "ways"),
+    [
+        ("auto", Will.GO_ON, True, (Way.REQUEUE, Way.SUCCESSOR)),
+        ("auto", Will.GO_ON, False, (Way.SUCCESSOR, Way.REQUEUE)),
+        ("requeue", Will.GO_ON, True, (Way.REQUEUE,)),
+        ("requeue", Will.GO_ON, False, (Way.REQUEUE,)),
+        ("successor", Will.GO_ON, True, (Way.SUCCESSOR, Way.REQUEUE)),
+        ("auto", Will.MOVE, True, (Way.SUCCESSOR,)),
+        ("successor", Will.MOVE, False, (Way.SUCCESSOR,)),
+    ],
+)
+def test_ways_to_another_allocation(continue_by, will, requeues, ways):
+    assert ways_on(continue_by, will, requeues=requeues) == ways
+
+
+@pytest.mark.parametrize(
+    ("standing", "entry"),
+    [
+        (Standing("7", "7"), Entry.BEGIN),
+        (Standing("7", None), Entry.BEGIN),
+        (Standing("7", "7", ended="COMPLETED"), Entry.OVER),
+        (Standing("7", "7", ended="FAILED"), Entry.BEGIN),
+        (Standing("7", "7", successor="8"), Entry.SUPERSEDED),
+        (Standing("7", "8", ended="COMPLETED", successor="8"), Entry.SUPERSEDED),
+        (Standing("8", "8", predecessor="7", heir="8"), Entry.BEGIN),
+        (Standing("8", "7", predecessor="7", heir="8"), Entry.BEGIN),
+        (Standing("8", "7", predecessor="7", heir="9"), Entry.SUPERSEDED),
+        (Standing("8", "20", predecessor="7", heir="8"), Entry.SUPERSEDED),
+        (Standing("8", "8", predecessor="7", heir="8", successor="9"), Entry.SUPERSEDED),
+        (Standing("8", "8", predecessor="7", heir="8", ended="COMPLETED"), Entry.OVER),
+        (Standing("8", "7", predecessor="7", heir="8", ended="FAILED"), Entry.OVER),
+        (Standing("8", "8", predecessor="7", heir="8", cancelled=True), Entry.CANCEL),
+        (Standing("8", "8", predecessor="7", heir="8", cancelled=True, ended="CANCELLED"), Entry.OVER),
+    ],
+)
+def test_what_a_job_does_when_it_starts(standing, entry):
+    assert enter(standing) is entry
 
 
 def event(kind, **fields):
@@ -67,6 +146,7 @@ FAILURE, REQUEUE = event("failure", rank=1), event("requeue", seconds=20.0)
         # Of a script's own checkpoints only that there is a new one is known.
         ([FAILURE, REQUEUE, event("checkpoint", step=None), FAILURE], History(failures=1, crashes=2)),
         ([FAILURE, REQUEUE, event("submitted")], History()),
+        ([FAILURE, REQUEUE, event("submitted", after="7")], History(failures=1, stops=1, crashes=1)),
         # A script that saves by its own means is not given up because it is preempted every hour.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
         ([event("failure", cause="a checkpoint was not written")], History()),

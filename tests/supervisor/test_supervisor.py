@@ -14,6 +14,7 @@ from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import submission
+from hpctrain.supervisor.decide import Fate
 from hpctrain.supervisor.main import Supervisor
 from hpctrain.supervisor.step import StepEnded, TaskExit
 
@@ -49,22 +50,37 @@ class PretendLauncher:
 
 class PretendScheduler:
     job_id = "7"
+    predecessor = None
     ends_job_at = None
     cancels = frozenset()
 
-    def __init__(self, refuses=False, ending=False, left=None):
-        self.refuses, self.ending, self.left = refuses, ending, left
+    def __init__(self, refuses=False, fate=Fate.STAYS, left=None, site_requeues=True, successor=None):
+        self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
+        self.later_fate, self.successor = fate, successor
         self.on_signal = {}
-        self.requeues = 0
+        self.num_requeues = 0
+        self.handed_on = []
 
-    def is_ending_job(self):
-        return self.ending and self.requeues > 0
+    def fate(self):
+        return self.later_fate if self.num_requeues or self.later_fate is Fate.EVICTED else Fate.STAYS
+
+    def requeues(self):
+        return self.site_requeues
+
+    def hand_on(self, attempt):
+        self.handed_on.append(attempt)
+        if self.successor is None:
+            raise SchedulerError("sbatch says: Access denied")
+        return self.successor
+
+    def find_successor(self):
+        return self.successor
 
     def seconds_left(self):
         return self.left
 
     def requeue(self):
-        self.requeues += 1
+        self.num_requeues += 1
         if self.refuses:
             raise SchedulerError("scontrol says: Requeue is disabled")
         return False
@@ -195,22 +211,110 @@ def test_stop_requeue_done(run):
 
 
 def test_a_refused_requeue_fails_in_the_schedulers_words(run):
-    assert supervise(run, [STOPPED], PretendScheduler(refuses=True)) == 4
+    assert supervise(run, [STOPPED], PretendScheduler(refuses=True), continue_by="requeue") == 4
     assert (
         "the state is saved, but the requeue failed: scontrol says: Requeue is disabled"
         in finished(run)["cause"]
     )
 
 
+def test_where_neither_requeue_nor_successor_is_to_be_had_both_are_told(run):
+    scheduler = PretendScheduler(refuses=True)
+    assert supervise(run, [STOPPED], scheduler) == 4
+    assert scheduler.handed_on == [0]
+    assert "Requeue is disabled; the successor failed: sbatch says: Access denied" in finished(run)["cause"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "continue_by", "requeues"),
+    [
+        (PretendScheduler(refuses=True, successor="8"), "auto", 1),
+        (PretendScheduler(site_requeues=False, successor="8"), "auto", 0),
+        (PretendScheduler(successor="8"), "successor", 0),
+        (PretendScheduler(fate=Fate.EVICTED, successor="8"), "auto", 0),
+    ],
+)
+def test_a_successor_is_handed_the_run(run, scheduler, continue_by, requeues):
+    assert supervise(run, [STOPPED], scheduler, continue_by=continue_by) == 75
+    assert (scheduler.handed_on, scheduler.num_requeues) == ([0], requeues)
+    assert kinds(run) == ["started", "requeue"]
+
+
+def test_a_run_that_is_evicted_ends_where_no_successor_is_wanted(run):
+    scheduler = PretendScheduler(fate=Fate.EVICTED, successor="8")
+    assert supervise(run, [STOPPED], scheduler, continue_by="requeue") == 75
+    assert kinds(run) == ["started"]
+
+
+def succeeding(run, record=True, job_id="8"):
+    """The scheduler of job 8, which continues job 7."""
+    run.log_event("handover", 0, job_id="7")
+    if record:
+        run.log_event("submitted", 1, job_id="8", backend="slurm", after="7")
+    scheduler = PretendScheduler()
+    scheduler.job_id, scheduler.predecessor = job_id, "7"
+    return scheduler
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_successor_trains_whether_or_not_its_predecessor_could_write_it_down(run, record):
+    assert supervise(run, [DONE], succeeding(run, record)) == 0
+    assert kinds(run) == ["handover", "submitted", "started", "finished"]
+    submitted = list(run.read_events())[2]
+    assert (submitted["job_id"], submitted["after"]) == ("8", "7")
+    assert run.succession("7").read_text() == "8"
+
+
+def test_of_two_successors_one_trains(run):
+    scheduler = succeeding(run)
+    scheduler.successor, scheduler.site_requeues = "9", False
+    assert supervise(run, [STOPPED], scheduler) == 75
+    assert supervise(run, [], succeeding(run, record=False, job_id="10")) == 0
+    # That it is started a second time, after a requeue, makes it no other job.
+    assert supervise(run, [DONE], scheduler) == 0
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED", "FAILED"])
+def test_a_successor_of_a_run_that_has_ended_does_nothing(run, state):
+    scheduler = succeeding(run, record=False)
+    run.log_event("finished", 0, state=state, exit_code=4)
+    assert supervise(run, [], scheduler) == 4
+
+
+def test_a_successor_of_a_run_that_was_cancelled_meanwhile_ends_it(run):
+    scheduler = succeeding(run)
+    run.cancel_request.touch()
+    assert supervise(run, [], scheduler) == 0
+    assert finished(run)["state"] == "CANCELLED"
+
+
+def test_a_successor_ends_where_the_run_was_submitted_anew(run):
+    scheduler = succeeding(run, record=False)
+    run.log_event("submitted", 1, job_id="20", backend="slurm")
+    assert supervise(run, [], scheduler) == 0
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_job_that_slurm_requeues_leaves_the_run_to_its_successor(run, record):
+    succeeding(run, record)
+    assert supervise(run, [], PretendScheduler(successor="8")) == 0
+    assert [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"] == ["7", "8"]
+
+
+def test_a_job_that_slurm_requeues_goes_on_where_no_successor_was_submitted(run):
+    run.log_event("handover", 0, job_id="7")
+    assert supervise(run, [DONE]) == 0
+
+
 def test_a_requeue_that_slurm_did_first_is_no_failure(run):
-    assert supervise(run, [STOPPED], PretendScheduler(refuses=True, ending=True)) == 75
+    assert supervise(run, [STOPPED], PretendScheduler(refuses=True, fate=Fate.REQUEUED)) == 75
     assert "finished" not in kinds(run)
 
 
 def test_a_crash_shortly_before_the_time_limit_requeues(run):
     scheduler = PretendScheduler(left=60.0)
     assert supervise(run, [KILLED, DONE], scheduler) == 0
-    assert scheduler.requeues == 1
+    assert scheduler.num_requeues == 1
 
 
 def test_a_stop_after_a_request_to_cancel_is_the_end(run):

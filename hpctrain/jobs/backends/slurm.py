@@ -27,9 +27,6 @@ _PROBE_TIMEOUT_S = 5
 #: Steps begin and end, so one that is to be signalled is looked for more than once.
 _STEP_LIMIT_S = 3.0
 
-#: What is said where a request may have arrived and only the answer is missing.
-_ANSWER_LOST = (NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
-
 
 class SlurmBackend:
     """Jobs on a Slurm cluster."""
@@ -61,7 +58,7 @@ class SlurmBackend:
         try:
             answer = run_slurm(["sbatch", "--parsable", str(run.job_script)], environ)
         except SchedulerError as error:
-            if any(words in str(error) for words in _ANSWER_LOST):
+            if is_answer_lost(str(error)):
                 raise SubmissionUnclear(
                     f"Whether the job was submitted cannot be told: {error}. It may be queued: look with "
                     f"`squeue --me --name={shlex.quote(spec.name)}`. Where it is, leave it: the run "

@@ -31,8 +31,8 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "requeue",
             "only jobs that ask for it are requeued (JobRequeue=0)",
             "note",
-            "A run asks for it (--requeue), so nothing changes for runs. Where a plugin of the site takes "
-            "that back, write `requeue: false` under `habits:` in the site's profile.",
+            "A run that is stopped goes on in a successor job; with --continue-by requeue it asks for a "
+            "requeue. Where a plugin takes that back, write `requeue: false` under `habits:` in the profile.",
         )
     if slurm.requeue_exit:
         yield Finding(
@@ -205,7 +205,7 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
         return
     kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves if it can within KillWait, and is not requeued: submit it again by hand."
+        yield "A preempted run saves if it can within KillWait, and goes on in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
         yield "A preempted run stands still until its nodes are free again; GPU memory stays taken."
     elif partition.grace_time_s + kill_wait_s < _LITTLE_GRACE_S:

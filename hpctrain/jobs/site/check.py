@@ -156,4 +156,4 @@ def _notes(request: Request, partition: Partition, site: Site) -> list[str]:
             f"{plural(request.spec.nodes, 'node')} asked for, but {there or 'none'} of the {fit} in service "
             "for now (sinfo): it waits for more."
         )
-    return [*notes, *requeue_notes(partition, site)]
+    return [*notes, *requeue_notes(partition, site, request.spec.continue_by)]

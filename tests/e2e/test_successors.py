@@ -1,0 +1,191 @@
+"""A site that does not requeue: a stopped run goes on in exactly one successor job, to the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
+from helpers import assert_no_process_left, run_command, wait_for
+
+from hpctrain import sandbox
+
+SHAPE = ["--nodes", "2", "--gpus-per-node", "1"]
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[sandbox.Sandbox]:
+    """A cluster that requeues no job by itself."""
+    name = f"chain-{os.getpid()}"
+    try:
+        yield sandbox.up(name, nodes=2, gpus_per_node=1, settings=["JobRequeue=0"])
+    finally:
+        sandbox.down(name)
+
+
+@pytest.fixture(scope="module")
+def reference(site, tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", site.env, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+def preempt(run: Run) -> None:
+    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 1"]
+    run_command(urgent, run.env)
+
+
+def jobs_of(run: Run) -> list[str]:
+    """The jobs that the cluster has ever had of a run, however the run's record has them."""
+    listed = run_command(["squeue", "--noheader", "--states=all", "--Format=JobID:20,WorkDir:300"], run.env)
+    return sorted(line.split()[0] for line in listed.stdout.splitlines() if line.split()[1] == str(run.path))
+
+
+def assert_chained(run: Run, number: int) -> None:
+    """The run has had that many jobs, each the successor of the one before, and none is left."""
+    submitted = run.events("submitted")
+    ids = [event["job_id"] for event in submitted]
+    assert sorted(ids) == jobs_of(run)
+    assert [event.get("after") for event in submitted] == [None, *ids[:-1]]
+    assert len(ids) == number
+    assert run.status()["job_id"] == ids[-1]
+    assert_no_process_left(run.path)
+
+
+def test_preempted_by_an_urgent_job(site, reference, tmp_path):
+    run = Run(tmp_path / "run", site.env)
+    done = run.hpctrain("submit", "--dry-run", *SHAPE, "--run-dir", str(run.path), str(Path(__file__)))
+    assert "JobRequeue=0): successors are chained" in done.stdout + done.stderr
+    submit(run.path, site.env, SHAPE, step_s=0.2)
+    run.wait_for_step(8)
+    preempt(run)
+    assert run.wait() == 0
+    assert [event["by"] for event in run.events("requeue")] == ["successor"]
+    assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"]
+    assert_undisturbed(run, reference)
+    assert_chained(run, 2)
+
+
+@pytest.mark.long
+def test_time_limit(site, reference, tmp_path):
+    limit = ["--time", "1", "--signal-lead", "25"]
+    run = submit(tmp_path / "run", site.env, SHAPE, options=limit, step_s=0.7)
+    assert run.wait() == 0
+    assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
+    assert_undisturbed(run, reference)
+    assert_chained(run, 1 + len(run.events("requeue")))
+
+
+@pytest.mark.long
+def test_by_choice_where_the_site_would_requeue_and_twice_in_a_row(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--continue-by", "successor"], step_s=0.2)
+    run.wait_for_step(5)
+    run.hpctrain("requeue", str(run.path))
+    run.hpctrain("wait", str(run.path), timeout=RUN_LIMIT_S)
+    assert_undisturbed(run, reference)
+    assert_chained(run, 2)
+
+
+@pytest.mark.long
+def test_a_cancelled_run_has_no_successor(site, tmp_path):
+    run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.5)
+    run.wait_for_step(2)
+    run.hpctrain("cancel", str(run.path))
+    wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED", 0.5)
+    assert_chained(run, 1)
+
+
+@pytest.mark.long
+def test_a_successor_that_waits_can_be_cancelled(site, tmp_path):
+    run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
+    run.wait_for_step(2)
+    blocking = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 60"]
+    blocker = run_command([*blocking, "--parsable"], run.env).stdout.strip()
+    try:
+        wait_for(lambda: len(run.events("submitted")) == 2, 60, "the successor")
+        wait_for(lambda: run.status()["state"] == "PENDING", 60, "the state PENDING", 0.5)
+        run.hpctrain("cancel", str(run.path))
+        wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED", 0.5)
+    finally:
+        run_command(["scancel", blocker], run.env)
+    assert_chained(run, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["killed after", "killed before", "answer lost", "never answered"])
+def test_exactly_one_successor_whatever_becomes_of_the_submission(site, reference, tmp_path, fault):
+    path = tmp_path / "bin"
+    path.mkdir()
+    wrapper = path / "sbatch"
+    wrapper.write_text(SBATCH.format(real=shutil.which("sbatch"), fault=fault, note=tmp_path / "note"))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    env = {**site.env, "PATH": f"{path}:{os.environ['PATH']}"}
+    run = submit(tmp_path / "run", env, SHAPE, step_s=0.2)
+    run.wait_for_step(8)
+    preempt(run)
+    if fault == "killed before":
+        # Nobody is there to continue the run, and nothing pretends that somebody is.
+        wait_for(lambda: run.status()["state"] == "FAILED", RUN_LIMIT_S, "the state FAILED", 0.5)
+        assert_chained(run, 1)
+        return
+    assert run.wait() == 0
+    assert (tmp_path / "note").read_text().split() == ["once"]
+    assert_undisturbed(run, reference)
+    assert_chained(run, 2)
+
+
+#: In a job, it fails once as told, whoever calls it.
+SBATCH = """#!/bin/sh
+tr '\\0' ' ' < /proc/$PPID/cmdline | grep -q hpctrain.supervisor || exec {real} "$@"
+[ -e {note} ] && exec {real} "$@"
+echo once > {note}
+say() {{ echo "sbatch: error: $1" >&2; exit 1; }}
+case "{fault}" in
+    "killed after") {real} "$@"; kill -9 $PPID ;;
+    "killed before") kill -9 $PPID ;;
+    "answer lost") {real} "$@" > /dev/null; say "Socket timed out on send/recv operation" ;;
+    "never answered") say "Unable to contact slurm controller (connect failure)" ;;
+esac
+"""
+
+
+@pytest.mark.long
+def test_a_job_that_waits_for_the_run_waits_for_its_successor(site, tmp_path):
+    run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
+    run.wait_for_step(2)
+    first = run.events("submitted")[0]["job_id"]
+    out = tmp_path / "out"
+    waiting = ["sbatch", "--partition=urgent", f"--dependency=afterok:{first}", "-o/dev/null"]
+    run_command([*waiting, f"--wrap=tail -n1 {run.dir.events} > {out}"], run.env)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    wait_for(lambda: out.exists() and out.read_text().strip(), 60, "the job that depends on the run")
+    assert json.loads(out.read_text())["kind"] == "finished"
+
+
+@pytest.mark.long
+def test_the_successor_of_an_array_task_touches_that_task_alone(site, tmp_path):
+    run = Run(tmp_path / "run", site.env)
+    script = Path(__file__).with_name("job.py")
+    shape = ["--nodes", "1", "--gpus-per-node", "1", "--array", "0-1"]
+    run.hpctrain("submit", *shape, "--run-dir", str(run.path), str(script), "--step-s", "0.2")
+    tasks = [Run(run.path / f"task-{index}", site.env) for index in range(2)]
+    for task in tasks:
+        task.wait_for_step(3)
+    array = run.events("submitted")[0]["job_id"]
+    tasks[1].hpctrain("requeue", str(tasks[1].path))
+    assert run.wait() == 0
+    (alone,), chain = tasks[0].events("submitted"), tasks[1].events("submitted")
+    assert alone["job_id"] == f"{array}_0"
+    assert chain[0]["job_id"] == chain[1]["after"] == f"{array}_1"
+    assert chain[1]["job_id"].endswith("_1")
+    assert tasks[0].events("signal") == []
+    assert tasks[0].losses() == tasks[1].losses()
+    assert_no_process_left(run.path)
