@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import Any
 
@@ -71,4 +72,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line."""
-    cli(prog_name="hpctrain")
+    try:
+        cli(prog_name="hpctrain")
+    finally:
+        # The process ends: what is still there need not be searched for garbage (see hpctrain.cli).
+        gc.freeze()

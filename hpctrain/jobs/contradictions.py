@@ -52,11 +52,11 @@ def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
 
 def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
     """The nodes that a directive names, in order; none where it names a file of them (sbatch(1))."""
-    from hpctrain.cluster import expand_hostlist
-
     value = directives.get(key, "")
     if not value or "/" in value:
         return {}
+    from hpctrain.cluster import expand_hostlist
+
     try:
         return dict.fromkeys(expand_hostlist(value))
     except UserError as error:

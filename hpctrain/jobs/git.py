@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,17 @@ class NoRepository(HpctrainError):
     """There is no git, or it knows no repository here; the message says which, in a few words."""
 
 
+#: What rev-parse says of a working tree: its root, which may have any name, and the commit where there is one.
+_PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
+
+
 class Repository:
     """A working tree."""
 
-    def __init__(self, root: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, root: Path, environ: Mapping[str, str], commit: str | None = None) -> None:
         self.root, self._environ = root, environ
+        self.commit = commit
+        """The commit that is checked out; None where there is none yet."""
 
     @classmethod
     def around(cls, folder: Path, environ: Mapping[str, str]) -> Repository:
@@ -33,10 +40,16 @@ class Repository:
         Raises:
             NoRepository: it lies in none that git takes for one.
         """
+        real = Path(os.path.realpath(folder))
+        if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
+            # As git would find, which is not called for it.
+            raise NoRepository("it lies in no git repository")
         kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
         # Looking must not write, not even a fresher index.
         outside = cls(folder, {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"})
-        return cls(Path(outside._say("rev-parse", "--show-toplevel").rstrip("\n")), outside._environ)
+        match = _PLACE.fullmatch(outside._say("rev-parse", "--show-toplevel", "--revs-only", "HEAD"))
+        assert match is not None
+        return cls(Path(match[1]), outside._environ, match[2])
 
     def files(self) -> dict[str, bool]:
         """Paths of all files that are tracked, or new and not ignored, submodules' too, and which are new.
@@ -61,20 +74,19 @@ class Repository:
             return {}
         return {f"{name}/{file}": is_new for file, is_new in inner.files().items()}
 
-    def commit(self) -> str | None:
-        """The commit that is checked out; None where there is none yet."""
-        try:
-            return self._say("rev-parse", "--verify", "--quiet", "HEAD").strip()
-        except NoRepository:
-            return None
-
     def diff(self) -> str:
-        """How tracked files differ from the commit. What other programs git may be set up to call are not.
+        """How tracked files differ from the commit; what other programs git may be set up to call are not.
+
+        Empty where there is no commit yet.
 
         Raises:
             NoRepository: git cannot tell.
         """
-        return self._say("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=diff", "HEAD")
+        if self.commit is None:
+            return ""
+        return self._say(
+            "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=diff", self.commit
+        )
 
     def _say(self, *words: str) -> str:
         return _run(["git", "-C", str(self.root), *words], self._environ)

@@ -120,12 +120,11 @@ class Snapshot:
 
     def _record(self, copy: Path) -> None:
         """Write down beside the copy what it is one of."""
-        commit = self.repository.commit()
-        diff = self.repository.diff() if commit else ""
+        diff = self.repository.diff()
         new = [name for name, is_new in self.files.items() if is_new]
         record = {
             "source": str(self.repository.root),
-            "commit": commit,
+            "commit": self.repository.commit,
             "changed": bool(diff or new),
             "new_files": new,
             "num_files": len(self.files),

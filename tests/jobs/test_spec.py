@@ -14,7 +14,7 @@ from hpctrain.jobs.spec import JobSpec
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
 
 
-@given(args=st.lists(words), value=words, script=words, limit=st.none() | st.integers(1, 10**18).map(float))
+@given(args=st.lists(words), value=words, script=words, limit=st.none() | st.integers(2, 10**18).map(float))
 def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, script, limit):
     spec = JobSpec(
         script="/" + script,
