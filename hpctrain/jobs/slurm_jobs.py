@@ -28,6 +28,10 @@ _ACCOUNTING_COLUMNS = ("JobID", "JobIDRaw", "State", "Submit", "WorkDir")
 _LONGEST_WORD = 120_000
 
 _JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
+#: Tasks that have not started share a record, `17_[0-3,9%2]`.
+_SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
+#: Has lists of tasks printed whole; otherwise they end in dots after 64 characters.
+_WHOLE_LISTS = {"SLURM_BITSTR_LEN": "0"}
 _RECORD = re.compile(
     r"^JobId=(?P<raw>\d+)"
     r"(?: ArrayJobId=(?P<array>\d+) ArrayTaskId=(?P<task>\S+))?"
@@ -113,12 +117,19 @@ def ask_accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobRow
     """
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
     columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
-    answer = run_slurm([*command, columns, *_selection(job_ids)], environ)
+    answer = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_WHOLE_LISTS})
     newest: dict[str, JobRow] = {}
+    shared: dict[str, JobRow] = {}
     for job_id, raw_id, state, submitted_at, workdir in _cells(answer, len(_ACCOUNTING_COLUMNS)):
-        if job_id not in newest or newest[job_id].submitted_at <= submitted_at:
-            newest[job_id] = JobRow(job_id, raw_id, state, workdir, submitted_at=submitted_at)
-    return JobRows(newest.values())
+        found = newest
+        names = [job_id]
+        if (match := _SHARED_ID.fullmatch(job_id)) is not None:
+            found, names = shared, _tasks(match[1], match[2])
+        for name in names:
+            if name not in found or found[name].submitted_at <= submitted_at:
+                found[name] = JobRow(name, raw_id, state, workdir, submitted_at=submitted_at)
+    # The record of a task's own is the later one.
+    return JobRows((shared | newest).values())
 
 
 def ask_controller(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobRows:
@@ -130,7 +141,7 @@ def ask_controller(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobRow
     bases = {base_id(job_id) for job_id in job_ids}
     command = ["scontrol", "--all", "show", "job", *(bases if len(bases) == 1 else ())]
     try:
-        answer = run_slurm(command, environ)
+        answer = run_slurm(command, {**environ, **_WHOLE_LISTS})
     except SchedulerError as error:
         if "Invalid job id" not in str(error):
             raise
@@ -192,8 +203,11 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
 def _names(head: re.Match[str]) -> list[str]:
     if head["het"]:
         return [f"{head['het']}+{head['offset']}"]
-    if head["task"]:
-        # Tasks that have not started share a record.
-        with suppress(SpecError):  # a list that Slurm has shortened
-            return [f"{head['array']}_{index}" for index in Array.parse(head["task"]).indices]
-    return [head["raw"]]
+    return (head["task"] and _tasks(head["array"], head["task"])) or [head["raw"]]
+
+
+def _tasks(array_id: str, listed: str) -> list[str]:
+    """The names of the tasks in a list of Slurm's; none where it is no list, or was shortened."""
+    with suppress(SpecError):
+        return [f"{array_id}_{index}" for index in Array.parse(listed).indices]
+    return []

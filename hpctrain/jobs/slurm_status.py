@@ -25,6 +25,7 @@ from hpctrain.jobs.slurm_jobs import (
     ask_accounting,
     ask_controller,
     ask_queue,
+    base_id,
     is_job_id,
     min_job_age_s,
 )
@@ -44,6 +45,13 @@ _MAY_GO_ON = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 #: By how much the clocks of a cluster's hosts may differ, and the moments of a submission on them.
 _CLOCKS_DIFFER_S = 120.0
+
+#: A task of an array that was cancelled while it waited.
+_TAKEN_OUT = JobView(
+    RunState.CANCELLED,
+    "it was cancelled before it started: Slurm's array has no such task",
+    job_state="CANCELLED",
+)
 
 _Ask = Callable[[Sequence[str], Mapping[str, str]], JobRows]
 
@@ -71,7 +79,31 @@ def _listed(
     except SchedulerError as error:
         return {}, str(error)
     mine = {job: _rows_of(job, rows) for job in jobs}
-    return {job: join_views([_view(row) for row in found]) for job, found in mine.items() if found}, None
+    views = {job: join_views([_view(row) for row in found]) for job, found in mine.items() if found}
+    if ask is ask_queue:
+        views |= {job: _TAKEN_OUT for job in jobs if job not in views and _was_taken_out(job, rows)}
+    return views, None
+
+
+def _was_taken_out(job: Job, rows: JobRows) -> bool:
+    """Whether a task is missing in the array that squeue lists, and has never started.
+
+    All tasks that wait share one record, from which Slurm strikes one that is cancelled (seen in 22.05). It
+    keeps no other record of it, not even in accounting. One that has started has a record of its own.
+    """
+    array_id = base_id(job.job_id)
+    if array_id == job.job_id or _has_begun(job):
+        return False
+    return any(job.by_hand or _is_of(row, job) for row in rows.of(array_id))
+
+
+def _has_begun(job: Job) -> bool:
+    """Whether the job may have started: it begins with its log, and then the supervisor begins one."""
+    for path in (job.run.slurm_log, job.run.supervisor_log):
+        with suppress(OSError):
+            if path.stat().st_mtime > job.submitted - _CLOCKS_DIFFER_S:
+                return True
+    return False
 
 
 def _recorded_ends(jobs: Sequence[Job], environ: Mapping[str, str]) -> dict[Job, JobView]:

@@ -127,6 +127,8 @@ def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fak
         recorded("19", "RUNNING"),
         recorded("20", "PREEMPTED"),
         recorded("21_[4-9%2]", "PENDING"),
+        recorded("23_[0-3,9%2]", "CANCELLED by 0"),
+        recorded("23_2", "COMPLETED"),
     ]
     fake_slurm.answer("sacct", "".join(lines))
     views = look(fake_slurm, "17", "18", "19", "20", "21_7", "22")
@@ -137,6 +139,9 @@ def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fak
     ]
     assert views[1].job_state == "CANCELLED"
     assert "Slurm says PREEMPTED, but it may go on" in views[3].words
+    # Tasks that never started share a record, until one has its own.
+    parts = look(fake_slurm, "23_1", "23_9", "23_2", "23_4")
+    assert [part.state for part in parts] == [*[RunState.CANCELLED] * 2, RunState.COMPLETED, UNKNOWN]
 
 
 def test_an_empty_queue_is_no_evidence(fake_slurm):

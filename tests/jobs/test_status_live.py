@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from hpctrain.jobs.record import Job
 from hpctrain.jobs.runs import Run, statuses
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
+from jobs.controller import Truth, assert_true
 from jobs.raw_run import Slurm
 
 pytestmark = pytest.mark.slurm
@@ -153,6 +155,8 @@ QUICK = {
     ),
     "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
 }
+#: Over within a moment, in which there may have been no look.
+BRIEF = ("completed", "heterogeneous", "held")
 SLOW = {
     "timeout": Scenario(timed_out, "PENDING RUNNING FAILED", "TIMEOUT", "Slurm says TIMEOUT"),
     "node-requeued": Scenario(
@@ -177,10 +181,14 @@ def play(slurm: Slurm, scenarios: dict[str, Scenario], folder: Path, limit_s: fl
         awaited[name] = next(waiting[name])
     deadline = time.monotonic() + limit_s
     last: dict[str, RunStatus] = {}
+    checked: Counter[str] = Counter()
+    truth = Truth(slurm.environ)
     while waiting:
         assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
-        last = dict(zip(runs, statuses(list(runs.values())), strict=True))
+        before, last = truth, dict(zip(runs, statuses(list(runs.values())), strict=True))
+        truth = Truth(slurm.environ)
         for name, status in last.items():
+            checked[name] += assert_true(status, before, truth, runs[name])
             if seen[name][-1:] != [status.state]:
                 seen[name].append(status.state)
             assert_on_path(seen[name], scenarios[name].path, f"{name}: {status}")
@@ -192,6 +200,7 @@ def play(slurm: Slurm, scenarios: dict[str, Scenario], folder: Path, limit_s: fl
                 except StopIteration:
                     del waiting[name]
         time.sleep(0.05)
+    assert all(checked[name] for name in scenarios if name not in BRIEF), checked
     for name, scenario in scenarios.items():
         assert last[name].job_state == scenario.word, name
         assert scenario.says in f"{last[name].words} {last[name].cause}", name
@@ -232,10 +241,13 @@ def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) 
     seen: dict[str, list[str]] = {task.run_id: [] for task in run.tasks()}
     allowed = {run.tasks()[index].run_id: path for index, path in (paths or {}).items()}
     deadline = time.monotonic() + limit_s
+    truth, checked = Truth(run.environ), 0
     while True:
         assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"
-        whole, *parts = statuses([run, *run.tasks()])
-        for part in parts:
+        before, (whole, *parts) = truth, statuses([run, *run.tasks()])
+        truth = Truth(run.environ)
+        for part, task in zip(parts, run.tasks(), strict=True):
+            checked += assert_true(part, before, truth, task)
             if seen[part.run_id][-1:] != [part.state]:
                 seen[part.run_id].append(part.state)
             path = allowed.get(part.run_id, "PENDING RUNNING COMPLETED")
@@ -245,6 +257,7 @@ def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) 
         assert whole.words == f"{len(parts)} tasks: " + ", ".join(f"{n} {s}" for s, n in whole.tasks.items())
         yield whole
         if whole.state.ended:
+            assert checked > len(parts)
             return
         time.sleep(0.05)
 
@@ -303,6 +316,29 @@ def test_the_tasks_of_an_array_are_cancelled_at_once(cluster, tmp_path):
     run.cancel()
     wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
     assert run.status().state is RunState.CANCELLED
+
+
+def test_tasks_that_are_cancelled_while_they_wait_leave_no_doubt(cluster, tmp_path):
+    """Slurm strikes each from the record that they share, and forgets it."""
+    run = array(cluster, tmp_path / "r", "sleep 60", 200, "--hold", at_once=200)
+    by_us, by_scancel, *_ = run.tasks()
+    by_us.cancel()
+    cluster.command("scancel", by_scancel.job_id)
+    for task in (by_us, by_scancel):
+        assert task.status().state is RunState.CANCELLED
+    assert by_scancel.status().words.startswith("it was cancelled before it started")
+    assert run.status().tasks == {"PENDING": 198, "CANCELLED": 2}
+    run.cancel()
+    for _ in range(3):
+        assert run.status().tasks == {"CANCELLED": 200}
+
+
+def test_an_array_that_is_cancelled_by_scancel_while_it_waits(cluster, tmp_path):
+    run = array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
+    cluster.command("scancel", *(task.job_id for task in run.tasks()[:15]))
+    assert run.status().tasks == {"PENDING": 5, "CANCELLED": 15}
+    cluster.command("scancel", run.job_id)
+    assert run.status().tasks == {"CANCELLED": 20}
 
 
 def test_a_task_is_requeued_alone_while_others_wait(slurm, tmp_path):
