@@ -1,64 +1,93 @@
 """Writes and finds the checkpoints of a run.
 
-A checkpoint is a folder in the format of `torch.distributed.checkpoint` plus `state.json` (everything that
-is no tensor) and `manifest.json`. It is written under a name that no reader looks for; when all ranks have
-their part on disk, rank 0 writes the manifest and gives the folder its name. The rename is the commit.
+A checkpoint is a folder in the format of `torch.distributed.checkpoint`, plus `state.json` (everything that
+is no tensor), `tensors.json` (which tensor lies where) and `manifest.json`. Every rank writes its share of
+it, in the background, out of a copy of the state; `commit` says how it becomes a checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import functools
 import json
-import shutil
+import threading
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hpctrain.checkpoint.manifest import FileEntry, Manifest, checksum, verified
+from hpctrain.checkpoint.agreement import Agreement, LostTouch, reason
+from hpctrain.checkpoint.capture import Camera, Captured
+from hpctrain.checkpoint.commit import Contribution, Site, commit_together
+from hpctrain.checkpoint.dcp_format import Stored, file_name, stored, tables
+from hpctrain.checkpoint.image import Image
+from hpctrain.checkpoint.loading import STATE_NAME, Loaded, load
+from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, entry_of
+from hpctrain.checkpoint.newest import newest_whole
+from hpctrain.checkpoint.parts import GivenUp, Writing, of_memory
+from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.tree import join_tree, split_tree
-from hpctrain.errors import BrokenCheckpoint, CheckpointError
-from hpctrain.files import fsync_folder, write_atomic
-from hpctrain.rundir import step_name, steps_in
+from hpctrain.checkpoint.tier import Tier
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import step_name
 
-_STATE_NAME = "state.json"
-_SAVING_PREFIX = ".saving-"
+__all__ = ["CheckpointStore", "Loaded", "Retention", "Saved"]
+
+#: How long a disk may take nothing before the save is given up, in seconds.
+PATIENCE_S = 300.0
+#: How long a rank may keep the others waiting beyond that: for making folders and for renaming, in seconds.
+_MARGIN_S = 60.0
+#: How long the process waits at its end for a save in flight to be given up.
+_EXIT_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint; the same value on all ranks."""
+    """A committed checkpoint."""
 
     step: int
     path: Path
     total_bytes: int
     seconds: float
+    """From the call of `begin` or `save` until it was committed, on this rank."""
+    stall_s: float = 0.0
+    """How long that call kept this rank from training."""
+    score: float | None = None
+    world_size: int = 1
+    notes: tuple[str, ...] = ()
+    """Sentences about what did not go as it should, although the checkpoint is there."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint in memory, on the CPU."""
+@dataclass
+class _Save:
+    """A save in flight."""
 
     step: int
-    path: Path
-    state: Any
-    """What was given to `save` as `state`."""
-    rank_state: dict[str, torch.Tensor] | None
-    """What this rank gave as `rank_state`; None where another number of ranks wrote the checkpoint."""
+    score: float | None
+    begun: float
+    captured: Captured | None
+    problem: str | None
+    """Why this rank has nothing to write."""
+    direct: bool
+    """Whether the second tier is passed by."""
+    time: float = field(default_factory=time.time)
+    stall_s: float = 0.0
+    give_up: threading.Event = field(default_factory=threading.Event)
+    outcome: Saved | CheckpointError | None = None
+    thread: threading.Thread | None = None
 
 
 class CheckpointStore:
-    """The checkpoints in one folder. Every method is a collective: all ranks of `group` must call it."""
+    """The checkpoints in one folder.
+
+    All ranks of `group` must call the constructor, `begin`, `save`, `load_newest` and `close` in the same
+    order; the other methods are for each rank alone.
+    """
 
     def __init__(
         self,
@@ -67,26 +96,58 @@ class CheckpointStore:
         *,
         retention: Retention | None = None,
         second_tier: Path | None = None,
+        second_tier_bytes: int | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Look at the checkpoints in `folder`. All ranks must call this.
 
         Args:
             folder: where the checkpoints lie; made at the first save.
-            group: a group with a CPU backend over all ranks, or None for a single process.
+            group: all ranks, or None for a single process.
             retention: which checkpoints stay; the newest three where nothing is said.
             second_tier: a faster folder, of each node or of all, in which saves are written first and
-                copied to `folder` in the background.
+                copied to `folder` in the background. A folder for this run alone is made in it.
+            second_tier_bytes: how much may lie there on a node; half of its file system if None.
+            patience_s: how long a disk may take nothing before a save is given up, in seconds.
         """
-        keep = (retention or Retention()).last
+        self._agreement = Agreement(group, patience_s + _MARGIN_S)
+        self._retention = retention or Retention()
+        self._site = Site(
+            self._agreement, Place(folder), leads=self._agreement.is_main, patience_s=patience_s
+        )
+        self._tier: Tier | None = None
+        self._notes: list[str] = []
+        if second_tier is not None:
+            self._tier, problem = Tier.open(
+                second_tier,
+                self._site,
+                Agreement(group, patience_s + _MARGIN_S),
+                limit_bytes=second_tier_bytes,
+                on_copied=self._reached_shared,
+                on_failure=self._failed_to_reach_shared,
+            )
+            self._notes += [problem] if problem else []
+        self._camera = Camera(self._agreement)
+        self._in_flight: _Save | None = None
         self._ended: list[Saved | CheckpointError] = []
-        self._folder = folder
-        self._group = group
-        self._keep = keep
-        self._rank = dist.get_rank(group) if group is not None else 0
-        self._world_size = dist.get_world_size(group) if group is not None else 1
+        self._lock = threading.Lock()
+        self._layouts: dict[int, list[Stored]] = {}
+        self._tables: dict[str, bytes] = {}
+        self._told: Image | None = None
+        self._writing: Writing | None = None
+        self._at_exit = functools.partial(_leave, weakref.ref(self))
+        atexit.register(self._at_exit)  # before the process group is left, which was joined earlier
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate, in the background, what `begin` copies a state of this shape into."""
+        """Allocate, in the background, the memory into which `begin` copies a state of these shapes.
+
+        Without it the first `begin` does so. While a save is in flight, nothing is done.
+
+        Raises:
+            CheckpointError: a value cannot be stored.
+        """
+        if self.finish(0.0):
+            self._camera.prepare(state, rank_state)
 
     def begin(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
@@ -94,195 +155,229 @@ class CheckpointStore:
         """Copy the state and return; it is written and committed in the background. All ranks must call this.
 
         Where an earlier save is still being written, this waits for it first. How a save ended is told by
-        `finished`; nothing is raised here for what goes wrong with a disk.
-        """
-        try:
-            self._ended.append(self.save(step, state, rank_state, score=score))
-        except CheckpointError as error:
-            self._ended.append(error)
-
-    def finished(self) -> list[Saved | CheckpointError]:
-        """How the saves ended that did so since the last call. Never waits, and is no collective."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def finish(self, timeout_s: float) -> bool:
-        """Wait for the save in flight, and say whether it has ended. No collective."""
-        return True
-
-    def abandon(self) -> None:
-        """Give up the save in flight, on all ranks, unless it was committed meanwhile. No collective."""
-
-    def close(self, *, run_is_over: bool = False) -> None:
-        """End what runs in the background. All ranks must call this.
+        `finished`; nothing is raised here, whatever goes wrong.
 
         Args:
-            run_is_over: nobody will resume from the second tier: clean it.
+            step: number of completed optimizer steps.
+            state: nested dicts, lists, tuples, numbers, texts and tensors; equal on all ranks, but for what
+                is sharded (DTensor, ShardedTensor).
+            rank_state: tensors of this rank alone.
+            score: how good the state is, where the best are to be kept.
         """
+        self._begin(step, state, rank_state, score, direct=False)
 
     def save(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
     ) -> Saved:
-        """Write and commit the state after `step` steps.
+        """Write and commit the state after `step` steps. All ranks must call this.
 
-        Args:
-            step: number of completed optimizer steps.
-            state: nested dicts, lists, tuples, numbers, texts and tensors; equal on all ranks.
-            rank_state: tensors of this rank alone.
+        It is in `folder` on return, not only in the second tier. The arguments are those of `begin`.
 
         Raises:
             CheckpointError: on all ranks alike, where any rank could not write its part. Nothing was
                 committed, and the checkpoints that were there are untouched.
         """
-        begun = time.monotonic()
-        temporary = self._folder / (_SAVING_PREFIX + step_name(step))
-        self._on_main(lambda: self._prepare(temporary), f"checkpoint of step {step} cannot be begun")
-        plain, tensors = split_tree(state, "state")
-        tensors.update({_rank_key(self._rank, name): tensor for name, tensor in rank_state.items()})
-        problem, files = None, list[FileEntry]()
-        try:
-            with _without_remark_on_single_process():
-                dcp_save(
-                    tensors, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None
-                )
-            files = [checksum(path) for path in sorted(temporary.glob(f"__{self._rank}_*"))]
-        except Exception as error:  # noqa: BLE001 (all ranks are told, and raise alike)
-            problem = _reason(error)
-        parts = self._gather((problem, files))
-        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(parts) if text]
-        if problems:
-            self._on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), "")
-            raise CheckpointError(
-                f"checkpoint of step {step} was not written to {self._folder}: {problems[0]}"
-            )
+        save = self._begin(step, state, rank_state, score, direct=True)
+        self._join(save)
+        with self._lock:
+            self._ended = [outcome for outcome in self._ended if outcome is not save.outcome]
+        if isinstance(save.outcome, CheckpointError):
+            raise save.outcome
+        assert save.outcome is not None
+        return save.outcome
 
-        def commit() -> int:
-            entries = [entry for _, entries in parts for entry in entries]
-            return self._commit(step, temporary, plain, entries)
+    def finished(self) -> list[Saved | CheckpointError]:
+        """How the saves ended that did so since the last call. Never waits.
 
-        total_bytes = self._on_main(commit, f"checkpoint of step {step} was not committed")
-        seconds: float = self._on_main(lambda: time.monotonic() - begun, "")
-        return Saved(step, self._folder / step_name(step), total_bytes, seconds)
+        With a second tier, a checkpoint is told of again when it has reached `folder`.
+        """
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
 
-    def load_newest(self) -> tuple[Loaded | None, list[str]]:
-        """Load the newest checkpoint that is whole. Broken newer ones are set aside, never deleted.
+    def finish(self, timeout_s: float) -> bool:
+        """Wait so long for the save in flight, and say whether there is none any more."""
+        save = self._in_flight
+        if save is None or save.thread is None:
+            return True
+        save.thread.join(timeout_s)
+        return not save.thread.is_alive()
+
+    def abandon(self) -> None:
+        """Have all ranks give up the save in flight, unless it is being committed already. Does not wait."""
+        if self._in_flight is not None:
+            self._in_flight.give_up.set()
+
+    def close(self, *, run_is_over: bool = False, timeout_s: float | None = None) -> list[str]:
+        """End what goes on in the background. All ranks must call this, with the same arguments.
+
+        The save in flight is waited for, and so is the copy from the second tier.
+
+        Args:
+            run_is_over: nobody will resume from the second tier, so it is cleaned, if its newest has
+                reached `folder`.
+            timeout_s: after this time, in seconds, what is still going on is given up.
+
+        Returns:
+            Sentences about what did not go as it should.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._in_flight is not None:
+            self._join(self._in_flight, timeout_s)
+        notes = [] if self._tier is None else self._tier.close(deadline, clean=run_is_over)
+        atexit.unregister(self._at_exit)
+        return notes
+
+    def load_newest(self, like: Any = None) -> tuple[Loaded | None, list[str]]:
+        """Load the newest checkpoint that is whole. All ranks must call this.
+
+        Broken newer ones are set aside, never deleted. Each rank checks its share of the files.
+
+        Args:
+            like: a state as it is saved. Where that holds distributed tensors, tensors of the same
+                distribution are loaded; all others come whole, on the CPU.
 
         Returns:
             The checkpoint, or None where none is whole; and for each broken one a sentence that names it,
             says what is wrong, and where it lies now.
 
         Raises:
-            CheckpointError: a checkpoint cannot be read now, or is of another format. Nothing was changed.
+            CheckpointError: on all ranks alike: a checkpoint cannot be read now, or is of another format.
+                Nothing was changed.
         """
-        found, broken = self._on_main(self._find_newest, "checkpoints cannot be looked through")
-        if found is None:
-            return None, broken
-        step, writers = found
-        path = self._folder / step_name(step)
-        plain = json.loads((path / _STATE_NAME).read_text(encoding="utf-8"))
-        same_ranks = writers == self._world_size
-        own = _rank_key(self._rank, "")
-        reader = FileSystemReader(path)
-        tensors = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and (key.startswith("state") or (same_ranks and key.startswith(own)))
-        }
-        with _without_remark_on_single_process():
-            dcp_load(tensors, storage_reader=reader, no_dist=True)
-        rank_state = {key.removeprefix(own): value for key, value in tensors.items() if key.startswith(own)}
-        return Loaded(step, path, join_tree(plain, tensors), rank_state if same_ranks else None), broken
+        if self._in_flight is not None:
+            self._join(self._in_flight)
+        found, broken = newest_whole(self._site, self._tier)
+        return load(self._agreement, found, like) if found else None, broken
 
-    def _prepare(self, temporary: Path) -> None:
-        """Make the folder to write into, without what an interrupted save left behind."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self._folder.glob(_SAVING_PREFIX + "*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
+    def _begin(
+        self,
+        step: int,
+        state: Any,
+        rank_state: Mapping[str, torch.Tensor],
+        score: float | None,
+        *,
+        direct: bool,
+    ) -> _Save:
+        begun = time.monotonic()
+        if self._in_flight is not None:
+            self._join(self._in_flight)
+        captured, problem = None, None
+        try:
+            if self._writing is not None and not self._writing.ended.is_set():
+                raise CheckpointError("the disk still hangs on what an earlier save was writing")
+            captured = self._camera.capture(state, rank_state)
+        except Exception as error:  # noqa: BLE001 (all ranks are told, in the background)
+            problem = reason(error)
+        save = _Save(step, score, begun, captured, problem, direct)
+        save.thread = threading.Thread(
+            target=self._run, args=(save,), name="hpctrain-checkpoint", daemon=True
+        )
+        self._in_flight = save
+        save.stall_s = time.monotonic() - begun
+        save.thread.start()
+        return save
 
-    def _commit(self, step: int, temporary: Path, plain: Any, entries: list[FileEntry]) -> int:
-        write_atomic(temporary / _STATE_NAME, json.dumps(plain) + "\n")
-        entries = [*entries, checksum(temporary / ".metadata"), checksum(temporary / _STATE_NAME)]
-        manifest = Manifest(step, self._world_size, time.time(), tuple(entries))
-        manifest.write(temporary)
-        final = self._folder / step_name(step)
-        if final.exists():
-            # Whole, or it would have been set aside when the run resumed: the same state by another attempt.
-            shutil.rmtree(temporary)
-        else:
-            temporary.rename(final)
-            fsync_folder(self._folder)
-        self._prune(step)
-        return manifest.total_bytes
+    def _join(self, save: _Save, timeout_s: float | None = None) -> None:
+        """Wait for a save. Without a limit here, since everything that it waits for has one."""
+        assert save.thread is not None
+        save.thread.join(timeout_s)
+        if save.thread.is_alive():
+            save.give_up.set()
+            save.thread.join()
 
-    def _prune(self, newest: int) -> None:
-        """Delete all but the newest checkpoints; the one just committed is always among those kept."""
-        older = [step for step in steps_in(self._folder) if step < newest]
-        for step in older[: max(0, len(older) - (self._keep - 1))]:
-            shutil.rmtree(self._folder / step_name(step), ignore_errors=True)
+    def _run(self, save: _Save) -> None:
+        try:
+            save.outcome = self._save(save)
+        except CheckpointError as error:
+            save.outcome = error
+        except Exception as error:  # noqa: BLE001 (it is the outcome)
+            save.outcome = CheckpointError(f"checkpoint of step {save.step} was not written: {reason(error)}")
+        with self._lock:
+            self._ended.append(save.outcome)
 
-    def _find_newest(self) -> tuple[tuple[int, int] | None, list[str]]:
-        """Return ((step, ranks that wrote it) or None, what was broken)."""
-        broken: list[str] = []
-        for step in reversed(steps_in(self._folder)):
-            folder = self._folder / step_name(step)
+    def _save(self, save: _Save) -> Saved:
+        failure = f"checkpoint of step {save.step} was not written"
+        self._agreement.raise_alike(save.problem, failure)
+        assert save.captured is not None
+        notes, self._notes = self._notes, []
+        image = save.captured.image
+        if self._tier is not None and not save.direct:
             try:
-                return (step, verified(folder).world_size), broken
-            except BrokenCheckpoint as error:
-                broken.append(f"{error} It was set aside as {_set_aside(folder).name}.")
-        return None, broken
+                self._tier.make_room(image.num_bytes)
+                manifest = self._commit(save, save.captured, self._tier.site)
+            except (LostTouch, GivenUp):
+                raise
+            except CheckpointError as error:
+                notes.append(f"{error}; it goes to {self._site.place.folder} directly.")
+            else:
+                self._tier.committed(save.step, may_skip=self._retention.may_skip(save.step, save.score))
+                return self._saved(manifest, self._tier.site.place, save.begun, save.stall_s, notes)
+        manifest = self._commit(save, save.captured, self._site)
+        notes += self._prune(save.step)
+        return self._saved(manifest, self._site.place, save.begun, save.stall_s, notes)
 
-    def _on_main(self, action: Any, failure: str) -> Any:
-        """Do `action` on rank 0 and give its result, or the error that it raised, to all ranks."""
-        result, problem = None, None
-        if self._rank == 0:
-            try:
-                result = action()
-            except Exception as error:  # noqa: BLE001 (all ranks are told, and raise alike)
-                problem = f"{failure} in {self._folder}: {_reason(error)}"
-        if self._group is not None:
-            box = [result, problem]
-            dist.broadcast_object_list(box, src=0, group=self._group)
-            result, problem = box
-        if problem:
-            raise CheckpointError(problem)
-        return result
+    def _commit(self, save: _Save, captured: Captured, site: Site) -> Manifest:
+        image, rank = captured.image, self._agreement.rank
 
-    def _gather(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        def seal(everything: list[tuple[list[FileEntry], list[Stored] | None]]) -> dict[str, bytes]:
+            news = {rank: layout for rank, (_, layout) in enumerate(everything) if layout is not None}
+            if news:
+                self._layouts.update(news)
+                self._tables = tables(item for rank in sorted(self._layouts) for item in self._layouts[rank])
+            files = {**self._tables, STATE_NAME: json.dumps(captured.plain).encode("ascii") + b"\n"}
+            entries = [entry for entries, _ in everything for entry in entries]
+            entries += [entry_of(name, content) for name, content in files.items()]
+            size = self._agreement.world_size
+            manifest = Manifest(save.step, size, save.time, save.score, tuple(entries))
+            return {**files, MANIFEST_NAME: manifest.encode()}
+
+        own = Contribution(
+            [of_memory(file_name(rank), image.content)] if image.num_bytes else [],
+            seal,
+            # Rank 0 knows what lies where in our file, unless our tensors have changed their shapes.
+            remark=None if self._told is image else stored(image, rank),
+            alike=captured.alike,
+            ready=captured.ready,
+            give_up=save.give_up,
+        )
+        try:
+            manifest = commit_together(site, save.step, own)
+        finally:
+            self._writing = own.writing
+        self._told = image
+        return manifest
+
+    def _prune(self, newest: int) -> list[str]:
+        return self._site.place.prune(newest, self._retention) if self._agreement.is_main else []
+
+    def _reached_shared(self, manifest: Manifest, begun: float) -> None:
+        """A checkpoint was copied from the second tier."""
+        saved = self._saved(manifest, self._site.place, begun, 0.0, self._prune(manifest.step))
+        with self._lock:
+            self._ended.append(saved)
+
+    def _failed_to_reach_shared(self, error: CheckpointError) -> None:
+        with self._lock:
+            self._ended.append(error)
+
+    @staticmethod
+    def _saved(manifest: Manifest, place: Place, begun: float, stall_s: float, notes: list[str]) -> Saved:
+        return Saved(
+            step=manifest.step,
+            path=place.folder / step_name(manifest.step),
+            total_bytes=manifest.total_bytes,
+            seconds=time.monotonic() - begun,
+            stall_s=stall_s,
+            score=manifest.score,
+            world_size=manifest.world_size,
+            notes=tuple(notes),
+        )
 
 
-@contextlib.contextmanager
-def _without_remark_on_single_process() -> Iterator[None]:
-    """DCP remarks that it works without peers, which is what was asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _rank_key(rank: int, name: str) -> str:
-    return f"rank-{rank:05d}/{name}"
-
-
-def _set_aside(folder: Path) -> Path:
-    for i in range(1000):
-        target = folder.with_name(f"{folder.name}.broken-{i}")
-        if not target.exists():
-            return folder.rename(target)
-    raise CheckpointError(
-        f"{folder} is broken and cannot be set aside: there are 1000 broken ones of that name."
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: DCP wraps each rank's error in one of its own."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (inner, _) = next(iter(failures.items()))
-        return f"rank {rank}: {_reason(inner)}"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _leave(reference: weakref.ref[CheckpointStore]) -> None:
+    """At the end of a process that did not close its store: leave nothing half done; wait briefly only."""
+    store = reference()
+    if store is not None:
+        store.abandon()
+        store.finish(_EXIT_LIMIT_S)

@@ -1,0 +1,156 @@
+"""Writes the large files of a checkpoint, with their checksums, while the ranks wait for each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpctrain.checkpoint.agreement import Agreement, reason
+from hpctrain.checkpoint.manifest import FileEntry
+from hpctrain.errors import CheckpointError
+
+#: Written, and added to the checksum, at a time: both let go of Python's lock meanwhile.
+_BLOCK_BYTES = 8 << 20
+#: So much is handed to the disk at a time, that a slow one is seen to make progress.
+_FLUSH_BYTES = 256 << 20
+_SHORTEST_ROUND_S, _LONGEST_ROUND_S = 0.001, 0.2
+
+
+class GivenUp(CheckpointError):
+    """A rank asked for the save to be given up."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file to write."""
+
+    name: str
+    blocks: Callable[[], Iterator[memoryview]]
+
+
+def of_memory(name: str, content: memoryview) -> Part:
+    """A file with this content."""
+
+    def blocks() -> Iterator[memoryview]:
+        for begin in range(0, len(content), _BLOCK_BYTES):
+            yield content[begin : begin + _BLOCK_BYTES]
+
+    return Part(name, blocks)
+
+
+def of_file(path: Path) -> Part:
+    """A copy of the file at `path`."""
+
+    def blocks() -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                yield buffer[:size]
+
+    return Part(path.name, blocks)
+
+
+class Writing(threading.Thread):
+    """Writes files into a folder, in the background.
+
+    Attributes:
+        entries: the files that are written.
+        problem: what went wrong, or None.
+        moved_at: when something was last written, by the monotonic clock.
+        ended: set once nothing more will be written.
+        stop: set by others, to have it end early.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[Part], *, durable: bool, ready: Any = None) -> None:
+        """Prepare to write; `start` begins it.
+
+        Args:
+            folder: where to.
+            parts: what.
+            durable: wait until it survives a power cut.
+            ready: something to `synchronize()` with before anything is read; or None.
+        """
+        super().__init__(name="hpctrain-checkpoint-writing", daemon=True)
+        self._folder, self._parts, self._durable, self._ready = folder, parts, durable, ready
+        self.entries: list[FileEntry] = []
+        self.problem: str | None = None
+        self.moved_at = time.monotonic()
+        self.ended, self.stop = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        try:
+            if self._ready is not None:
+                self._ready.synchronize()
+            for part in self._parts:
+                self.entries.append(self._write(part))
+        except Exception as error:  # noqa: BLE001 (the ranks are told by `problem`)
+            self.problem = reason(error)
+        finally:
+            self.ended.set()
+
+    def _write(self, part: Part) -> FileEntry:
+        digest, size, flushed = xxhash.xxh3_128(), 0, 0
+        with open(self._folder / part.name, "xb", buffering=0) as file:
+            for block in part.blocks():
+                if self.stop.is_set():
+                    break
+                digest.update(block)
+                rest = block
+                while rest:
+                    rest = rest[file.write(rest) :]
+                    self.moved_at = time.monotonic()
+                size += len(block)
+                if self._durable and size - flushed >= _FLUSH_BYTES:
+                    os.fdatasync(file.fileno())
+                    self.moved_at, flushed = time.monotonic(), size
+            if self._durable:
+                os.fsync(file.fileno())
+        return FileEntry(part.name, size, digest.hexdigest())
+
+
+def write_together(
+    agreement: Agreement, writing: Writing, give_up: threading.Event, *, patience_s: float, failure: str
+) -> list[FileEntry]:
+    """Have all ranks write their files; return when all have ended, on all ranks alike.
+
+    The ranks look at each other several times a second. So one that fails, or asks to give up, stops the
+    others early; and when this returns or raises, nobody writes any more, but for a disk that hangs.
+
+    Args:
+        agreement: the ranks.
+        writing: this rank's files; is started.
+        give_up: asks all ranks to give up, when set on any.
+        patience_s: how long a disk may take nothing, in seconds.
+        failure: what it means where it fails, as the beginning of a sentence.
+
+    Raises:
+        CheckpointError: on all ranks, where any could not write.
+        GivenUp: on all ranks, where any asked for it.
+    """
+    writing.start()
+    round_s, given_up = _SHORTEST_ROUND_S, 0
+    while True:
+        ended = writing.ended.wait(round_s)
+        problem = writing.problem
+        if not ended and time.monotonic() - writing.moved_at > patience_s:
+            ended, problem = True, f"the disk has taken nothing for {patience_s:g} s"
+        unfinished, failed, giving_up = agreement.counts(
+            not ended, problem is not None, give_up.is_set(), waiting_for=failure
+        )
+        given_up = max(given_up, giving_up)
+        if failed or given_up:
+            writing.stop.set()
+        if not unfinished:
+            break
+        round_s = min(_LONGEST_ROUND_S, round_s * 1.5)
+    agreement.raise_alike(problem, failure)
+    if given_up:
+        raise GivenUp(f"{failure}: it was given up.")
+    return writing.entries

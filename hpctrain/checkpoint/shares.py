@@ -1,0 +1,146 @@
+"""Which part of which tensor a rank writes.
+
+Tensors that several ranks hold alike are laid end to end, in the order of the tree, and cut into as many
+equal lengths as there are ranks that hold them. Each rank works out its own length alone: nothing is
+exchanged, all ranks write about as much, and a tensor is cut only where the end of a length falls into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hpctrain.errors import CheckpointError
+
+#: Tensors smaller than this are not cut: opening another piece would cost more than it saves.
+_CUT_FROM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor's elements, which one rank writes."""
+
+    key: str
+    dtype: torch.dtype
+    whole: tuple[int, ...]
+    """Size of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where in the whole tensor the piece begins."""
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a tensor, and which ranks hold the same."""
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+    holders: tuple[int, ...]
+
+
+def share(
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    rank_of: Callable[[int], int] = lambda global_rank: global_rank,
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The pieces that this rank writes, each with its data, in an order that depends on shapes alone.
+
+    Args:
+        tensors: by key; plain ones are equal on all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        rank_of: the rank of a process in the group that saves, by its global rank.
+
+    Raises:
+        CheckpointError: a tensor is of a kind that cannot be stored.
+    """
+    groups: dict[tuple[int, ...], list[_Held]] = {}
+    for key, tensor in tensors.items():
+        for held in _held(key, tensor, rank, world_size, rank_of):
+            groups.setdefault(held.holders, []).append(held)
+    for holders, members in groups.items():
+        yield from _cut(members, holders.index(rank), len(holders))
+
+
+def _cut(members: Iterable[_Held], index: int, num_holders: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    members = list(members)
+    length = sum(held.data.nbytes for held in members) / num_holders
+    begin = 0
+    for held in members:
+        data, nbytes = held.data, held.data.nbytes
+        # Rows lie in the first dimension that has more than one.
+        dim = next((d for d, size in enumerate(data.shape) if size > 1), None)
+        rows = 1 if dim is None or nbytes < _CUT_FROM_BYTES else data.shape[dim]
+
+        def row(cut: int, begin: int = begin, nbytes: int = nbytes, rows: int = rows) -> int:
+            """The row at which the length number `cut` begins."""
+            if cut in (0, num_holders):
+                return 0 if cut == 0 else rows
+            if nbytes == 0:
+                return 0 if begin < cut * length else rows
+            return min(rows, max(0, round((cut * length - begin) / nbytes * rows)))
+
+        first, end = row(index), row(index + 1)
+        begin += nbytes
+        if first >= end:
+            continue
+        offsets = list(held.offsets)
+        if dim is not None and end - first < rows:
+            offsets[dim] += first
+            data = data.narrow(dim, first, end - first)
+        yield Piece(held.key, data.dtype, held.whole, tuple(offsets), tuple(data.shape)), data
+
+
+def _held(
+    key: str, tensor: torch.Tensor, rank: int, world_size: int, rank_of: Callable[[int], int]
+) -> Iterator[_Held]:
+    if isinstance(tensor, DTensor):
+        yield from _held_of_dtensor(key, tensor, rank_of)
+    elif isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            offsets = tuple(shard.metadata.shard_offsets)
+            yield _Held(key, tuple(tensor.size()), offsets, _storable(key, shard.tensor), (rank,))
+    else:
+        data = _storable(key, tensor)
+        yield _Held(key, tuple(data.shape), (0,) * data.dim(), data, tuple(range(world_size)))
+
+
+def _held_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -> Iterator[_Held]:
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if place is None:
+        return
+    if not all(isinstance(placement, (Replicate, Shard)) for placement in tensor.placements):
+        raise CheckpointError(
+            f"{key} is a DTensor with placements {tensor.placements}; only shards and replicas can be "
+            "stored. Call redistribute() on it first."
+        )
+    alike = tuple(
+        slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
+        for placement, at in zip(tensor.placements, place, strict=True)
+    )
+    holders = tuple(sorted(rank_of(other) for other in mesh.mesh[alike].flatten().tolist()))
+    data = _storable(key, tensor.to_local())
+    for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call] # torch's protocol
+        yield _Held(key, tuple(tensor.shape), tuple(chunk.offsets), data, holders)
+
+
+def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{key} is a tensor of layout {tensor.layout} and type {tensor.dtype} on {tensor.device}, "
+            "which a checkpoint cannot hold. Store a dense one."
+        )
+    return tensor.detach()
+
+
+def nbytes(piece: Piece) -> int:
+    """Bytes of the data of a piece."""
+    return math.prod(piece.sizes) * piece.dtype.itemsize
