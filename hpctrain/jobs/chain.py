@@ -1,6 +1,6 @@
 """Successor jobs: a job that gives its place back is continued by another of the same run, by exactly one.
 
-Four things make it exactly one, whoever is killed when (docs/adr/0006-a-successor-is-claimed.md):
+Four things make it exactly one, whoever is killed when (docs/adr/0007-a-successor-is-claimed.md):
 
 - The intent is on record (`handover`) before anything is submitted.
 - The successor is called by its predecessor, in a word after the name of its script, by which it is found in

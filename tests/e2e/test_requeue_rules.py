@@ -49,8 +49,20 @@ def test_a_preempted_run_goes_on(site, tmp_path):
 
 
 @pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
-def test_a_run_that_is_cancelled_without_grace_saves_and_goes_on_when_submitted_again(site, tmp_path):
+def test_a_run_that_is_cancelled_without_grace_saves_and_goes_on_in_a_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
+    _preempt(run)
+    assert run.wait() == 0
+    stop = run.events("signal")[0]
+    assert (run.events("requeue")[0]["by"], stop["saved"]) == ("successor", True)
+    assert run.events("resumed")[0]["step"] == stop["step"]
+    assert len(run.events("submitted")) == 2
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
+def test_a_run_that_wants_no_successor_goes_on_when_submitted_again(site, tmp_path):
+    run = submit(tmp_path / "run", site.env, SHAPE, options=["--continue-by", "requeue"], step_s=0.2)
     _preempt(run)
     wait_for(lambda: run.status()["state"] == "FAILED", RUN_LIMIT_S, "the run's end", 0.5)
     stop = run.events("signal")[0]

@@ -84,7 +84,7 @@ def test_time_limit(site, reference, tmp_path):
 
 
 @pytest.mark.long
-def test_by_choice_where_the_site_would_requeue_and_twice_in_a_row(slurm, reference, tmp_path):
+def test_by_choice_where_the_site_would_requeue(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--continue-by", "successor"], step_s=0.2)
     run.wait_for_step(5)
     run.hpctrain("requeue", str(run.path))
