@@ -222,9 +222,9 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path):
 def test_a_save_that_fails_is_said_and_training_goes_on_but_the_last_one_is_an_error(tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("in the way")
     # It goes on to the last step, whose state is the result of the run.
-    with pytest.raises(hpctrain.CheckpointError, match="step 2 cannot be begun"):
+    with pytest.raises(hpctrain.CheckpointError, match="step 2 was not written"):
         fit(Tiny(), run_dir=tmp_path, checkpoint_every=1)
-    assert "step 1 cannot be begun" in (said := capsys.readouterr().out)
+    assert "step 1 was not written" in (said := capsys.readouterr().out)
     assert "Training goes on" in said
     assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure", "failure"]
 
