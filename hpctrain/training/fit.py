@@ -175,11 +175,14 @@ class Fit:
         team = self._team
         batch = to_device(micro_batch.batch, team.device)
         with forward_context(self._settings.precision, team.device):
-            scalars = self._scalars(self._strategy.training_step(batch, share.batch_idx))
+            output, num_samples = self._strategy.training_step(
+                batch, share.batch_idx, micro_batch.num_samples
+            )
+        scalars = self._scalars(output)
         # The strategy takes the mean over ranks, which is to be the mean over the global batch.
-        weight = micro_batch.num_samples * team.ranks.world_size / share.batch_size
-        self._backward(scalars["loss"], weight)
-        sums.add(scalars, micro_batch.num_samples / share.batch_size)
+        part = num_samples / share.batch_size
+        self._backward(scalars["loss"], part * team.ranks.world_size)
+        sums.add(scalars, part)
 
     def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
         """What a training step returned, checked."""
@@ -242,7 +245,7 @@ class Fit:
             batch = to_device(batch_of(count), self._team.device)
             with forward_context(self._settings.precision, self._team.device):
                 # Not through the strategy: no rank may wait for one that runs out of memory.
-                scalars = self._scalars(self._module.training_step(batch, 0))
+                scalars = self._scalars(self._module.training_step_end(self._module.training_step(batch, 0)))
             self._backward(scalars["loss"], 1.0)
 
         if state.micro_batches is not None and state.micro_batches[0] == world_size:

@@ -26,6 +26,15 @@ class Module(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step(self, batch, batch_idx).")
 
+    def training_step_end(self, outputs: Any) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        """Return the loss, or a mapping with it, from what `training_step` returned; that itself by default.
+
+        With the strategy `ddp2`, `outputs` are those of all ranks of the node as one batch: tensors joined
+        along their first dimension, which counts samples. With any other they are this rank's.
+        """
+        loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
+        return loss
+
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means over the samples of `batch`: a scalar, logged as `val_loss`, or a mapping of scalars.
 

@@ -10,12 +10,14 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.module import Module
 from hpctrain.training.strategies.ddp import DDP
+from hpctrain.training.strategies.ddp2 import DDP2
 
 
 class Strategy(Protocol):
     """Wraps a module so that a backward pass leaves the mean gradient of the global batch on every rank."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        """Return what the module's training step does, and the number of samples that it stands for."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Forward and backward passes meanwhile only add to this rank's gradients."""
@@ -24,7 +26,7 @@ class Strategy(Protocol):
         """Make the module's buffers equal on all ranks, before it is validated or saved."""
 
 
-_STRATEGIES: dict[str, Callable[[Module, Team], Strategy]] = {"ddp": DDP}
+_STRATEGIES: dict[str, Callable[[Module, Team], Strategy]] = {"ddp": DDP, "ddp2": DDP2}
 
 
 def find_strategy(name: str) -> Callable[[Module, Team], Strategy]:

@@ -1,82 +1,22 @@
-"""One process a device; gradients are averaged while the backward pass runs."""
+"""Distributed data parallelism: one process a device, gradients averaged while the backward pass runs."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.module import Module
+from hpctrain.training.strategies.replicas import Replicas
 
 
-class DDP:
-    """Distributed data parallelism over torch's DistributedDataParallel.
-
-    The first backward pass of a process makes DDP regroup its gradient buckets, which changes the order of
-    additions between more than two ranks. A process that resumes would so differ in the last bit from one
-    that never stopped. Every process therefore regroups before its first real step, over a graph of its
-    own that touches each parameter once and neither data, buffers nor random state.
-    """
+class DDP(Replicas):
+    """Each rank takes its loss over its own share of the global batch."""
 
     def __init__(self, module: Module, team: Team) -> None:
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
-        self._team = team
-        self._step = _Step(module)
-        self._forward: nn.Module = self._step
-        if team.is_distributed and any(p.requires_grad for p in module.parameters()):
-            self._forward = DistributedDataParallel(
-                self._step,
-                device_ids=[team.device] if team.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-            )
-            self._regroup_buckets()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """`module.training_step`, with gradient synchronisation in the backward pass that follows."""
-        return self._forward(batch, batch_idx)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Forward and backward passes meanwhile add to this rank's gradients and synchronise nothing."""
-        if isinstance(self._forward, DistributedDataParallel):
-            return self._forward.no_sync()
-        return nullcontext()
-
-    def align_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, such as running means. All ranks must call this.
-
-        A forward pass does so too, before it changes them on each rank by its own samples.
-        """
-        if self._team.is_distributed:
-            for buffer in self._step.buffers():
-                dist.broadcast(buffer, src=0)
-
-    def _regroup_buckets(self) -> None:
-        touched: torch.Tensor = self._forward(None, 0, touch_only=True)
-        torch.autograd.backward(touched)
-        self._forward.zero_grad(set_to_none=True)
+        super().__init__(module, team, own_share)
 
 
-class _Step(nn.Module):
-    """Turns a training step into the forward pass that DDP wraps."""
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, batch: Any, batch_idx: int, touch_only: bool = False) -> Any:
-        if touch_only:
-            return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
-        return self.module.training_step(batch, batch_idx)
-
-
-def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """A zero that depends on every parameter; its backward pass reaches the last parameter first."""
-    total = torch.zeros((), device=parameters[0].device)
-    for parameter in parameters:
-        total = total + (parameter * 0).sum().to(total.device, total.dtype)
-    return total
+def own_share(output: Any, num_samples: int) -> tuple[Any, float]:
+    """A rank's output as it is."""
+    return output, num_samples

@@ -1,0 +1,104 @@
+"""The module on every rank, with gradients that are averaged while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.runtime.process_group import Team
+from hpctrain.training.module import Module
+
+#: Makes of a rank's output and its number of samples those that a loss is taken over.
+Join = Callable[[Any, int], tuple[Any, float]]
+
+
+class Replicas:
+    """A replica of the module a rank, over torch's DistributedDataParallel.
+
+    The first backward pass of a process makes DDP regroup its gradient buckets, which changes the order of
+    additions between more than two ranks. A process that resumes would so differ in the last bit from one
+    that never stopped. Every process therefore regroups before its first real step, over a graph of its
+    own that touches each parameter once and neither data, buffers nor random state.
+    """
+
+    def __init__(self, module: Module, team: Team, join: Join) -> None:
+        """Broadcast rank 0's parameters and buffers. All ranks must call this.
+
+        Args:
+            module: what is trained, on this rank's device.
+            team: the ranks.
+            join: what lies between `training_step` and `training_step_end`.
+        """
+        self._team = team
+        self._step = _Step(module, join)
+        self._forward: nn.Module = self._step
+        if team.is_distributed and any(p.requires_grad for p in module.parameters()):
+            self._forward = DistributedDataParallel(
+                self._step,
+                device_ids=[team.device] if team.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
+            self._regroup_buckets()
+
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        """The module's training step; the backward pass that follows synchronises gradients.
+
+        Args:
+            batch: this rank's samples, or one that is not its own where it has none.
+            batch_idx: number of the global batch in its epoch, from 0.
+            num_samples: this rank's samples.
+
+        Returns:
+            What `training_step_end` returned, and the number of samples that it stands for.
+        """
+        output, counted = self._forward(batch, batch_idx, num_samples)
+        return output, counted
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Forward and backward passes meanwhile add to this rank's gradients and synchronise nothing."""
+        if isinstance(self._forward, DistributedDataParallel):
+            return self._forward.no_sync()
+        return nullcontext()
+
+    def align_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, such as running means. All ranks must call this.
+
+        A forward pass does so too, before it changes them on each rank by its own samples.
+        """
+        if self._team.is_distributed:
+            for buffer in self._step.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def _regroup_buckets(self) -> None:
+        touched: torch.Tensor = self._forward(None, 0, 0, touch_only=True)
+        torch.autograd.backward(touched)
+        self._forward.zero_grad(set_to_none=True)
+
+
+class _Step(nn.Module):
+    """Turns a training step into the forward pass that DDP wraps."""
+
+    def __init__(self, module: Module, join: Join) -> None:
+        super().__init__()
+        self.module = module
+        self._join = join
+
+    def forward(self, batch: Any, batch_idx: int, num_samples: int, touch_only: bool = False) -> Any:
+        if touch_only:
+            return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
+        output, counted = self._join(self.module.training_step(batch, batch_idx), num_samples)
+        return self.module.training_step_end(output), counted
+
+
+def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """A zero that depends on every parameter; its backward pass reaches the last parameter first."""
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        total = total + (parameter * 0).sum().to(total.device, total.dtype)
+    return total
