@@ -18,6 +18,7 @@ _COMMANDS = (
     "status",
     "list",
     "logs",
+    "checkpoints",
     "wait",
     "cancel",
     "requeue",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from hpctrain.checkpoint.interval import NODE_MTBF_S, Interruptions
 from hpctrain.checkpoint.store import CheckpointStore, Saved
@@ -235,6 +235,8 @@ class Checkpointing:
         return [end for end in ended if isinstance(end, Saved)]
 
     def _note_saved(self, saved: Saved) -> None:
+        for note in saved.notes:
+            self._progress.say(f"hpctrain: {note}")
         stall: dict[str, float] = {}
         if self._in_flight is not None and self._in_flight.step == saved.step:
             stall, self._in_flight = {"stall_s": self._in_flight.stall_s}, None
@@ -247,6 +249,7 @@ class Checkpointing:
                 bytes=saved.total_bytes,
                 seconds=saved.seconds,
                 **stall,
+                **self._score_of(saved),
             )
 
     def _note_failure(self, error: CheckpointError, comfort: str) -> None:
@@ -273,11 +276,19 @@ class Checkpointing:
             )
         return state.latest.get(settings.best_metric)
 
+    def _score_of(self, saved: Saved) -> dict[str, Any]:
+        """What the record says of how good a checkpoint is."""
+        if saved.score is None:
+            return {}
+        settings = self._settings
+        return {"score": saved.score, "metric": settings.best_metric, "mode": settings.best_mode}
+
     def _close(self) -> None:
         """End what runs in the background. All ranks must call this."""
         assert self._store is not None
         self._closed = True
-        self._store.close(run_is_over=self._state.finished)
+        for note in self._store.close(run_is_over=self._state.finished):
+            self._progress.say(f"hpctrain: {note}")
         self._settle()
 
 

@@ -1,0 +1,88 @@
+"""Writes what a checkpoint holds into one file that needs no hpctrain to be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from hpctrain.checkpoint.agreement import Agreement
+from hpctrain.checkpoint.loading import Loaded, Whole, load
+from hpctrain.checkpoint.manifest import verified
+from hpctrain.errors import UserError
+from hpctrain.files import fsync_folder
+
+_SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth")
+
+
+def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False) -> list[str]:
+    """Write the module's weights in the folder `checkpoint`, or everything, to `file`.
+
+    `file` appears once it is whole; one that was there is replaced.
+
+    Returns:
+        Sentences about what was written, and what was not.
+
+    Raises:
+        UserError: `file` has another suffix than .safetensors, .pt or .pth, or everything is to go into a
+            file that holds tensors alone.
+        CheckpointError: the checkpoint is broken, or cannot be read.
+        OSError: `file` cannot be written.
+    """
+    suffix = file.suffix.lower()
+    if suffix not in (*_SAFETENSORS, *_TORCH):
+        raise UserError(f"{file} ends in {suffix!r}; give a name that ends in .safetensors or .pt.")
+    if everything and suffix not in _TORCH:
+        raise UserError(f"{file} can hold tensors alone, and --all is more; give a name that ends in .pt.")
+    loaded = load_alone(checkpoint)
+    step, state = loaded.step, loaded.state
+    if everything:
+        _write(file, lambda path: torch.save({"step": step, **state}, path))
+        return [f"{file}: the whole state after step {step}"]
+    weights = state["module"]
+    if suffix in _TORCH:
+        _write(file, lambda path: torch.save(weights, path))
+        return [f"{file}: {_count(weights)} of the state after step {step}"]
+    tensors = {name: value.contiguous() for name, value in _tensors(weights)}
+    _write(file, lambda path: save_file(tensors, path, {"format": "pt", "step": str(step)}))
+    left_out = sorted(set(weights) - set(tensors))
+    return [
+        f"{file}: {_count(tensors)} of the state after step {step}",
+        *(f"{name} is no tensor, and is left out; a .pt file can hold it" for name in left_out),
+    ]
+
+
+def load_alone(folder: Path) -> Loaded:
+    """Verify and load the checkpoint in `folder`, on the CPU of this process, whoever wrote it.
+
+    Raises:
+        CheckpointError: it is broken, or cannot be read.
+    """
+    return load(Agreement(None, 0.0), Whole(folder, verified(folder)), None)
+
+
+def _tensors(weights: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, value) for name, value in weights.items() if isinstance(value, torch.Tensor))
+
+
+def _count(weights: dict[str, Any]) -> str:
+    numbers = sum(tensor.numel() for _, tensor in _tensors(weights))
+    return f"{len(weights)} tensors, {numbers:,} numbers,"
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` write a file beside `file`, and give it that name once it is on the disk."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(file.absolute().parent)

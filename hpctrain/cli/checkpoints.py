@@ -1,0 +1,259 @@
+"""`hpctrain checkpoints`: list and verify them, take weights out, bring in those of others."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, runs_dir_option, short_path
+from hpctrain.errors import BrokenCheckpoint, CheckpointError, UserError
+from hpctrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.listing import Listed, Rule
+
+
+class _ListByDefault(click.Group):
+    """A group of which the first word may be a run: what is listed then."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("checkpoints", cls=_ListByDefault)
+def command() -> None:
+    """List the checkpoints of a run, take weights out of one, or bring in those of others.
+
+    \b
+        hpctrain checkpoints RUN
+        hpctrain checkpoints RUN --verify
+        hpctrain checkpoints export RUN model.safetensors
+        hpctrain checkpoints import RUN model.ckpt
+
+    A run whose name is one of the subcommands is named by its folder: ./list.
+    """  # noqa: D301
+
+
+@command.command("list")
+@run_argument
+@click.option("--verify", is_flag=True, help="Compare every file with its checksum; 1 if any is broken.")
+@json_option
+def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
+    """List the checkpoints of RUN, the newest last; the word `list` may be left out.
+
+    The run goes on from the newest that is whole. With --verify, every file is read and compared with its
+    checksum, and the exit code is 1 where one is broken.
+    """
+    from hpctrain.checkpoint.listing import list_checkpoints, set_aside
+
+    folder = _folder_of(run, runs_dir)
+    found, rule = list_checkpoints(folder, verify=verify)
+    aside = set_aside(folder)
+    if as_json:
+        echo_json([*(_as_record(one, rule) for one in found), *map(_aside_as_record, aside)])
+    else:
+        _print_table(folder, found, rule, verify=verify)
+        for path in aside:
+            click.echo(f"{short_path(path)}: was broken, and the run put it aside", err=True)
+    if broken := [one.step for one in found if one.problems]:
+        if not as_json:
+            count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"
+            click.echo(f"{count} broken; a run passes over them and puts them aside.", err=True)
+        sys.exit(CheckpointError.exit_code)
+
+
+@command.command("export")
+@run_argument
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Which one; else the newest whole one.")
+@click.option("--best", is_flag=True, help="The one with the best score.")
+@click.option("--all", "everything", is_flag=True, help="Optimizers and the rest, too; .pt only.")
+@click.option("--force", is_flag=True, help="Replace FILE where there is one.")
+def export(
+    run: str, runs_dir: Path, file: Path, step: int | None, best: bool, everything: bool, force: bool
+) -> None:
+    """Write the weights in a checkpoint of RUN to FILE, which ends in .safetensors or .pt.
+
+    They have the names of the module's `state_dict()`. Every file of the checkpoint is verified first, and
+    FILE appears once it is whole.
+    """
+    from hpctrain.checkpoint.listing import list_checkpoints
+
+    if step is not None and best:
+        raise click.UsageError("--step and --best each name a checkpoint: give one of them.")
+    if file.exists() and not force:
+        raise UserError(f"{file} exists; give --force to replace it.")
+    folder = _folder_of(run, runs_dir)
+    found, _ = list_checkpoints(folder)
+    chosen = _chosen(folder, found, step, best=best)
+    from hpctrain.checkpoint.export import export_checkpoint
+
+    while True:
+        try:
+            said = export_checkpoint(chosen.path, file, everything=everything)
+            break
+        except BrokenCheckpoint as error:
+            older = [one for one in found if one.step < chosen.step and not one.problems]
+            if step is not None or best or not older:
+                raise
+            click.echo(f"{error} Taking the one before it.", err=True)
+            chosen = older[-1]
+    for sentence in said:
+        click.echo(sentence)
+
+
+@command.command("import")
+@click.argument("run", metavar="RUN")
+@runs_dir_option
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Steps that it was trained for.")
+@click.option("--weights-only", is_flag=True, help="Leave optimizers and schedulers out.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="CLASS",
+    help="A class that FILE may hold, such as argparse.Namespace; may be repeated.",
+)
+def import_(
+    run: str, runs_dir: Path, file: Path, step: int | None, weights_only: bool, allow: tuple[str, ...]
+) -> None:
+    """Make a checkpoint of RUN out of FILE: plain PyTorch's, Lightning's, or a .safetensors file.
+
+    RUN is a run that has ended, or a folder, which is made: `submit --run-dir RUN` then goes on from it.
+    The number of steps is found in FILE where that tells it; mere weights are the state after step 0. FILE
+    is read without running code that is in it; --allow names classes that it holds and that you trust.
+    """
+    folder = _folder_to_fill(run, runs_dir)
+    from hpctrain.checkpoint.import_foreign import import_checkpoint
+
+    for sentence in import_checkpoint(file, folder, step=step, weights_only=weights_only, allow=allow):
+        click.echo(sentence)
+    click.echo(f"next  hpctrain submit --run-dir {short_path(folder.path)} …")
+
+
+def _folder_of(run: str, runs_dir: Path) -> RunDir:
+    """The folder of a run, or one that a `Trainer` has written into without a submission.
+
+    Raises:
+        UserError: there is none, or it is that of a job array.
+    """
+    for folder in (RunDir((runs_dir / run).absolute()), RunDir(Path(run).absolute())):
+        if folder.checkpoints.is_dir() and not folder.spec.exists():
+            return folder
+    found = open_run(run, runs_dir)
+    if tasks := found.dir.tasks():
+        raise UserError(
+            f"Run {found.run_id} is a job array; each task has checkpoints of its own. "
+            f"Name one, such as {found.run_id}/task-{tasks[0]}."
+        )
+    return found.dir
+
+
+def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
+    """The folder of a run that has ended, or one that may become a run's.
+
+    Raises:
+        UserError: the run is still going.
+    """
+    known = runs_dir / run
+    folder = RunDir((known if known.exists() else Path(run)).absolute())
+    if folder.spec.exists() and not (status := open_run(run, runs_dir).status()).state.ended:
+        raise UserError(
+            f"Run {status.run_id} is {status.state}: a checkpoint is imported into one that has ended, "
+            "or into a new folder."
+        )
+    return folder
+
+
+def _chosen(folder: RunDir, found: list[Listed], step: int | None, *, best: bool) -> Listed:
+    steps = ", ".join(str(one.step) for one in found) or "none"
+    if best:
+        wanted = [one for one in found if one.best]
+        why = "None has a score: Trainer(keep_best=…) gives them one."
+    elif step is None:
+        wanted, why = [one for one in found if one.newest], f"Steps there are: {steps}."
+    else:
+        wanted, why = [one for one in found if one.step == step], f"Steps there are: {steps}."
+    if not wanted:
+        which = "best checkpoint" if best else "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise UserError(f"There is no {which} in {short_path(folder.checkpoints)}. {why}")
+    return wanted[-1]
+
+
+def _print_table(folder: RunDir, found: list[Listed], rule: Rule | None, *, verify: bool) -> None:
+    if not found:
+        click.echo(f"No checkpoints in {short_path(folder.checkpoints)}.", err=True)
+        return
+    rows: list[tuple[str, ...]] = [
+        ("step", "saved", "size", "files", "ranks", "tier", "score" if rule is None else rule.metric, "")
+    ]
+    rows += [_as_row(one, verify=verify) for one in found]
+    if not any(row[6] for row in rows[1:]):
+        rows = [(*row[:6], *row[7:]) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        click.echo("  ".join([*cells, row[-1]]).rstrip())
+    for one in found:
+        for problem in one.problems:
+            click.echo(f"step {one.step}: {problem}", err=True)
+
+
+def _as_row(one: Listed, *, verify: bool) -> tuple[str, ...]:
+    marks = [word for word, holds in (("newest", one.newest), ("best", one.best)) if holds]
+    if one.problems:
+        marks.append("BROKEN")
+    elif verify:
+        marks.append("verified")
+    manifest = one.manifest
+    if manifest is None:
+        return (str(one.step), "", "", "", "", one.tier, "", " ".join(marks))
+    return (
+        str(one.step),
+        datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds"),
+        readable_size(manifest.total_bytes),
+        str(len(manifest.files)),
+        str(manifest.world_size),
+        one.tier,
+        "" if manifest.score is None else f"{manifest.score:.6g}",
+        " ".join(marks),
+    )
+
+
+def _as_record(one: Listed, rule: Rule | None) -> dict[str, Any]:
+    manifest = one.manifest
+    return {
+        "step": one.step,
+        "path": str(one.path),
+        "tier": one.tier,
+        "time": manifest and manifest.time,
+        "bytes": manifest and manifest.total_bytes,
+        "files": manifest and len(manifest.files),
+        "world_size": manifest and manifest.world_size,
+        "score": manifest and manifest.score,
+        "metric": rule and rule.metric,
+        "newest": one.newest,
+        "best": one.best,
+        "set_aside": False,
+        "problems": list(one.problems),
+    }
+
+
+def _aside_as_record(path: Path) -> dict[str, Any]:
+    step = int(path.name.removeprefix("step-").partition(".")[0])
+    return {"step": step, "path": str(path), "newest": False, "best": False, "set_aside": True}
+
+
+def readable_size(num_bytes: float) -> str:
+    """Bytes for a person, such as 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
