@@ -21,7 +21,7 @@ class NoRepository(HpctrainError):
     """There is no git, or it knows no repository here; the message says which, in a few words."""
 
 
-#: What rev-parse says of a working tree: its root, which may have any name, and the commit where there is one.
+#: What rev-parse says of a working tree: its root, which may have any name, and the commit if there is one.
 _PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
 
 

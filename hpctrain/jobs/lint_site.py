@@ -10,22 +10,29 @@ from hpctrain.jobs.site.check import check_site
 from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.site.outlook import FORETELL_LIMIT_S, expected_start, highest_cost
 from hpctrain.jobs.site.paths import path_notes
-from hpctrain.jobs.site.read import read_site
+from hpctrain.jobs.site.read import Answers, ask_site, site_of
 from hpctrain.jobs.site.request import Request
 from hpctrain.jobs.slurm_command import run_slurm
 from hpctrain.jobs.spec import JobSpec
 
 
-def lint_site(spec: JobSpec, script: str, environ: Mapping[str, str], profile: Site) -> Outlook:
+def lint_site(
+    spec: JobSpec,
+    script: str,
+    environ: Mapping[str, str],
+    profile: Site,
+    answers: Answers | None = None,
+) -> Outlook:
     """Hold a job against its site, and ask Slurm when it would start.
 
-    This takes five or six short calls of Slurm's commands, three of them side by side; none changes anything.
+    This takes a few short calls of Slurm's commands, three of them side by side; none changes anything.
 
     Args:
         spec: what was asked for.
         script: the batch script.
         environ: variables of the submission.
         profile: what the site says of itself, for what Slurm does not tell.
+        answers: what Slurm says of the site, where it was asked before.
 
     Raises:
         SpecError: the job cannot be done as asked; the message has a line for each reason.
@@ -36,7 +43,7 @@ def lint_site(spec: JobSpec, script: str, environ: Mapping[str, str], profile: S
         return run_slurm(command, outer)
 
     request = Request.of(spec, environ)
-    site, gaps = read_site(outer, profile)
+    site, gaps = site_of(answers or ask_site(outer), profile)
     notes, partitions = check_site(request, site, ask)
     notes = [
         *(f"{gap}: the job is not checked against that." for gap in gaps),

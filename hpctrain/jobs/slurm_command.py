@@ -54,9 +54,23 @@ def run_slurm(
 
 
 def run_side_by_side(
-    commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
+    commands: Sequence[Sequence[str]],
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = COMMAND_LIMIT_S,
+    probe_s: float | None = None,
 ) -> list[str | SchedulerError]:
-    """The output of each command, all run at once; in the place of one that failed, its error."""
+    """The output of each command, all run at once; in the place of one that failed, its error.
+
+    Args:
+        commands: Slurm's.
+        environ: all variables that they get.
+        timeout_s: seconds after which they are given up.
+        probe_s: where it is given, the first one has to succeed, and that within so many seconds.
+
+    Raises:
+        SchedulerError: that one did not; the others are ended.
+    """
     begun = time.monotonic()
     processes: list[subprocess.Popen[str] | SchedulerError] = []
     for command in commands:
@@ -65,16 +79,30 @@ def run_side_by_side(
         except SchedulerError as error:
             processes.append(error)
     answers: list[str | SchedulerError] = []
-    for command, process in zip(commands, processes, strict=True):
-        if isinstance(process, SchedulerError):
-            answers.append(process)
-            continue
-        try:
-            with process:
-                answers.append(_end(process, command[0], begun, timeout_s)[0])
-        except SchedulerError as error:
-            answers.append(error)
+    try:
+        for command, process in zip(commands, processes, strict=True):
+            limit_s = timeout_s if probe_s is None or answers else probe_s
+            answers.append(_answer(process, command[0], begun, limit_s))
+            if probe_s is not None and isinstance(answers[0], SchedulerError):
+                raise answers[0]
+    finally:
+        for process in processes[len(answers) :]:
+            if not isinstance(process, SchedulerError):
+                with process:
+                    process.kill()
     return answers
+
+
+def _answer(
+    process: subprocess.Popen[str] | SchedulerError, name: str, begun: float, timeout_s: float
+) -> str | SchedulerError:
+    if isinstance(process, SchedulerError):
+        return process
+    try:
+        with process:
+            return _end(process, name, begun, timeout_s)[0]
+    except SchedulerError as error:
+        return error
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -119,9 +119,9 @@ def test_what_slurm_does_not_tell_is_taken_from_the_profile(tmp_path):
     site, gaps = read_site({"PATH": str(tmp_path)}, known)
     assert site == known
     assert gaps == [
+        "The nodes cannot be read (there is no sinfo on the PATH)",
         "Slurm's configuration cannot be read (there is no scontrol on the PATH)",
         "The partitions cannot be read (there is no scontrol on the PATH)",
-        "The nodes cannot be read (there is no sinfo on the PATH)",
     ]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
+import time
 
 import pytest
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.slurm_command import run_slurm
+from hpctrain.jobs.slurm_command import run_side_by_side, run_slurm
 from hpctrain.jobs.submit import hand_over
 from hpctrain.rundir import RunDir
 from jobs.fake_slurm import queued, recorded
@@ -73,3 +75,19 @@ def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
     submission = prepared(backend="auto", environ=fake_slurm.environ)
     assert submission.spec.backend == "local"
     assert "sinfo says: Could not establish a configuration source" in submission.notes[0]
+
+
+def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ended():
+    environ, begun = dict(os.environ), time.monotonic()
+    commands = [["false"], ["sleep", "60"], ["no-such-command"]]
+    with pytest.raises(SchedulerError, match="false says: exit code 1"):
+        run_side_by_side(commands, environ, probe_s=30)
+    with pytest.raises(SchedulerError, match=r"sleep gave no answer within 0\.1 s"):
+        run_side_by_side([["sleep", "60"], *commands], environ, probe_s=0.1)
+    assert time.monotonic() - begun < 50, "all are waited for, so one that is not ended takes its minute"
+    answers = run_side_by_side([["echo", "a"], ["false"], ["no-such-command"]], environ, probe_s=30)
+    assert [str(answer) for answer in answers] == [
+        "a\n",
+        "false says: exit code 1",
+        "there is no no-such-command on the PATH",
+    ]

@@ -19,6 +19,7 @@ from hpctrain.rundir import RunDir
 if TYPE_CHECKING:
     from hpctrain.jobs.record import Job
     from hpctrain.jobs.site.facts import Site
+    from hpctrain.jobs.site.read import Answers
     from hpctrain.jobs.states import JobView
 
 #: A controller that is busy or restarting answers late; a probe is not worth that wait.
@@ -36,13 +37,18 @@ class SlurmBackend:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._outer = outer_environment(environ)
+        self._answers: Answers | None = None
+        """What Slurm says of the site."""
 
     def trouble(self) -> str | None:
         """Why Slurm cannot be used here, in a few words; None where it answers."""
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "there is no sbatch on the PATH"
+        from hpctrain.jobs.site.read import ask_site
+
         try:
-            self._run(["sinfo", "--noheader", "--format=%R"], timeout_s=_PROBE_TIMEOUT_S)
+            # Whoever asks is about to submit, and then all of this is wanted.
+            self._answers = ask_site(self._outer, probe_s=_PROBE_TIMEOUT_S)
         except SchedulerError as error:
             return str(error)
         return None
@@ -51,7 +57,7 @@ class SlurmBackend:
         # Only a submission needs all of this.
         from hpctrain.jobs.lint_site import lint_site
 
-        return lint_site(spec, script, self._environ, profile)
+        return lint_site(spec, script, self._environ, profile, self._answers)
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_environment(self._environ, directives_of(spec))

@@ -26,20 +26,40 @@ _QOS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", f"
 _ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "YES": "ANY"}
 
 
-def read_site(environ: Mapping[str, str], profile: Site) -> tuple[Site, list[str]]:
-    """What Slurm says, and where it does not answer, what the profile has; with a note on each such gap.
+#: What the commands said, or the errors of those that failed.
+Answers = Sequence[str | SchedulerError]
+
+
+def ask_site(environ: Mapping[str, str], *, probe_s: float | None = None) -> Answers:
+    """Ask Slurm what the site is like.
 
     Three commands run side by side, so that this takes as long as the slowest of them.
+
+    Args:
+        environ: the variables that they run under.
+        probe_s: seconds within which Slurm has to answer at all; None where that is not in question.
+
+    Raises:
+        SchedulerError: it does not answer.
     """
-    answers = run_side_by_side([_CONFIG, _PARTITIONS, _NODES], environ)
+    return run_side_by_side([_NODES, _CONFIG, _PARTITIONS], environ, probe_s=probe_s)
+
+
+def read_site(environ: Mapping[str, str], profile: Site) -> tuple[Site, list[str]]:
+    """Ask Slurm, and see what it says. See `site_of`."""
+    return site_of(ask_site(environ), profile)
+
+
+def site_of(answers: Answers, profile: Site) -> tuple[Site, list[str]]:
+    """What Slurm says, and where it does not answer, what the profile has; with a note on each such gap."""
+    nodes, config, partitions = (answer if isinstance(answer, str) else "" for answer in answers)
     gaps = [
         f"{what} cannot be read ({answer})"
         for what, answer in zip(
-            ("Slurm's configuration", "The partitions", "The nodes"), answers, strict=True
+            ("The nodes", "Slurm's configuration", "The partitions"), answers, strict=True
         )
         if isinstance(answer, SchedulerError)
     ]
-    config, partitions, nodes = (answer if isinstance(answer, str) else "" for answer in answers)
     site = profile
     if config:
         site = replace(site, slurm=parse_config(config))
