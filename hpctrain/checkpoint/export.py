@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hpctrain.checkpoint.agreement import Agreement
 from hpctrain.checkpoint.loading import Loaded, Whole, load
 from hpctrain.checkpoint.manifest import verified
-from hpctrain.errors import UserError
+from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import fsync_folder
 
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth")
@@ -30,7 +31,7 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
     Raises:
         UserError: `file` has another suffix than .safetensors, .pt or .pth, or everything is to go into a
             file that holds tensors alone.
-        CheckpointError: the checkpoint is broken, or cannot be read.
+        CheckpointError: the checkpoint is broken or cannot be read, or `file` cannot be written.
         OSError: `file` cannot be written.
     """
     suffix = file.suffix.lower()
@@ -76,13 +77,16 @@ def _count(weights: dict[str, Any]) -> str:
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
     """Have `write` write a file beside `file`, and give it that name once it is on the disk."""
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{file} cannot be written: there is no folder {file.parent}.")
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, file)
-    except BaseException:
+    except (RuntimeError, SafetensorError) as error:  # what the two libraries make of a full disk
+        raise CheckpointError(f"{file} was not written: {str(error).partition(chr(10))[0]}") from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     fsync_folder(file.absolute().parent)

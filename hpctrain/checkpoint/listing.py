@@ -53,7 +53,7 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Listed]
     events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
     rule = _rule(events)
     found = list(_look(run.checkpoints, "shared", verify=verify))
-    for folder in _fast_folders(run, events):
+    for folder in _fast_folders(events):
         found += _look(folder, "local", verify=verify)
     # Of a step that lies in both, a run would load the copy on its own host.
     found.sort(key=lambda one: (one.step, one.tier == "local"))
@@ -85,9 +85,9 @@ def _problems(manifest: Manifest, path: Path) -> Iterator[str]:
             yield str(error)
 
 
-def _fast_folders(run: RunDir, events: Iterable[Mapping[str, Any]]) -> list[Path]:
-    folders = {Path(event["path"]).parent for event in events if event.get("step") is not None}
-    return sorted(folder for folder in folders - {run.checkpoints} if folder.is_dir())
+def _fast_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
+    folders = {Path(event["path"]).parent for event in events if event.get("tier") == "local"}
+    return sorted(folder for folder in folders if folder.is_dir())
 
 
 def _rule(events: list[dict[str, Any]]) -> Rule | None:

@@ -72,6 +72,7 @@ class Checkpointing:
         )
         self._in_flight: _InFlight | None = None
         self._prepared = self._closed = False
+        self._folder = None if run is None else run.checkpoints
         self._store = (
             None
             if run is None
@@ -153,7 +154,7 @@ class Checkpointing:
                 self._log.event("resumed", step=0, checkpoint=None, broken=broken)
             return
         self._state.load(loaded)
-        if loaded.rank_state is not None:
+        if loaded.rank_state:  # What was imported has none.
             rng.restore(loaded.rank_state)
         else:
             rank = self._team.ranks.rank
@@ -246,6 +247,7 @@ class Checkpointing:
                 "checkpoint",
                 step=saved.step,
                 path=str(saved.path),
+                tier="shared" if saved.path.parent == self._folder else "local",
                 bytes=saved.total_bytes,
                 seconds=saved.seconds,
                 **stall,

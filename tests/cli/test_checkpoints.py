@@ -1,0 +1,302 @@
+"""`hpctrain checkpoints`: the list, its verification, and weights on their way out and in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from helpers import run_command
+from safetensors.torch import load_file
+from torch import nn
+
+import hpctrain
+from hpctrain.checkpoint.export import load_alone
+from hpctrain.cli.main import cli
+from hpctrain.rundir import RunDir
+
+Command = Callable[..., Result]
+
+
+class Net(hpctrain.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def train(run_dir: Path, max_steps: int, module: Net | None = None, **settings) -> Net:
+    trainer = hpctrain.Trainer(
+        max_steps=max_steps, global_batch_size=4, run_dir=run_dir, seed=1, checkpoint_every=2, **settings
+    )
+    module = module or Net()
+    data = torch.randn(12, 4, generator=torch.Generator().manual_seed(2))
+    trainer.fit(module, list(data), list(data))
+    return module
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`hpctrain checkpoints …` in an empty folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(cli, ["checkpoints", *words])
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Net]:
+    """A run with checkpoints of the steps 2, 4 and 6, and its module at the end."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, train(folder, 6, keep_best=1, validate_every=2)
+
+
+@pytest.fixture
+def run(trained: tuple[Path, Net], tmp_path: Path) -> RunDir:
+    """A copy of that run, to be broken."""
+    subprocess.run(["cp", "-r", str(trained[0]), str(tmp_path / "run")], check=True)
+    return RunDir(tmp_path / "run")
+
+
+def test_the_list_tells_step_size_ranks_and_which_is_newest_and_best(command: Command, run: RunDir) -> None:
+    text = command("run")
+    assert text.exit_code == 0
+    head, *rows = text.stdout.splitlines()
+    assert head.split() == ["step", "saved", "size", "files", "ranks", "tier", "val_loss"]
+    assert [row.split()[0] for row in rows] == ["2", "4", "6"]
+    assert "newest" in rows[-1]
+    records = json.loads(command("run", "--json").stdout)
+    scores = {record["step"]: record["score"] for record in records}
+    assert [record["best"] for record in records] == [
+        step == min(scores, key=lambda step: scores[step]) for step in scores
+    ]
+    for record in records:
+        files = [path for path in Path(record["path"]).iterdir() if path.name != "manifest.json"]
+        assert record["files"] == len(files)
+        assert record["bytes"] == sum(path.stat().st_size for path in files)
+        assert (record["world_size"], record["tier"], record["problems"]) == (1, "shared", [])
+
+
+def test_the_list_needs_no_torch_and_the_word_list_may_be_left_out(run: RunDir) -> None:
+    probe = (
+        "import sys; from hpctrain.cli.main import cli\n"
+        "cli(['checkpoints', *sys.argv[1:]], standalone_mode=False)\n"
+        "print(sorted({'torch', 'safetensors', 'numpy'} & set(sys.modules)))"
+    )
+    said = [
+        run_command([sys.executable, "-c", probe, *words, str(run.path), "--verify"]).stdout
+        for words in ([], ["list"])
+    ]
+    assert said[0] == said[1]
+    assert said[0].splitlines()[-1] == "[]"
+
+
+def test_verify_names_each_broken_file_and_what_is_wrong_with_it(command: Command, run: RunDir) -> None:
+    newest = run.checkpoint(6)
+    state, tensors = newest / "state.json", newest / "tensors.json"
+    content = bytearray(state.read_bytes())
+    content[5] ^= 1
+    state.write_bytes(content)
+    tensors.unlink()
+    assert command("run").exit_code == 0, "without --verify, files are not read"
+    verified = command("run", "--verify")
+    assert verified.exit_code == 1
+    assert f"step 6: {state} has checksum" in verified.stderr
+    assert f"step 6: {tensors} is missing" in verified.stderr
+    assert "1 checkpoint is broken" in verified.stderr
+    assert [line.split()[0] for line in verified.stdout.splitlines() if "newest" in line] == ["4"]
+    found = command("run", "--verify", "--json")
+    assert found.exit_code == 1
+    assert [len(record["problems"]) for record in json.loads(found.stdout)] == [0, 0, 2]
+
+
+def test_what_a_run_has_set_aside_is_shown(command: Command, run: RunDir) -> None:
+    (run.checkpoint(6) / "manifest.json").unlink()
+    assert command("run").exit_code == 1
+    train(run.path, 6)
+    shown = command("run")
+    assert shown.exit_code == 0
+    assert "step-00000006.broken-0: was broken" in shown.stderr
+    records = json.loads(command("run", "--json").stdout)
+    assert [record["step"] for record in records if record["set_aside"]] == [6]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_exported_weights_are_those_of_the_module_and_load_without_hpctrain(
+    command: Command, trained: tuple[Path, Net], name: str
+) -> None:
+    said = command("export", str(trained[0]), name)
+    assert said.exit_code == 0, said.stderr
+    assert "of the state after step 6" in said.stdout
+    plain = nn.Module()
+    plain.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    weights = load_file(name) if name.endswith(".safetensors") else torch.load(name, weights_only=True)
+    plain.load_state_dict(weights)
+    for key, value in trained[1].state_dict().items():
+        assert torch.equal(plain.state_dict()[key], value), key
+    assert [path.name for path in Path.cwd().iterdir()] == [name], "a temporary file is left"
+
+
+def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
+    command: Command, trained: tuple[Path, Net]
+) -> None:
+    run = str(trained[0])
+    Path("a.pt").write_text("precious")
+    refused = command("export", run, "a.pt")
+    assert refused.exit_code == 2
+    assert "a.pt exists; give --force" in refused.stderr
+    assert Path("a.pt").read_text() == "precious"
+    assert command("export", run, "a.pt", "--force", "--step", "4").exit_code == 0
+    expected = load_alone(RunDir(trained[0]).checkpoint(4)).state["module"]
+    assert torch.equal(torch.load("a.pt", weights_only=True)["net.0.weight"], expected["net.0.weight"])
+    assert "after step" in command("export", run, "best.pt", "--best").stdout
+    for words, why in (
+        (["b.pt", "--step", "3"], "There is no checkpoint of step 3"),
+        (["b.onnx"], "ends in '.onnx'"),
+        (["b.safetensors", "--all"], "tensors alone"),
+        (["nowhere/b.pt"], "nowhere"),
+        (["b.pt", "--step", "4", "--best"], "give one of them"),
+    ):
+        answer = command("export", run, *words)
+        assert answer.exit_code in (1, 2)
+        assert why in answer.stderr
+
+
+def test_export_passes_over_a_broken_checkpoint_and_says_so(command: Command, run: RunDir) -> None:
+    with open(run.checkpoint(6) / "state.json", "ab") as file:
+        file.write(b" ")
+    said = command("export", "run", "model.pt")
+    assert said.exit_code == 0
+    assert "after step 4" in said.stdout
+    assert "Taking the one before it" in said.stderr
+    asked = command("export", "run", "other.pt", "--step", "6")
+    assert asked.exit_code == 1
+    assert not Path("other.pt").exists()
+
+
+def test_everything_exported_is_everything_imported(command: Command, trained: tuple[Path, Net]) -> None:
+    assert command("export", str(trained[0]), "all.pt", "--all", "--step", "4").exit_code == 0
+    torch.load("all.pt", weights_only=True)
+    said = command("import", "copy", "all.pt")
+    assert said.exit_code == 0, said.stderr
+    assert "taken over: 9 weights and buffers, 1 optimizer, 1 scheduler" in said.stdout
+    continued = train(Path("copy"), 6)
+    for key, value in trained[1].state_dict().items():
+        assert torch.equal(continued.state_dict()[key], value), key
+
+
+def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
+    module = Net()
+    torch.save({f"module._orig_mod.{key}": value for key, value in module.state_dict().items()}, "plain.pt")
+    said = command("import", "new", "plain.pt")
+    assert said.exit_code == 0, said.stderr
+    assert "each name began with 'module.', as DistributedDataParallel has it" in said.stdout
+    assert "no state of an optimizer: it begins anew" in said.stdout
+    loaded = load_alone(RunDir(Path("new")).checkpoint(0))
+    assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
+    train(Path("new"), 2)
+    assert next(RunDir(Path("new")).read_events())["kind"] == "resumed"
+
+
+def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command, monkeypatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and leaves it
+    import lightning
+
+    class LightningNet(lightning.LightningModule):
+        def __init__(self, args: argparse.Namespace) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = Net().net
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).pow(2).mean()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    module = LightningNet(argparse.Namespace(lr=0.1))
+    data = torch.utils.data.DataLoader(list(torch.randn(12, 4)), batch_size=4)
+    trainer = lightning.Trainer(
+        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    trainer.save_checkpoint("last.ckpt")
+    refused = command("import", "new", "last.ckpt")
+    assert refused.exit_code == 2
+    assert "holds objects of argparse.Namespace" in refused.stderr
+    assert "--allow argparse.Namespace" in refused.stderr
+    assert not Path("new").exists()
+    said = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
+    assert said.exit_code == 0, said.stderr
+    assert f"the state after step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
+    assert "hyper_parameters" in said.stdout.split("left out: ")[1].splitlines()[0]
+    assert "which samples were trained" in said.stdout
+    state = load_alone(RunDir(Path("new")).checkpoint(5)).state
+    moments = trainer.optimizers[0].state_dict()["state"]
+    for index, values in moments.items():
+        assert torch.equal(state["optimizers"][0]["state"][index]["exp_avg"], values["exp_avg"])
+    continued = hpctrain.Trainer(max_steps=6, global_batch_size=4, run_dir="new")
+    continued.fit(Net(), list(torch.randn(12, 4)))
+    assert continued.step == 6
+
+
+def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunDir) -> None:
+    torch.save({"epochs": 3, "loss": 0.5}, "nothing.pt")
+    Path("text.pt").write_text("no checkpoint")
+    Path("text.safetensors").write_text("no checkpoint")
+    torch.save({"state_dict": {"w": torch.zeros(1)}, "step": 4}, "old.pt")
+    torch.save(torch.zeros(1), "tensor.pt")
+    for words, why in (
+        (["new", "nothing.pt"], "no state_dict among them"),
+        (["new", "text.pt"], "no file that torch.save has written"),
+        (["new", "text.safetensors"], "no safetensors file"),
+        (["new", "tensor.pt"], "holds a Tensor"),
+        (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
+        (["run", "old.pt"], "has a checkpoint of step 6, and old.pt would be that of step 4"),
+    ):
+        answer = command("import", *words)
+        assert answer.exit_code == 2, answer.output
+        assert why in answer.stderr
+    assert not Path("new").exists()
+
+
+def test_no_code_of_a_file_is_run(command: Command) -> None:
+    class Trap:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    torch.save({"state_dict": {"w": torch.zeros(1)}, "more": Trap()}, "trap.pt")
+    answer = command("import", "new", "trap.pt")
+    assert answer.exit_code == 2
+    assert "executed" not in answer.output
+    assert "print" in answer.stderr
+
+
+def test_a_run_that_is_going_takes_no_import(command: Command) -> None:
+    run = RunDir(Path("runs/going").absolute())
+    run.path.mkdir(parents=True)
+    run.spec.touch()
+    run.log_event("submitted", 0, job_id="17", backend="slurm")
+    torch.save({"w": torch.zeros(1)}, "w.pt")
+    answer = command("import", "going", "w.pt")
+    assert answer.exit_code == 2
+    assert "Run going is UNKNOWN" in answer.stderr
