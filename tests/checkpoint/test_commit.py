@@ -1,0 +1,161 @@
+"""What is saved is what is loaded; what was not finished does not count and is in nobody's way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import REPOSITORY
+from saved_states import STATE, equal, names, save, steps
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from hpctrain.checkpoint.manifest import committed_steps, verified
+from hpctrain.checkpoint.place import ABANDONED_AFTER_S, Place, new_name
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.tree import join_tree, split_tree
+from hpctrain.errors import CheckpointError
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saved = save(store, 100)
+    assert saved.path == tmp_path / "checkpoints" / "step-00000100"
+    loaded, broken = store.load_newest()
+    assert broken == []
+    assert loaded.step == 100
+    assert equal(loaded.state, STATE)
+    assert torch.equal(loaded.rank_state["torch"], torch.get_rng_state())
+    assert saved.total_bytes == sum(
+        path.stat().st_size for path in saved.path.iterdir() if path.name != "manifest.json"
+    )
+
+
+def test_no_checkpoint(tmp_path):
+    assert CheckpointStore(tmp_path / "none").load_newest() == (None, [])
+
+
+def test_torch_reads_the_tensors_without_hpctrain(tmp_path):
+    folder = save(CheckpointStore(tmp_path), 1).path
+    target = {"state/module/weight": torch.empty(2, 3), "state/half": torch.empty(5, dtype=torch.bfloat16)}
+    dcp.load(target, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(target["state/module/weight"], STATE["module"]["weight"])
+    assert torch.equal(target["state/half"], STATE["half"])
+    dcp_to_torch_save(folder, tmp_path / "one.pt")
+    whole = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(whole["state/transposed"], STATE["transposed"])
+
+
+def test_reading_unpickles_nothing(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr("pickle.load", refuse)
+    monkeypatch.setattr("pickle.loads", refuse)
+    assert equal(store.load_newest()[0].state, STATE)
+
+
+def test_torch_load_never_runs_code_of_a_file():
+    """Every call in the package says so itself, whatever torch's default is."""
+    calls = [
+        (path, node)
+        for path in (REPOSITORY / "hpctrain").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    unsafe = [
+        f"{path}:{node.lineno}"
+        for path, node in calls
+        if not any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+    ]
+    assert unsafe == []
+
+
+def test_a_state_of_another_shape_follows(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step, state in enumerate(
+        ({"a": torch.ones(3)}, {"a": torch.ones(4), "b": torch.zeros(2)}, {"b": torch.ones(2).half()}), 1
+    ):
+        store.save(step, state, {})
+        assert equal(store.load_newest()[0].state, state)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+    with Place(tmp_path).opened(new_name(10)) as killed:
+        left = tmp_path / f"{killed.name}-left"
+        left.mkdir()
+        (left / ".owner").write_bytes((killed / ".owner").read_bytes())
+        (left / "__0_0.distcp").write_bytes(b"half of it")
+    deleting = tmp_path / ".deleting-step-00000001-0123abcd"
+    deleting.mkdir()
+    store = CheckpointStore(tmp_path)
+    assert store.load_newest() == (None, [])
+    save(store, 5)
+    assert names(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("where", ["on this machine", "on another machine"])
+def test_what_another_attempt_may_be_writing_is_left_alone(tmp_path, where):
+    with Place(tmp_path).opened(new_name(10)) as other:
+        if where == "on another machine":
+            (other / ".owner").unlink()  # with the lock: of another machine's one sees nothing
+            (other / ".owner").write_text("another boot id\n")
+        save(CheckpointStore(tmp_path), 5)
+        assert other.exists()
+        assert names(tmp_path) == [other.name, "step-00000005"]
+        if where == "on another machine":
+            long_ago = other.stat().st_mtime - ABANDONED_AFTER_S - 1
+            for path in (*other.iterdir(), other):
+                os.utime(path, (long_ago, long_ago))
+            save(CheckpointStore(tmp_path), 6)
+            assert not other.exists()
+
+
+def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path):
+    folder = CheckpointStore(tmp_path).save(5, {"x": torch.ones(2)}, {}).path
+    before = (folder / "manifest.json").read_bytes()
+    CheckpointStore(tmp_path).save(5, {"x": torch.ones(2)}, {})
+    assert (folder / "manifest.json").read_bytes() == before
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_a_value_that_json_cannot_hold_is_refused_with_its_path(tmp_path):
+    with pytest.raises(CheckpointError, match=r"state/scheduler/fn is a builtins\.object"):
+        CheckpointStore(tmp_path).save(1, {"scheduler": {"fn": object()}}, {})
+    assert list(committed_steps(tmp_path)) == []
+
+
+def test_a_tensor_that_cannot_be_stored_is_refused_with_its_path(tmp_path):
+    with pytest.raises(CheckpointError, match=r"state/weights is a tensor of layout torch\.sparse_coo"):
+        CheckpointStore(tmp_path).save(1, {"weights": torch.eye(2).to_sparse()}, {})
+    assert steps(tmp_path) == []
+
+
+def test_the_manifest_is_json_that_others_can_read(tmp_path):
+    folder = save(CheckpointStore(tmp_path), 7, score=0.5).path
+    record = json.loads((folder / "manifest.json").read_text())
+    assert (record["step"], record["world_size"], record["score"]) == (7, 1, 0.5)
+    assert {entry["name"] for entry in record["files"]} == {
+        path.name for path in folder.iterdir() if path.name != "manifest.json"
+    }
+    assert verified(folder).step == 7
+
+
+@pytest.mark.parametrize(
+    "value", [0.1 + 0.2, 1e-320, 2**70, float("inf"), "ü\n", [(1,), {"$tensor": 1}], {1: {2: 3}}]
+)
+def test_plain_values_survive_exactly(value):
+    plain, tensors = split_tree(value, "x")
+    assert equal(join_tree(json.loads(json.dumps(plain)), tensors), value)
+
+
+def test_nothing_is_left_in_the_folder_by_a_save(tmp_path):
+    save(CheckpointStore(tmp_path), 1)
+    assert [path for path in Path(tmp_path).rglob(".*") if path.name != ".metadata"] == []

@@ -1,0 +1,110 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saved_states import names, steps
+
+from hpctrain.checkpoint.manifest import verified
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import UserError
+
+SCORES = {5: 0.9, 10: 0.1, 15: None, 20: 0.5, 25: 0.4, 30: float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(last=2), [25, 30]),
+        (Retention(last=1, every=10), [10, 20, 30]),
+        (Retention(last=1, best=2), [10, 25, 30]),
+        (Retention(last=1, best=1, best_mode="max"), [5, 30]),
+        (Retention(last=2, every=15, best=1), [10, 15, 25, 30]),
+    ],
+)
+def test_rules(tmp_path, retention, kept):
+    store = CheckpointStore(tmp_path, retention=retention)
+    for step, score in SCORES.items():
+        store.save(step, {"x": torch.tensor(step)}, {}, score=score)
+    assert steps(tmp_path) == kept
+    assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 100), st.none() | st.floats(), min_size=1, max_size=12),
+    st.builds(
+        Retention,
+        last=st.integers(1, 4),
+        every=st.none() | st.integers(1, 9),
+        best=st.integers(0, 3),
+        best_mode=st.sampled_from(["min", "max"]),
+    ),
+)
+def test_the_newest_and_the_best_always_stay(scores, retention):
+    kept = retention.kept(scores)
+    assert kept <= scores.keys()
+    assert set(sorted(scores)[-retention.last :]) <= kept
+    finite = [score for score in scores.values() if score is not None and score == score]
+    if retention.best and finite:
+        best = min(finite) if retention.best_mode == "min" else max(finite)
+        assert any(scores[step] == best for step in kept)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"last": 0}, {"every": 0}, {"best": -1}, {"last": True}, {"best_mode": "most"}]
+)
+def test_a_rule_out_of_its_range_is_refused(rule):
+    with pytest.raises(UserError, match=next(iter(rule))):
+        Retention(**rule)
+
+
+def test_nothing_is_deleted_while_the_new_one_cannot_be_trusted(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, retention=Retention(last=1))
+    store.save(1, {"x": torch.zeros(2)}, {})
+    commit = type(store._site.place).commit
+
+    def commit_and_lose_a_file(place, path, step, files):
+        done = commit(place, path, step, files)
+        (place.folder / f"step-{step:08d}" / "state.json").write_bytes(b"")
+        return done
+
+    monkeypatch.setattr(type(store._site.place), "commit", commit_and_lose_a_file)
+    saved = store.save(2, {"x": torch.zeros(2)}, {})
+    assert "No old checkpoint was deleted" in saved.notes[0]
+    assert verified(tmp_path / "step-00000001").step == 1
+    assert CheckpointStore(tmp_path).load_newest()[0].step == 1
+
+
+def test_what_a_fake_file_system_does_not_delete_is_said_and_stays_hidden(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, retention=Retention(last=1))
+    store.save(1, {"x": torch.zeros(2)}, {})
+
+    def refuse(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hpctrain.checkpoint.place.shutil.rmtree", refuse)
+        saved = store.save(2, {"x": torch.zeros(2)}, {})
+    assert "cannot be deleted: Permission denied" in saved.notes[0]
+    assert steps(tmp_path) == [2]
+    store.save(3, {"x": torch.zeros(2)}, {})
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_broken_ones_are_neither_deleted_nor_counted(tmp_path):
+    store = CheckpointStore(tmp_path, retention=Retention(last=2))
+    for step in (1, 2):
+        store.save(step, {"x": torch.zeros(2)}, {})
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001.broken-0")
+    for step in (3, 4):
+        store.save(step, {"x": torch.zeros(2)}, {})
+    assert names(tmp_path) == ["step-00000001.broken-0", *(f"step-0000000{n}" for n in (2, 3, 4))]
