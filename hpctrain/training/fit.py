@@ -19,7 +19,7 @@ from hpctrain.training.checkpointing import Checkpointing
 from hpctrain.training.data.feed import MicroBatch, Step, Until
 from hpctrain.training.data.loading import Loading, to_device
 from hpctrain.training.data.plan import Deal, Share
-from hpctrain.training.data.sources import ValidationSet, make_feed
+from hpctrain.training.data.sources import make_feed, make_validation_set
 from hpctrain.training.micro_batches import (
     find_micro_batch_size,
     fits_here,
@@ -80,10 +80,16 @@ class Fit:
         self._validation_set = (
             None
             if val_dataset is None
-            else ValidationSet(val_dataset, loading, deal, settings.seed, settings.global_batch_size)
+            else make_validation_set(
+                val_dataset,
+                loading,
+                deal,
+                seed=settings.seed,
+                global_batch_size=settings.global_batch_size,
+            )
         )
         self._module = module.to(team.device)
-        self._strategy = find_strategy(settings.strategy)(module, team)
+        self._strategy = find_strategy(settings.strategy, environ)(module, team)
         self.state = TrainingState(module, configured(module), self._feed)
         self._scaler = self.state.scaler = make_scaler(settings.precision, team.device)
         self._progress = make_progress(self._feed.last_step, team.ranks.is_main)
@@ -117,21 +123,20 @@ class Fit:
             SystemExit: with code 75, after a stop.
         """
         rng.seed_all(rng.derived_seed(self._settings.seed, "rank", self._team.ranks.rank))
-        with self._progress, self._checkpoints:
+        with self._progress, self._checkpoints, closing(self._feed):
             self._begin()
             report: StepReport | None = None
-            with closing(self._feed.steps()) as steps:
-                for step in steps:
-                    sums = self._train(step)
-                    stop = save = False
-                    if report is not None:
-                        result = self._read(report)
-                        stop, save = result.stop, result.save
-                    self.state.finished = self._feed.finished
-                    report = self._report(step.share, sums)
-                    if stop or save or self._is_boundary():
-                        self._at_boundary(self._read(report, show=False), stop, save)
-                        report = None
+            for step in self._feed.steps():
+                sums = self._train(step)
+                stop = save = False
+                if report is not None:
+                    result = self._read(report)
+                    stop, save = result.stop, result.save
+                self.state.finished = self._feed.finished
+                report = self._report(step.share, sums)
+                if stop or save or self._is_boundary():
+                    self._at_boundary(self._read(report, show=False), stop, save)
+                    report = None
             self._team.barrier()
 
     def _begin(self) -> None:

@@ -61,8 +61,11 @@ class Feed(Protocol):
     def begin(self, after: int) -> None:
         """Make ready to give the step after `after`, the last one that was trained."""
 
-    def steps(self) -> Generator[Step, None, None]:
-        """Yield one step after the other, to the end of the training. Close it to let go of workers."""
+    def steps(self) -> Iterator[Step]:
+        """Yield one step after the other, to the end of the training."""
+
+    def close(self) -> None:
+        """Let go of workers."""
 
     def trial(self) -> tuple[int, Any]:
         """The most samples that a rank gets in the next step, and a function that makes a batch of n."""
@@ -102,6 +105,7 @@ class MapFeed:
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
         self._step = 0
+        self._batches: Generator[Any, None, None] | None = None
 
     def identity(self) -> dict[str, Any]:
         return self._plan.identity()
@@ -115,7 +119,7 @@ class MapFeed:
     def begin(self, after: int) -> None:
         self._step = after
 
-    def steps(self) -> Generator[Step, None, None]:
+    def steps(self) -> Iterator[Step]:
         coming: deque[tuple[Share, list[tuple[int, int]]]] = deque()
 
         def orders() -> Iterator[Order]:
@@ -132,11 +136,15 @@ class MapFeed:
             for low, high in parts[1:]:
                 yield MicroBatch(next(batches), high - low)
 
-        batches = self._loading.batches(self._fetcher, orders(), "train_dataset")
+        self._batches = batches = self._loading.batches(self._fetcher, orders(), "train_dataset")
         for first in batches:
             share, parts = coming.popleft()
             self._step = share.step
             yield Step(share, len(parts), micro_batches(parts, first))
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
 
     def trial(self) -> tuple[int, Any]:
         share = self._plan.share(min(self._step + 1, self._last), self._deal)

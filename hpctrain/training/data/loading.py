@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class Loading:
     timeout_s: float = 900.0
     seed_samples: bool = True
 
-    def batches(self, fetcher: Fetcher, orders: Iterable[Order], name: str) -> Iterator[Any]:
+    def batches(self, fetcher: Fetcher, orders: Iterable[Order], name: str) -> Generator[Any, None, None]:
         """Yield the batch of each order. Workers run ahead of what is asked for.
 
         Raises:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import closing
+from typing import Any, Protocol
 
 import torch
+from torch.utils.data import default_collate
 
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.feed import Feed, MapFeed, Until
 from hpctrain.training.data.fetch import find_fetcher
-from hpctrain.training.data.loading import Loading
+from hpctrain.training.data.lanes import Lanes
+from hpctrain.training.data.loading import Loading, pinned
 from hpctrain.training.data.plan import Deal
 from hpctrain.training.data.randomness import SampleSeeds
+from hpctrain.training.data.shard_reading import ShardedStream, is_stream
+from hpctrain.training.data.stream_feed import StreamFeed
 
 
 def make_feed(
@@ -30,27 +35,81 @@ def make_feed(
     Raises:
         UserError: it is empty, or can be neither.
     """
+    if is_stream(dataset):
+        return StreamFeed(
+            dataset, loading, deal, team, seed=seed, global_batch_size=global_batch_size, until=until
+        )
     return MapFeed(dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until)
 
 
-class ValidationSet:
-    """A data set of which every sample is seen once in a validation, however many ranks share the work."""
-
-    def __init__(self, dataset: Any, loading: Loading, deal: Deal, seed: int, global_batch_size: int) -> None:
-        """Look at the data set.
-
-        Raises:
-            UserError: it is empty, or has neither an index nor an iterator.
-        """
-        self._loading, self._deal = loading, deal
-        self._batch_size = max(1, global_batch_size // deal.world_size)
-        seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
-        self._fetcher = find_fetcher(dataset, loading.collate_fn, seeds, "val_dataset")
+class ValidationSet(Protocol):
+    """Samples each of which is seen once in a validation, however many ranks share the work."""
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         """Yield (number of samples, batch) of this rank's part; augmentation is the same every time."""
+
+
+def make_validation_set(
+    dataset: Any, loading: Loading, deal: Deal, *, seed: int, global_batch_size: int
+) -> ValidationSet:
+    """The way to go through a validation set, which has an index or is a stream.
+
+    Raises:
+        UserError: it is empty, or can be neither.
+    """
+    seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
+    batch_size = deal.largest(global_batch_size)
+    if is_stream(dataset):
+        return _ValidationStream(dataset, loading, deal, seeds, batch_size)
+    return _ValidationMap(dataset, loading, deal, seeds, batch_size)
+
+
+class _ValidationMap:
+    """From a data set with an index each rank takes a range."""
+
+    def __init__(
+        self, dataset: Any, loading: Loading, deal: Deal, seeds: SampleSeeds, batch_size: int
+    ) -> None:
+        self._loading, self._deal, self._batch_size = loading, deal, batch_size
+        self._fetcher = find_fetcher(dataset, loading.collate_fn, seeds, "val_dataset")
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
         low, high = self._deal.part(self._fetcher.num_samples)
         starts = range(low, high, self._batch_size)
         sizes = [min(self._batch_size, high - start) for start in starts]
         orders = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
-        return zip(sizes, self._loading.batches(self._fetcher, orders, "val_dataset"), strict=True)
+        with closing(self._loading.batches(self._fetcher, orders, "val_dataset")) as batches:
+            yield from zip(sizes, batches, strict=True)
+
+
+class _ValidationStream:
+    """From a stream each rank takes the shards that it would train; a shard that ranks share, in turns."""
+
+    def __init__(
+        self, dataset: Any, loading: Loading, deal: Deal, seeds: SampleSeeds, batch_size: int
+    ) -> None:
+        self._stream = ShardedStream(dataset, "val_dataset")
+        self._loading, self._deal, self._seeds, self._batch_size = loading, deal, seeds, batch_size
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        lanes = Lanes(
+            self._stream,
+            self._loading,
+            self._deal,
+            self._seeds,
+            chunk_size=self._batch_size,
+            num_epochs=1,
+        )
+        waiting: list[Any] = []
+        with closing(lanes):
+            for chunk in lanes.all_chunks():
+                waiting += chunk.samples.values()
+                while len(waiting) >= self._batch_size:
+                    yield self._batch_size, self._batch(waiting[: self._batch_size])
+                    del waiting[: self._batch_size]
+        if waiting:
+            yield len(waiting), self._batch(waiting)
+
+    def _batch(self, samples: list[Any]) -> Any:
+        batch = (self._loading.collate_fn or default_collate)(samples)
+        return pinned(batch) if self._loading.pin_memory else batch

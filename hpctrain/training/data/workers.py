@@ -7,6 +7,7 @@ whatever that died of, and a rank that leaves does not wait for a worker that is
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -78,6 +79,8 @@ class Workers:
         before = set(multiprocessing.active_children())
         with _births_shielded():
             self._answers: Iterator[Any] | None = iter(loader)
+        # At its exit, multiprocessing asks its processes by SIGTERM to leave, and waits for them.
+        atexit.register(self._kill)
         self._processes: list[BaseProcess] = sorted(
             set(multiprocessing.active_children()) - before,
             key=lambda process: (len(process.name), process.name),
@@ -124,6 +127,7 @@ class Workers:
         self._kill()
         for process in self._processes:
             process.join()
+        atexit.unregister(self._kill)
 
     def _kill(self) -> None:
         for process in self._processes:

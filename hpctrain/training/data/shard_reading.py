@@ -1,0 +1,206 @@
+"""Reads the shards of a stream in chunks, with marks to which reading can go back."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from hpctrain.errors import UserError
+from hpctrain.training.data.randomness import SampleSeeds
+
+#: Whether this rank keeps a sample: (epoch, shard, number in it) -> bool. It reads the others, too.
+Keep = Callable[[int, int, int], bool]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a shard from which reading can begin."""
+
+    number: int = 0
+    """Samples of the shard before it."""
+    state: Any = None
+    """What the stream's `state_dict` said there; None stands for its beginning."""
+    resumable: bool = False
+    """Whether the stream has a `state_dict`, so that reading could begin elsewhere, too."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples that follow each other in a shard."""
+
+    epoch: int
+    shard: int
+    mark: Mark | None
+    """Where the chunk begins; None where the stream cannot go back to there."""
+    samples: dict[int, Any]
+    """Those to keep, by their numbers."""
+    stop: int
+    """Number of the sample after the chunk."""
+    ended: bool
+    """Whether the shard ends with it."""
+
+
+class ShardedStream:
+    """A stream as a set of shards: as many as it offers, or else one."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        """Look at the stream.
+
+        Raises:
+            UserError: it can be read only once.
+        """
+        if iter(dataset) is dataset and not hasattr(dataset, "load_state_dict"):
+            raise UserError(
+                f"{name} is a {type(dataset).__name__}, which can be read only once. "
+                "Give an IterableDataset, whose __iter__ begins anew in each epoch."
+            )
+        self._dataset, self.name = dataset, name
+        offered = getattr(dataset, "num_shards", None)
+        self.num_shards = offered if isinstance(offered, int) and callable(dataset.shard) else 1
+        if self.num_shards < 1:
+            raise UserError(f"{name} has {self.num_shards} shards; it must have one at least.")
+
+    def shard(self, index: int) -> Any:
+        """A shard as an iterable of its own, at its beginning."""
+        if self.num_shards == 1:
+            return self._dataset
+        return self._dataset.shard(num_shards=self.num_shards, index=index)
+
+
+class _ShardReader:
+    """Reads one shard in one epoch."""
+
+    def __init__(self, stream: ShardedStream, shard: int, epoch: int, mark: Mark) -> None:
+        self._epoch, self._shard, self._number = epoch, shard, mark.number
+        self._opened_at = mark
+        self._name = stream.name
+        dataset = stream.shard(shard)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        self._samples = iter(dataset)
+        # By torchdata's protocol the iterator keeps the state, or else the data set does.
+        self._holder = next((h for h in (self._samples, dataset) if _keeps_state(h)), None)
+        if mark.state is None:
+            return
+        if self._holder is None:
+            raise UserError(
+                f"{self._name} was read to sample {mark.number} of shard {shard} when the checkpoint was "
+                "written, but has no load_state_dict any more. Put it back, or start a new run."
+            )
+        self._holder.load_state_dict(copy.deepcopy(mark.state))
+        if self._holder is dataset:
+            self._samples = iter(dataset)
+
+    def chunk(self, size: int, keep: Keep, seeds: SampleSeeds) -> Chunk:
+        """Read the next `size` samples, or up to the end of the shard."""
+        epoch, shard, start = self._epoch, self._shard, self._number
+        mark = self._mark()
+        samples: dict[int, Any] = {}
+        ended = False
+        with seeds.fetching():
+            while self._number < start + size and not ended:
+                seeds.enter(epoch, shard, self._number)
+                try:
+                    sample = next(self._samples)
+                except StopIteration:
+                    ended = True
+                except Exception as error:
+                    error.add_note(
+                        f"hpctrain: raised while {self._name} read sample {self._number} of shard {shard} "
+                        f"in epoch {epoch}."
+                    )
+                    raise
+                else:
+                    if keep(epoch, shard, self._number):
+                        samples[self._number] = sample
+                    self._number += 1
+        return Chunk(epoch, shard, mark, samples, self._number, ended)
+
+    def _mark(self) -> Mark | None:
+        resumable = self._holder is not None
+        if self._number == self._opened_at.number:
+            # Some streams have a state only once something was read of them.
+            return replace(self._opened_at, resumable=resumable)
+        if self._holder is None:
+            return None
+        return Mark(self._number, copy.deepcopy(self._holder.state_dict()), resumable=True)
+
+
+@dataclass
+class Lane(IterableDataset[Chunk]):
+    """Reads some shards in turns, chunk by chunk, epoch after epoch; in the rank itself or in a worker."""
+
+    stream: ShardedStream
+    shards: list[int]
+    marks: Mapping[int, Mark | None]
+    """Of each shard where to begin in the first epoch, its beginning by default; None where it has ended."""
+    _: KW_ONLY
+    first_epoch: int
+    num_epochs: int | None
+    chunk_size: int
+    keep: Keep
+    seeds: SampleSeeds
+
+    def __iter__(self) -> Iterator[Chunk]:
+        # A stream that finds itself in a worker of torch's DataLoader takes only a part of itself, but a
+        # shard has one reader here.
+        torch_worker._worker_info = None
+        epoch, marks = self.first_epoch, dict(self.marks)
+        while self.num_epochs is None or epoch < self.num_epochs:
+            reading = deque(
+                _ShardReader(self.stream, shard, epoch, mark)
+                for shard in self.shards
+                if (mark := marks.get(shard, Mark())) is not None
+            )
+            while reading:
+                reader = reading.popleft()
+                chunk = reader.chunk(self.chunk_size, self.keep, self.seeds)
+                if not chunk.ended:
+                    reading.append(reader)
+                yield chunk
+            epoch, marks = epoch + 1, {}
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether `dataset` has no index and is read from its beginning."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def _keeps_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def dump_marks(marks: list[Mark | None], name: str) -> torch.Tensor:
+    """Marks as a uint8 tensor.
+
+    Raises:
+        UserError: a state holds something that `torch.load(weights_only=True)` does not take.
+    """
+    buffer = io.BytesIO()
+    plain = [None if mark is None else (mark.number, mark.state, mark.resumable) for mark in marks]
+    torch.save(plain, buffer)
+    dumped = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        load_marks(dumped)
+    except Exception as error:
+        raise UserError(
+            f"the state_dict of {name} holds what a checkpoint cannot keep: {error}. "
+            "Let it return numbers, texts, tensors, and lists and dicts of them."
+        ) from error
+    return dumped
+
+
+def load_marks(dumped: torch.Tensor) -> list[Mark | None]:
+    """What `dump_marks` was given."""
+    plain = torch.load(io.BytesIO(bytes(dumped.tolist())), weights_only=True)
+    return [None if pair is None else Mark(*pair) for pair in plain]

@@ -1,0 +1,120 @@
+"""Ranks without processes: threads that do with a feed what the training loop does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.training.data.feed import Feed
+from hpctrain.training.data.plan import Deal
+
+_LIMIT_S = 30.0
+
+
+class SimulatedTeam:
+    """The exchange between the threads of a leg."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=_LIMIT_S)
+        self._values: list[Any] = [None] * world_size
+
+    def of(self, rank: int) -> _Member:
+        return _Member(self, rank)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+@dataclass
+class _Member:
+    team: SimulatedTeam
+    rank: int
+    collectives: int = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.collectives += 1
+        return self.team.gather(self.rank, value)
+
+
+@dataclass
+class Leg:
+    """What some ranks trained from one start to the stop."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """One dict a step: epoch, batch_idx, ends_epoch, indices by rank, samples by rank, largest, collectives."""
+    state: dict[str, Any] | None = None
+    finished: bool = False
+    remarks: list[str] = field(default_factory=list)
+
+
+MakeFeed = Callable[[Deal, Any], Feed]
+
+
+def train_leg(
+    make_feed: MakeFeed,
+    world_size: int,
+    num_steps: int,
+    *,
+    after: int = 0,
+    state: dict[str, Any] | None = None,
+    micro_batch_size: int | None = None,
+) -> Leg:
+    """Train `num_steps` steps on `world_size` ranks, or to the end."""
+    team = SimulatedTeam(world_size)
+
+    def train(rank: int) -> tuple[list[dict[str, Any]], dict[str, Any], bool, list[str]]:
+        member = team.of(rank)
+        feed = make_feed(Deal(rank, world_size), member)
+        feed.micro_batch_size = micro_batch_size
+        remarks = feed.load_state_dict(state) if state is not None else []
+        feed.begin(after)
+        told: list[dict[str, Any]] = []
+        pending: float | None = None
+        finished = feed.finished
+        try:
+            for step in feed.steps() if num_steps else ():
+                micro = [(m.num_samples, m.batch) for m in step.micro_batches]
+                assert len(micro) == step.num_micro_batches
+                told.append({"share": step.share, "micro": micro})
+                before = member.collectives
+                if pending is not None:
+                    feed.hear(sum(team.gather(rank, pending)))
+                told[-1]["collectives"] = member.collectives - before
+                told[-1]["ends_epoch"] = feed.at_epoch_end
+                finished = feed.finished
+                pending = feed.news()
+                if len(told) == num_steps or finished:
+                    feed.hear(sum(team.gather(rank, pending)))
+                    break
+            return told, feed.state_dict(), finished, remarks
+        finally:
+            feed.close()
+
+    with ThreadPoolExecutor(world_size) as pool:
+        results = [future.result() for future in [pool.submit(train, r) for r in range(world_size)]]
+    leg = Leg(state=results[0][1], finished=results[0][2], remarks=results[0][3])
+    for of_ranks in zip(*(told for told, *_ in results), strict=True):
+        shares = [one["share"] for one in of_ranks]
+        assert len({(s.step, s.epoch, s.batch_idx, s.batch_size, s.largest) for s in shares}) == 1
+        assert len({len(one["micro"]) for one in of_ranks}) == 1
+        assert shares[0].batch_size == sum(len(s.indices) for s in shares)
+        assert shares[0].largest == max(len(s.indices) for s in shares)
+        leg.steps.append(
+            {
+                "step": shares[0].step,
+                "epoch": shares[0].epoch,
+                "batch_idx": shares[0].batch_idx,
+                "ends_epoch": of_ranks[0]["ends_epoch"],
+                "indices": [s.indices.tolist() for s in shares],
+                "micro": [one["micro"] for one in of_ranks],
+                "collectives": of_ranks[0]["collectives"],
+            }
+        )
+    return leg
