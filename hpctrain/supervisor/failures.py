@@ -121,12 +121,15 @@ def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
 
 def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, words: LastWords) -> Failure:
     """Describe a rank that ended without a word, or the first one of an agent that did."""
+    message = words.message
+    if task.out_of_memory:
+        message = "out of memory: it took more than the job has on this node (--mem)"
     failure = Failure(
         rank=rank,
         host=host,
         kind="signal" if task.signal else "exit",
         error=task.signal.name if task.signal else f"exit code {task.code}",
-        message=words.message,
+        message=message,
         log=str(words.log),
         order=None,
         time=time.time(),

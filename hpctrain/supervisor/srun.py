@@ -40,6 +40,8 @@ _JOB_SHAPE = (
 #   srun: error: n1: tasks 0-1,3: Exited with exit code 75
 _TASKS_ENDED = re.compile(r"srun: error: [^:\s]+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+#: Said of tasks that the kernel killed at the limit of their control group, where the site has such limits.
+_OUT_OF_MEMORY = "Out Of Memory"
 _SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signals}
 
 
@@ -154,6 +156,8 @@ def parse_task_report(line: str) -> list[TaskExit]:
     ranks = [int(name) for name in expand_hostlist(f"[{match[1]}]")]
     if code := _EXIT_CODE.match(match[2]):
         return [TaskExit(rank, int(code[1])) for rank in ranks]
+    if match[2] == _OUT_OF_MEMORY:
+        return [TaskExit(rank, None, signal.SIGKILL, out_of_memory=True) for rank in ranks]
     number = _SIGNALS_BY_NAME.get(match[2])
     return [TaskExit(rank, None, number) if number else TaskExit(rank, 1) for rank in ranks]
 

@@ -31,6 +31,8 @@ class TaskExit:
     code: int | None
     """Exit code, or None where a signal ended it."""
     signal: signal.Signals | None = None
+    out_of_memory: bool = False
+    """Whether the signal was the kernel's, for the job took more memory than it has."""
 
     @property
     def ending(self) -> Ending:
