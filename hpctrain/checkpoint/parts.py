@@ -91,7 +91,7 @@ class Writing(threading.Thread):
             for part in self._parts:
                 self.entries.append(self._write(part))
         except Exception as error:  # noqa: BLE001 (the ranks are told by `problem`)
-            self.problem = reason(error)
+            self.problem = self.problem or reason(error)
         finally:
             self.ended.set()
 
@@ -135,22 +135,32 @@ def write_together(
         GivenUp: on all ranks, where any asked for it.
     """
     writing.start()
+    try:
+        given_up = _wait_for_all(agreement, writing, give_up, patience_s, failure)
+    finally:
+        # Ended already, unless the ranks have lost touch, or the disk hangs.
+        writing.stop.set()
+    agreement.raise_alike(writing.problem, failure)
+    if given_up:
+        raise GivenUp(f"{failure}: it was given up.")
+    return writing.entries
+
+
+def _wait_for_all(
+    agreement: Agreement, writing: Writing, give_up: threading.Event, patience_s: float, failure: str
+) -> bool:
+    """Wait until no rank writes any more, and say whether any asked to give up."""
     round_s, given_up = _SHORTEST_ROUND_S, 0
     while True:
         ended = writing.ended.wait(round_s)
-        problem = writing.problem
         if not ended and time.monotonic() - writing.moved_at > patience_s:
-            ended, problem = True, f"the disk has taken nothing for {patience_s:g} s"
+            ended, writing.problem = True, f"the disk has taken nothing for {patience_s:g} s"
         unfinished, failed, giving_up = agreement.counts(
-            not ended, problem is not None, give_up.is_set(), waiting_for=failure
+            not ended, writing.problem is not None, give_up.is_set(), waiting_for=failure
         )
         given_up = max(given_up, giving_up)
         if failed or given_up:
             writing.stop.set()
         if not unfinished:
-            break
+            return given_up > 0
         round_s = min(_LONGEST_ROUND_S, round_s * 1.5)
-    agreement.raise_alike(problem, failure)
-    if given_up:
-        raise GivenUp(f"{failure}: it was given up.")
-    return writing.entries

@@ -39,6 +39,7 @@ def test_no_checkpoint(tmp_path):
     assert CheckpointStore(tmp_path / "none").load_newest() == (None, [])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_tensors_without_hpctrain(tmp_path):
     folder = save(CheckpointStore(tmp_path), 1).path
     target = {"state/module/weight": torch.empty(2, 3), "state/half": torch.empty(5, dtype=torch.bfloat16)}

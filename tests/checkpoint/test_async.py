@@ -1,0 +1,196 @@
+"""Saving in the background: what is copied, what is waited for, and how it is ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from helpers import environment, wait_for
+from saved_states import names, steps
+
+from hpctrain.checkpoint import parts
+from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.errors import CheckpointError
+
+
+class Gate:
+    """Holds back all writing until it is opened, or it is told to stop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        write = parts.Writing._write
+
+        def wait_and_write(writing, part):
+            self.reached.set()
+            while not (self.open.is_set() or writing.stop.is_set()):
+                self.open.wait(0.01)
+                writing.moved_at = time.monotonic()
+            return write(writing, part)
+
+        monkeypatch.setattr(parts.Writing, "_write", wait_and_write)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)
+
+
+def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it_then(tmp_path, gate):
+    store = CheckpointStore(tmp_path)
+    state = {"x": torch.arange(1000.0), "log": [1, 2], "scheduler": {"milestones": {"a": 1}}}
+    store.begin(1, state, {"rng": state["x"]})
+    state["x"].zero_()
+    state["log"].append(3)
+    state["scheduler"]["milestones"].clear()
+    gate.open.set()
+    assert store.finish(10)
+    loaded = store.load_newest()[0]
+    assert torch.equal(loaded.state["x"], torch.arange(1000.0))
+    assert torch.equal(loaded.rank_state["rng"], torch.arange(1000.0))
+    assert loaded.state["log"] == [1, 2]
+    assert loaded.state["scheduler"] == {"milestones": {"a": 1}}
+
+
+def test_how_it_ended_is_told_once_and_asking_never_waits(tmp_path, gate):
+    store = CheckpointStore(tmp_path)
+    store.begin(1, {"x": torch.zeros(2)}, {}, score=0.5)
+    assert store.finished() == []
+    assert not store.finish(0.05)
+    gate.open.set()
+    assert store.finish(10)
+    (saved,) = store.finished()
+    assert (saved.step, saved.score, saved.world_size, saved.notes) == (1, 0.5, 1, ())
+    assert saved.path == tmp_path / "step-00000001"
+    assert 0 < saved.stall_s < saved.seconds
+    assert store.finished() == []
+
+
+def test_one_is_in_flight_and_the_next_waits_for_it(tmp_path, gate):
+    store = CheckpointStore(tmp_path)
+    store.begin(1, {"x": torch.zeros(2)}, {})
+    second = threading.Thread(target=store.begin, args=(2, {"x": torch.ones(2)}, {}))
+    second.start()
+    gate.reached.wait(10)
+    second.join(0.2)
+    assert second.is_alive()
+    assert steps(tmp_path) == []
+    gate.open.set()
+    second.join(10)
+    assert store.finish(10)
+    first, then = store.finished()
+    assert (first.step, then.step) == (1, 2)
+    assert then.stall_s > 0.1
+    assert torch.equal(store.load_newest()[0].state["x"], torch.ones(2))
+
+
+def test_memory_is_kept_from_save_to_save_and_changes_with_the_shapes_only(tmp_path):
+    store = CheckpointStore(tmp_path)
+    images = []
+    for step, state in enumerate(({"x": torch.zeros(9)}, {"x": torch.ones(9)}, {"x": torch.ones(8)}), 1):
+        store.begin(step, state, {})
+        images.append(store._camera._image)
+    store.close()
+    assert images[0] is images[1] is not images[2]
+
+
+def test_memory_is_prepared_in_the_background(tmp_path):
+    store = CheckpointStore(tmp_path)
+    state = {"x": torch.zeros(1000)}
+    store.prepare(state, {})
+    store._camera._join()
+    prepared = store._camera._image
+    store.prepare(state, {})
+    store.begin(1, state, {})
+    assert store._camera._image is prepared is not None
+    store.close()
+
+
+def test_a_save_is_given_up(tmp_path, gate):
+    store = CheckpointStore(tmp_path)
+    store.begin(1, {"x": torch.zeros(2)}, {})
+    gate.reached.wait(10)
+    store.abandon()
+    assert store.finish(10)
+    (error,) = store.finished()
+    assert isinstance(error, CheckpointError)
+    assert "given up" in str(error)
+    assert names(tmp_path) == []
+    gate.open.set()
+    assert isinstance(store.save(2, {"x": torch.zeros(2)}, {}), Saved)
+
+
+def test_closing_waits_and_with_a_limit_gives_up(tmp_path, gate):
+    store = CheckpointStore(tmp_path)
+    store.begin(1, {"x": torch.zeros(2)}, {})
+    assert store.close(timeout_s=0.1) == []
+    assert "given up" in str(store.finished()[0])
+    gate.open.set()
+    other = CheckpointStore(tmp_path)
+    other.begin(2, {"x": torch.zeros(2)}, {})
+    other.close()
+    assert steps(tmp_path) == [2]
+
+
+def test_a_value_that_cannot_be_saved_is_told_of_as_every_failure(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.begin(1, {"x": object()}, {})
+    assert store.finish(10)
+    assert "state/x is a builtins.object" in str(store.finished()[0])
+
+
+def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_path):
+    """By an error of the script, say, while a save is in flight; the exit code stays the script's own."""
+    script = f"""if True:
+        import sys, time, torch
+        from pathlib import Path
+        from hpctrain.checkpoint import parts
+        from hpctrain.checkpoint.store import CheckpointStore
+        store = CheckpointStore(Path({str(tmp_path)!r}))
+        def endless(writing, part):
+            while not writing.stop.is_set():
+                writing.moved_at = time.monotonic()
+                time.sleep(0.01)
+            raise OSError("stopped")
+        parts.Writing._write = endless
+        store.begin(1, {{"x": torch.zeros(2)}}, {{}})
+        sys.exit(3)
+    """
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment())
+    try:
+        assert process.wait(60) == 3
+    finally:
+        process.kill()
+        process.wait()
+    assert names(tmp_path) == []
+
+
+def test_threads_end(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.begin(step, {"x": torch.zeros(2)}, {})
+    store.close()
+    wait_for(
+        lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("hpctrain")],
+        5,
+        "the end of the threads",
+    )
+
+
+@pytest.mark.gpu
+def test_what_lies_on_a_gpu_is_copied_in_the_order_of_its_stream(tmp_path):
+    store = CheckpointStore(tmp_path)
+    x = torch.arange(64.0 * 1024 * 1024, device="cuda").reshape(64, 1024, 1024)
+    state = {"x": x, "bf16": x[0].bfloat16(), "cpu": torch.ones(3), "view": x[0].t()}
+    wanted = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    for step in (1, 2):
+        store.begin(step, state, {})
+        x.add_(1.0)  # at once: what is copied must not have it
+        assert store.finish(60)
+        loaded = store.load_newest()[0].state
+        assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+        wanted = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    assert torch.frombuffer(store._camera._image.content.obj, dtype=torch.uint8).is_pinned()
