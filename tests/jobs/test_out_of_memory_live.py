@@ -14,7 +14,6 @@ from hpctrain import sandbox
 from hpctrain.jobs.prepare import prepare
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.submit import hand_over
-from hpctrain.supervisor.srun import parse_task_report
 from jobs.raw_run import Slurm
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -63,9 +62,3 @@ def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
     status = run.wait_for_end(timeout=60)
     assert status.state is RunState.FAILED
     assert f"rank 1 on {limited.box.nodes[0]}: SIGKILL: out of memory: it took more" in str(status.cause)
-
-
-def test_sruns_word_for_it_is_known():
-    (task,) = parse_task_report("srun: error: n1: task 1: Out Of Memory\n")
-    assert (task.rank, task.signal, task.out_of_memory) == (1, 9, True)
-    assert not parse_task_report("srun: error: n1: task 1: Killed\n")[0].out_of_memory

@@ -163,7 +163,10 @@ def test_history(events, history):
         ("srun: error: n1: tasks 0-1,3: Exited with exit code 75", [TaskExit(r, 75) for r in (0, 1, 3)]),
         ("srun: error: n1: task 2: Segmentation fault (core dumped)", [TaskExit(2, None, signal.SIGSEGV)]),
         ("srun: error: n1: task 2: Terminated", [TaskExit(2, None, signal.SIGTERM)]),
-        ("srun: error: n1: task 2: Out Of Memory", [TaskExit(2, 1)]),
+        (
+            "srun: error: n1: task 2: Out Of Memory",
+            [TaskExit(2, None, signal.SIGKILL, out_of_memory=True)],
+        ),
         ("srun: launch/slurm: _step_signal: Terminating StepId=1.0", []),
         ("slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED ***", []),
     ],
