@@ -46,8 +46,8 @@ class Settings:
     micro_batch_size: int | Literal["auto"] | None = None
     """Samples that a rank computes with at once, at the most; it adds up gradients over its share of a batch.
     `auto` finds out what fits into the GPU's memory; None takes the whole share. The gradient is the same."""
-    strategy: str = "ddp"
-    """How ranks share the work."""
+    strategy: str = "auto"
+    """How ranks share the work: `ddp` or `ddp2`; `auto` is what the job asks for, or else `ddp`."""
     precision: str = "32"
     """`32`; `bf16-mixed` or `16-mixed`: forward pass in bfloat16 or float16, weights in float32."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
@@ -113,7 +113,7 @@ class Settings:
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         check_precision(self.precision)
-        find_strategy(self.strategy)
+        find_strategy(self.strategy, os.environ)
 
     @property
     def retention(self) -> Retention:

@@ -35,6 +35,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "python": "/home/me/it's/bin/python",
         "shell": Shell(modules=("cuda",), venv="/home/me/it's"),
     },
+    "ddp2": {"nodes": 2, "gpus_per_node": 2, "template": "ddp2"},
     "local": {"backend": "local", "nodes": 2, "tasks_per_node": 2},
     "pyxis": {
         "nodes": 2,

@@ -257,5 +257,6 @@ def test_templates_ship_with_their_suffix():
         "base",
         "cpu",
         "ddp",
+        "ddp2",
         "torchrun",
     }

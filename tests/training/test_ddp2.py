@@ -10,8 +10,12 @@ import torch
 from forked import run_forked
 from torch.nn import functional as F
 
+from hpctrain.errors import UserError
 from hpctrain.training.data.order import SampleOrder
 from hpctrain.training.data.plan import BatchPlan, Deal
+from hpctrain.training.strategies import find_strategy
+from hpctrain.training.strategies.ddp import DDP
+from hpctrain.training.strategies.ddp2 import DDP2
 
 SCRIPT = Path(__file__).with_name("contrast.py")
 sys.path.insert(0, str(SCRIPT.parent))
@@ -124,3 +128,11 @@ def test_a_module_without_an_end_of_its_step_is_trained_as_with_ddp(tmp_path):
         run_forked(script, [strategy], VARIABLES, ranks=2).splitlines()[-1] for strategy in ("ddp", "ddp2")
     ]
     assert results[0] == results[1]
+
+
+def test_auto_is_what_the_job_asks_for_and_ddp_otherwise():
+    assert find_strategy("auto", {}) is DDP
+    assert find_strategy("auto", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP2
+    assert find_strategy("ddp", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP
+    with pytest.raises(UserError, match="HPCTRAIN_STRATEGY is 'dpp'; known are 'ddp', 'ddp2'"):
+        find_strategy("auto", {"HPCTRAIN_STRATEGY": "dpp"})

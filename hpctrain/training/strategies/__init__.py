@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,15 +26,21 @@ class Strategy(Protocol):
         """Make the module's buffers equal on all ranks, before it is validated or saved."""
 
 
+#: What the job asks for; the template ddp2 sets it.
+STRATEGY_VARIABLE = "HPCTRAIN_STRATEGY"
+
 _STRATEGIES: dict[str, Callable[[Module, Team], Strategy]] = {"ddp": DDP, "ddp2": DDP2}
 
 
-def find_strategy(name: str) -> Callable[[Module, Team], Strategy]:
-    """The strategy of that name.
+def find_strategy(name: str, environ: Mapping[str, str]) -> Callable[[Module, Team], Strategy]:
+    """The strategy of that name; for "auto" the one that the job asks for, or else ddp.
 
     Raises:
         UserError: there is none.
     """
+    origin = "strategy"
+    if name == "auto":
+        name, origin = environ.get(STRATEGY_VARIABLE) or "ddp", STRATEGY_VARIABLE
     if name not in _STRATEGIES:
-        raise UserError(f"strategy is {name!r}; known are {', '.join(map(repr, _STRATEGIES))}.")
+        raise UserError(f"{origin} is {name!r}; known are {', '.join(map(repr, _STRATEGIES))}.")
     return _STRATEGIES[name]
