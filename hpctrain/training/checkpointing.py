@@ -1,17 +1,15 @@
-"""When a training saves, what it says about it, and how it starts from what was saved."""
+"""When a training saves, how it starts from what was saved, and how it leaves when it is told to."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from hpctrain.checkpoint.interval import NODE_MTBF_S, Interruptions
-from hpctrain.checkpoint.store import CheckpointStore, Saved
-from hpctrain.checkpoint.tree import split_tree
-from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.rundir import NODE_MTBF_VARIABLE, RunDir
 from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.signals import StopFlag
@@ -20,20 +18,9 @@ from hpctrain.training.cadence import CheckpointCadence
 from hpctrain.training.grace import Grace, LastSave, plan_last_save
 from hpctrain.training.progress import Progress
 from hpctrain.training.run_log import RunLog
+from hpctrain.training.saves import LONGEST_SAVE_S, Saves
 from hpctrain.training.settings import Settings
 from hpctrain.training.state import TrainingState
-
-#: A save that takes longer than this is taken for stuck.
-_LONGEST_SAVE_S = 3600.0
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A save that is being written."""
-
-    step: int
-    since: float
-    stall_s: float
 
 
 class Checkpointing:
@@ -70,19 +57,18 @@ class Checkpointing:
             node_mtbf_s=_node_mtbf_s(environ),
             history=Interruptions.of(run.read_events()) if run is not None and is_main else None,
         )
-        self._in_flight: _InFlight | None = None
-        self._prepared = self._closed = False
-        self._folder = None if run is None else run.checkpoints
-        self._store = (
-            None
-            if run is None
-            else CheckpointStore(
+        self._saves: Saves | None = None
+        self._prepared = False
+        if run is not None and log is not None:
+            store = CheckpointStore(
                 run.checkpoints,
                 team.control,
                 retention=settings.retention,
                 second_tier=settings.second_tier(environ),
             )
-        )
+            self._saves = Saves(
+                store, state, self._cadence, run=run, log=log, progress=progress, settings=settings
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -90,25 +76,25 @@ class Checkpointing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._store is None or self._log is None:
+        if self._saves is None or self._log is None:
             return
         if kind is None:
-            self._close()
-        elif not self._closed:
-            self._store.abandon()
+            self._saves.close()
+        else:
+            self._saves.abandon()
         self._log.flush()
 
     def wished(self) -> bool:
         """See how saves in the background ended, and whether this rank wants a checkpoint soon.
 
-        Only rank 0's wish counts; it goes by the clock.
+        Only rank 0's wish counts; it goes by the clock. All ranks must call this.
         """
-        if self._store is None:
+        if self._saves is None:
             return False
         if not self._prepared:  # The optimizers have a state from the first step on.
             self._prepared = True
-            self._store.prepare(self._state.tree(), rng.capture())
-        self._settle()
+            self._saves.prepare()
+        self._saves.settle()
         return self._team.ranks.is_main and self._cadence.wishes()
 
     def due(self) -> bool:
@@ -126,15 +112,15 @@ class Checkpointing:
             CheckpointError: the last step's state could not be saved: without it the run has no result.
             UserError: the metric by which the best checkpoints are kept is not there.
         """
-        if self._store is None:
+        if self._saves is None:
             return
         if self._state.finished:
-            self._save_result(self._store)
+            self._saves.save_result()
         elif not self._team.from_main(self._cadence.rests):
-            self._begin(self._store)
+            self._saves.begin()
             if not self._settings.checkpoint_async:
-                self._store.finish(_LONGEST_SAVE_S)
-                self._settle()
+                self._saves.finish()
+                self._saves.settle()
 
     def resume(self) -> None:
         """Load the newest whole checkpoint of the run, if there is one. All ranks must call this.
@@ -143,10 +129,10 @@ class Checkpointing:
             UserError: the checkpoint belongs to another model, data set or batch size.
             CheckpointError: the state of this training holds what a checkpoint cannot keep.
         """
-        if self._store is None or self._log is None:
+        if self._saves is None or self._log is None:
             return
-        split_tree(self._state.tree(), "state")  # Better now than at the first save, hours from here.
-        loaded, broken = self._store.load_newest()
+        self._saves.check()
+        loaded, broken = self._saves.load()
         for sentence in broken:
             self._progress.say(f"hpctrain: {sentence}")
         if loaded is None:
@@ -163,135 +149,46 @@ class Checkpointing:
         self._progress.say(f"resumed after step {loaded.step} from {loaded.path}")
 
     def leave(self) -> NoReturn:
-        """Save and leave: the job was told to stop. All ranks must call this.
+        """Save what fits into the grace, and leave: the job was told to stop. All ranks must call this.
 
         Raises:
             SystemExit: with code 75, always.
         """
         step, signal_name = self._state.step, self._stop.signal_name
-        if self._store is None or self._log is None:
+        if self._saves is None or self._log is None:
             self._progress.say(f"stopping after step {step}; nothing is saved without a run folder")
-            raise SystemExit(EXIT_CONTINUE)
-        saved = self._save_before_the_end(self._store)
-        self._log.event("signal", signal=signal_name, step=step, saved=saved)
-        if saved:
-            self._progress.say(f"stopping after step {step}, which is saved")
-        self._close()
+        else:
+            saved = self._save_before_the_end(self._saves)
+            self._log.event("signal", signal=signal_name, step=step, saved=saved)
+            if saved:
+                self._progress.say(f"stopping after step {step}, which is saved")
         raise SystemExit(EXIT_CONTINUE)
 
-    def _begin(self, store: CheckpointStore) -> None:
-        """Copy the state, which is written in the background from now on. All ranks must call this."""
-        begun = time.monotonic()
-        store.finish(_LONGEST_SAVE_S)  # One in flight at a time: memory is for one.
-        self._settle()
-        store.begin(self._state.step, self._state.tree(), rng.capture(), score=self._score())
-        stall_s = time.monotonic() - begun
-        self._in_flight = _InFlight(self._state.step, begun, stall_s)
-        self._cadence.begun(stall_s)
-
-    def _save_result(self, store: CheckpointStore) -> None:
-        store.finish(_LONGEST_SAVE_S)
-        self._settle()
-        try:
-            saved = store.save(self._state.step, self._state.tree(), rng.capture(), score=self._score())
-        except CheckpointError as error:
-            self._note_failure(error, "")
-            raise
-        self._note_saved(saved)
-
-    def _save_before_the_end(self, store: CheckpointStore) -> bool:
-        """Save what fits into the grace. Tells on rank 0 whether this very step was saved."""
-        self._settle()
-        in_flight_s = None if self._in_flight is None else time.monotonic() - self._in_flight.since
+    def _save_before_the_end(self, saves: Saves) -> bool:
+        """Tells, on rank 0, whether the state after this very step lies in the run folder."""
+        saves.settle()
         left_s = self._team.lowest(self._grace.left_s())
-        ends_at = time.monotonic() + min(left_s, _LONGEST_SAVE_S)
-        write_s = self._cadence.write_s
-        plan = self._team.from_main(plan_last_save(left_s, write_s, in_flight_s))
+        ends_at = time.monotonic() + min(left_s, LONGEST_SAVE_S)
+        signal_name, write_s = self._stop.signal_name, saves.write_s
+        plan = self._team.from_main(plan_last_save(left_s, write_s, saves.in_flight_s))
         if plan in (LastSave.IN_ITS_PLACE, LastSave.NONE):
-            store.abandon()
+            saves.abandon()
         if plan in (LastSave.IN_ITS_PLACE, LastSave.AFTER_THE_ONE_IN_FLIGHT):
-            self._begin(store)
+            saves.begin()
         elif write_s is not None:
             self._progress.say(
-                f"hpctrain: {self._stop.signal_name} leaves {left_s:.0f} s, and saving takes "
-                f"{write_s:.0f} s: the state after step {self._state.step} is not saved. "
-                "The newest checkpoint stands."
+                f"hpctrain: {signal_name} leaves {max(0.0, left_s):.0f} s, and saving takes {write_s:.0f} s: "
+                f"the state after step {self._state.step} is not saved. The newest checkpoint stands."
             )
-        if not store.finish(ends_at - time.monotonic()):
+        if not saves.finish(ends_at - time.monotonic()):
             self._progress.say(
-                f"hpctrain: saving has not ended before the time that {self._stop.signal_name} leaves is "
-                "over: it is given up. The newest checkpoint stands."
+                f"hpctrain: the time that {signal_name} leaves is over, and saving has not ended: "
+                "it is given up. The newest checkpoint stands."
             )
-            store.abandon()
-        return self._state.step in [saved.step for saved in self._settle()]
-
-    def _settle(self) -> list[Saved]:
-        """Write down and say how the saves ended that did so meanwhile."""
-        ended = [] if self._store is None else self._store.finished()
-        for end in ended:
-            if isinstance(end, CheckpointError):
-                self._note_failure(end, " Training goes on; the checkpoints before it stand.")
-            else:
-                self._note_saved(end)
-        return [end for end in ended if isinstance(end, Saved)]
-
-    def _note_saved(self, saved: Saved) -> None:
-        for note in saved.notes:
-            self._progress.say(f"hpctrain: {note}")
-        stall: dict[str, float] = {}
-        if self._in_flight is not None and self._in_flight.step == saved.step:
-            stall, self._in_flight = {"stall_s": self._in_flight.stall_s}, None
-            self._cadence.saved(saved.seconds)
-        if self._log is not None:
-            self._log.event(
-                "checkpoint",
-                step=saved.step,
-                path=str(saved.path),
-                tier="shared" if saved.path.parent == self._folder else "local",
-                bytes=saved.total_bytes,
-                seconds=saved.seconds,
-                **stall,
-                **self._score_of(saved),
-            )
-
-    def _note_failure(self, error: CheckpointError, comfort: str) -> None:
-        self._in_flight = None
-        self._cadence.failed()
-        if self._log is not None:
-            self._log.event("failure", cause=str(error))
-        self._progress.say(f"hpctrain: {error}{comfort}")
-
-    def _score(self) -> float | None:
-        """What the retention of the best goes by.
-
-        Raises:
-            UserError: validation does not give that metric.
-        """
-        settings, state = self._settings, self._state
-        if not settings.keep_best:
-            return None
-        if settings.best_metric not in state.latest and state.validated_step == state.step:
-            raise UserError(
-                f"best_metric is {settings.best_metric!r}, by which keep_best={settings.keep_best} is to go, "
-                f"but step {state.step} has {', '.join(map(repr, sorted(state.latest)))}. "
-                "Give one of these as best_metric, or let validation_step return it."
-            )
-        return state.latest.get(settings.best_metric)
-
-    def _score_of(self, saved: Saved) -> dict[str, Any]:
-        """What the record says of how good a checkpoint is."""
-        if saved.score is None:
-            return {}
-        settings = self._settings
-        return {"score": saved.score, "metric": settings.best_metric, "mode": settings.best_mode}
-
-    def _close(self) -> None:
-        """End what runs in the background. All ranks must call this."""
-        assert self._store is not None
-        self._closed = True
-        for note in self._store.close(run_is_over=self._state.finished):
-            self._progress.say(f"hpctrain: {note}")
-        self._settle()
+            saves.abandon()
+        # With a fast folder, what lies there is copied to the run folder now: the next nodes may be others.
+        saved = [*saves.settle(), *saves.close(max(0.0, ends_at - time.monotonic()))]
+        return any(one.step == self._state.step and saves.is_shared(one) for one in saved)
 
 
 def _node_mtbf_s(environ: Mapping[str, str]) -> float:
