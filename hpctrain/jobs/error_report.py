@@ -50,7 +50,7 @@ def report(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) ->
     if not ranks:
         rest = {rank: _summary(record) for rank, record in records.items() if rank not in in_full}
         for words, same in groupby(sorted(rest, key=lambda rank: (rest[rank], rank)), rest.__getitem__):
-            yield f"also {_name(list(same))}: {words}"
+            yield f"also {name_ranks(list(same))}: {words}"
 
 
 def _details(record: dict[str, Any]) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _summary(record: dict[str, Any]) -> str:
     return f"{record.get('error')}: {message}" if message else str(record.get("error"))
 
 
-def _name(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     """As in `rank 3` or `ranks 0-2, 5`."""
     runs = [
         [rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda item: item[1] - item[0])

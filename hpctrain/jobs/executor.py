@@ -19,7 +19,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from hpctrain.errors import HpctrainError, RunFailed, SpecError, UserError
 from hpctrain.jobs.duration import format_duration
-from hpctrain.jobs.functions import FunctionFailure, read_call, read_result, submit_calls
+from hpctrain.jobs.functions import FunctionFailure, read_call, read_printed, read_result, submit_calls
 from hpctrain.jobs.given import nearest
 from hpctrain.jobs.options import SubmitOptions, options
 from hpctrain.jobs.record import read_record
@@ -276,12 +276,13 @@ class Job(submitit.Job[R]):
     def _register_in_watcher(self) -> None:
         self.watcher.follow(self.run)
 
-    def _get_logs_string(self, name: str) -> str | None:  # noqa: ARG002 (both streams are in one log)
-        """What the rank has printed, in all attempts."""
-        run = self.run.dir
-        logs = [run.rank_log(attempt, self.task_id or 0) for attempt in run.attempts()]
-        texts = [log.read_text(errors="replace") for log in logs if log.exists()]
-        return "".join(texts) if texts else None
+    def stdout(self) -> str | None:
+        """What the ranks printed, in all attempts; of ranks that began no log, what the job itself did."""
+        return read_printed(self.run.dir, self._tasks, self.done)
+
+    def stderr(self) -> str | None:
+        """The same: both streams of a rank go into one log."""
+        return self.stdout()
 
     def __del__(self) -> None:
         if self._cancel_at_deletion and not self.done():

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, cast
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.build import new_run_id
+from hpctrain.jobs.error_report import name_ranks
 from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.prepare import prepare
 from hpctrain.jobs.record import read_record
@@ -84,9 +85,9 @@ def submit_calls(
             if note not in told:
                 told.add(note)
                 log.warning(note)
+        run = hand_over(submission, parcels)
         for prospect in submission.prospects:
             log.info(prospect)
-        run = hand_over(submission, parcels)
     return run.tasks() or [run], submission.spec.world_size
 
 
@@ -143,6 +144,44 @@ def read_result(run: RunDir, rank: int) -> Any:
     except Exception as error:
         error.add_note(f"while reading the result of rank {rank}, {path}")
         raise
+
+
+def read_printed(run: RunDir, ranks: Sequence[int], has_ended: Callable[[], bool]) -> str | None:
+    """What ranks have printed, in all attempts, one after the other; None where that is nothing yet.
+
+    Args:
+        run: the run.
+        ranks: whose.
+        has_ended: whether the run has ended. A rank that has no log by then will begin none, so what the job
+            itself has printed is given in its place, once for all of them.
+    """
+    logs = _logs_of(run, ranks)
+    is_final = not all(logs.values()) and has_ended()
+    if is_final:
+        logs = _logs_of(run, ranks)  # One may have come in between.
+    texts = ["".join(log.read_text(errors="replace") for log in its) for its in logs.values() if its]
+    if is_final and (without := [rank for rank, its in logs.items() if not its]):
+        texts.append(_in_place_of_logs(run, without))
+    return "\n".join(texts) if texts else None
+
+
+def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
+    """The logs that each rank has begun, in all attempts."""
+    attempts = run.attempts()
+    return {
+        rank: [log for attempt in attempts if (log := run.rank_log(attempt, rank)).exists()] for rank in ranks
+    }
+
+
+def _in_place_of_logs(run: RunDir, ranks: list[int]) -> str:
+    said = (
+        f"{name_ranks(ranks)} of run {run.run_id} left no log: ended before beginning one, or never started."
+    )
+    for path in (run.slurm_log, run.supervisor_log):
+        with suppress(OSError):
+            if text := path.read_text(errors="replace"):
+                return f"{said} What the job itself printed ({path}):\n{text}"
+    return f"{said} The job itself printed nothing either.\n"
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,24 @@ def test_a_job_is_a_run_in_the_folder_with_the_functions_name(executor, tmp_path
     assert "COMPLETED" in repr(job)
 
 
+def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
+    executor.update_parameters(nodes=2, tasks_per_node=2)
+    job = executor.submit(add, 1)
+    job.wait()
+    log = job.run.dir.slurm_log
+    log.write_text("ImportError: shadowed\n")
+    instead = (
+        f"of run {job.run.run_id} began no log. What the job itself printed ({log}):\nImportError: shadowed\n"
+    )
+    assert job.stdout() == f"hello from attempt 0\n\nRanks 1-3 {instead}"
+    assert job.task(2).stderr() == f"Rank 2 {instead}"
+    assert job.task(0).stdout() == "hello from attempt 0\n"
+    log.write_text("")
+    assert "The job itself printed nothing either." in job.task(2).stdout()
+    job.run.dir.supervisor_log.write_text("step 0 was refused\n")
+    assert job.task(2).stdout().endswith("supervisor.log):\nstep 0 was refused\n")
+
+
 def test_several_ranks_are_tasks(executor):
     executor.update_parameters(nodes=2, tasks_per_node=2)
     job = executor.submit(add, 1)
