@@ -174,9 +174,8 @@ def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
 
 
 def _in_place_of_logs(run: RunDir, ranks: list[int]) -> str:
-    said = (
-        f"{name_ranks(ranks)} of run {run.run_id} left no log: ended before beginning one, or never started."
-    )
+    whose = name_ranks(ranks).capitalize()
+    said = f"{whose} of run {run.run_id} began no log."
     for path in (run.slurm_log, run.supervisor_log):
         with suppress(OSError):
             if text := path.read_text(errors="replace"):
