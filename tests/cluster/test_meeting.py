@@ -25,7 +25,7 @@ from hpctrain.errors import MeetingFailed
 #: Far more than a meeting on one host takes, on a busy machine, too.
 LIMIT_S = 30.0
 #: For meetings that cannot succeed.
-SHORT_S = 2.0
+SHORT_S = 1.0
 
 _KEYS = count()
 

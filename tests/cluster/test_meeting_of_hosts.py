@@ -17,7 +17,7 @@ from separate_hosts import SeparateHosts, need_separate_hosts
 #: Far more than a meeting takes, on a busy machine, too.
 LIMIT_S = 30.0
 #: For meetings that cannot succeed.
-SHORT_S = 4.0
+SHORT_S = 2.5
 
 RANK = """
 import json, sys
