@@ -63,6 +63,7 @@ def assert_summed(run: Run, attempt: int, ranks: int = 4) -> None:
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_requeued_on_slurm(slurm, tmp_path):
     run = submit(
         tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "2"], ["wait"]
