@@ -111,6 +111,21 @@ def try_lock(path: Path) -> int | None:
     return fd
 
 
+def lock_folder(folder: Path) -> int:
+    """Take the lock on a folder, which nobody else holds; it lives as `try_lock` says.
+
+    Raises:
+        OSError: the file system has no locks, or another process holds this one.
+    """
+    fd = _beyond_standard_streams(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _beyond_standard_streams(fd: int) -> int:
     """`fd` under a number that no child takes for its stdin, stdout or stderr, should one be closed here."""
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -119,7 +134,7 @@ def _beyond_standard_streams(fd: int) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock file at `path`."""
+    """Whether a living process holds the lock file, or the lock on the folder, at `path`."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

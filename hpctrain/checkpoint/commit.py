@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from hpctrain.checkpoint.agreement import Agreement, LostTouch
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hpctrain.checkpoint.parts import Part, Writing, write_together
-from hpctrain.checkpoint.place import Place, new_name
+from hpctrain.checkpoint.place import Place, hidden_name, new_token, this_machine
 from hpctrain.errors import CheckpointError
 
 Remark = TypeVar("Remark")
@@ -27,6 +27,8 @@ class Site:
     """Whether this rank makes and renames folders: one does for every folder there is."""
     private: bool = False
     """Whether the ranks do not all see the same folder."""
+    machine: str | None = None
+    """`this_machine()` of the rank that leads here; None is that of rank 0."""
     patience_s: float = 300.0
     """How long the disk may take nothing, in seconds."""
 
@@ -62,7 +64,8 @@ def commit_together(site: Site, step: int, own: Contribution[Any]) -> Manifest:
     """
     agreement, place = site.agreement, site.place
     failure = f"checkpoint of step {step} was not written to {place.folder}"
-    name, alike = agreement.from_main((new_name(step), (step, own.alike)), failure)
+    token, machine, alike = agreement.from_main((new_token(), this_machine(), (step, own.alike)), failure)
+    name = hidden_name(step, site.machine or machine, token)
     with ExitStack() as cleanup:
 
         def begin() -> None:

@@ -18,18 +18,33 @@ from pathlib import Path
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import BrokenCheckpoint, CheckpointError
-from hpctrain.files import fsync_folder, is_locked, try_lock
+from hpctrain.files import fsync_folder, is_locked, lock_folder
 from hpctrain.rundir import step_name, steps_in
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
-_OWNER_NAME = ".owner"
 #: A hidden folder that another machine began counts as abandoned when nothing in it changed for so long.
 ABANDONED_AFTER_S = 600.0
 
 
-def new_name(step: int) -> str:
-    """A name for the hidden folder of a save that no other save has, of this attempt or another."""
-    return f"{_SAVING}{step_name(step)}-{secrets.token_hex(4)}"
+def hidden_name(step: int, machine: str, token: str) -> str:
+    """The name of the folder in which the checkpoint of a step is being written.
+
+    Args:
+        step: completed optimizer steps.
+        machine: `this_machine()` of the process that makes the folder.
+        token: of this save alone, so that no other save has that name, of this attempt or another.
+    """
+    return f"{_SAVING}{step_name(step)}-{machine}-{token}"
+
+
+def new_token() -> str:
+    """What no other save has."""
+    return secrets.token_hex(4)
+
+
+def this_machine() -> str:
+    """What tells this running system from any other: locks of processes are seen inside one only."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 @dataclass(frozen=True)
@@ -54,9 +69,10 @@ class Place:
         path.mkdir()
         lock = None
         try:
-            with suppress(OSError):  # a file system without locks: then age alone tells
-                lock = try_lock(path / _OWNER_NAME)
-            (path / _OWNER_NAME).write_text(_machine())
+            with suppress(
+                OSError
+            ):  # without locks two attempts at once could take each other's for abandoned
+                lock = lock_folder(path)
             self._sweep(path)
             yield path
         finally:
@@ -84,7 +100,6 @@ class Place:
                 file.flush()
                 if self.durable:
                     os.fsync(file.fileno())
-        (path / _OWNER_NAME).unlink()
         if self.durable:
             fsync_folder(path)
         final = self.folder / step_name(step)
@@ -135,7 +150,7 @@ class Place:
         Raises:
             OSError: it is still there, or a part of it under a hidden name.
         """
-        hidden = self.folder / f"{_DELETING}{step_name(step)}-{secrets.token_hex(4)}"
+        hidden = self.folder / f"{_DELETING}{step_name(step)}-{new_token()}"
         (self.folder / step_name(step)).rename(hidden)
         shutil.rmtree(hidden)
 
@@ -168,17 +183,9 @@ class Place:
 def _is_abandoned(path: Path, now: float) -> bool:
     """Whether nobody can be writing into the hidden folder of a save any more."""
     try:
-        if (path / _OWNER_NAME).read_text() == _machine():
-            return not is_locked(path / _OWNER_NAME)
-    except OSError:
-        pass
-    try:
+        if path.name.split("-")[-2] == this_machine():
+            return not is_locked(path)
         changes = [path.stat().st_mtime, *(entry.stat().st_mtime for entry in path.iterdir())]
-    except OSError:
+    except (OSError, IndexError):
         return False
     return now - max(changes) > ABANDONED_AFTER_S
-
-
-def _machine() -> str:
-    """What tells this running system from any other: locks of processes are seen inside one only."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()

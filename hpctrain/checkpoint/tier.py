@@ -24,7 +24,7 @@ from hpctrain.checkpoint.commit import Contribution, Site, commit_together
 from hpctrain.checkpoint.loading import Whole, check_files, judged
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, entry_of
 from hpctrain.checkpoint.parts import of_file
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.place import Place, this_machine
 from hpctrain.errors import BrokenCheckpoint, CheckpointError
 from hpctrain.rundir import step_name, steps_in
 
@@ -55,17 +55,25 @@ class Tier:
         agreement: Agreement,
         *,
         members: list[int],
+        machine: str,
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[CheckpointError], None],
     ) -> None:
-        """See `open`, which finds out the `members`: the ranks that see the same folder."""
+        """See `open`, which finds out `members`, the ranks that see the same folder, and `machine`."""
         self._shared = replace(shared, agreement=agreement)
         self._on_copied, self._on_failure = on_copied, on_failure
         self._limit_bytes, self._num_members = limit_bytes, len(members)
         leads = agreement.rank == min(members)
         place = Place(folder, durable=False)
-        self.site = Site(shared.agreement, place, leads=leads, private=True, patience_s=shared.patience_s)
+        self.site = Site(
+            shared.agreement,
+            place,
+            leads=leads,
+            private=True,
+            machine=machine,
+            patience_s=shared.patience_s,
+        )
         self._lock = threading.Lock()
         self._pending: list[tuple[int, bool]] = []
         self._copying: threading.Thread | None = None
@@ -111,6 +119,7 @@ class Tier:
 
         try:
             agreement.together(mark, failure)
+            machines = agreement.all(this_machine(), failure)
             seen = agreement.together(lambda: list(folder.glob(f".rank-{token}-*")), failure)
             agreement.together(marker.unlink, failure)
         except CheckpointError as error:
@@ -121,6 +130,7 @@ class Tier:
             shared,
             agreement,
             members=members,
+            machine=machines[min(members)],
             limit_bytes=limit_bytes,
             on_copied=on_copied,
             on_failure=on_failure,

@@ -15,7 +15,7 @@ from saved_states import STATE, equal, names, save, steps
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hpctrain.checkpoint.manifest import committed_steps, verified
-from hpctrain.checkpoint.place import ABANDONED_AFTER_S, Place, new_name
+from hpctrain.checkpoint.place import ABANDONED_AFTER_S, Place, hidden_name, this_machine
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tree import join_tree, split_tree
 from hpctrain.errors import CheckpointError
@@ -89,11 +89,9 @@ def test_a_state_of_another_shape_follows(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
-    with Place(tmp_path).opened(new_name(10)) as killed:
-        left = tmp_path / f"{killed.name}-left"
-        left.mkdir()
-        (left / ".owner").write_bytes((killed / ".owner").read_bytes())
-        (left / "__0_0.distcp").write_bytes(b"half of it")
+    left = tmp_path / hidden_name(10, this_machine(), "0123abcd")
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half of it")
     deleting = tmp_path / ".deleting-step-00000001-0123abcd"
     deleting.mkdir()
     store = CheckpointStore(tmp_path)
@@ -102,21 +100,25 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
     assert names(tmp_path) == ["step-00000005"]
 
 
-@pytest.mark.parametrize("where", ["on this machine", "on another machine"])
-def test_what_another_attempt_may_be_writing_is_left_alone(tmp_path, where):
-    with Place(tmp_path).opened(new_name(10)) as other:
-        if where == "on another machine":
-            (other / ".owner").unlink()  # with the lock: of another machine's one sees nothing
-            (other / ".owner").write_text("another boot id\n")
+def test_what_another_attempt_may_be_writing_on_this_machine_is_left_alone(tmp_path):
+    with Place(tmp_path).opened(hidden_name(10, this_machine(), "0123abcd")) as other:
         save(CheckpointStore(tmp_path), 5)
-        assert other.exists()
         assert names(tmp_path) == [other.name, "step-00000005"]
-        if where == "on another machine":
-            long_ago = other.stat().st_mtime - ABANDONED_AFTER_S - 1
-            for path in (*other.iterdir(), other):
-                os.utime(path, (long_ago, long_ago))
-            save(CheckpointStore(tmp_path), 6)
-            assert not other.exists()
+
+
+def test_what_another_machine_began_is_left_alone_while_it_may_be_writing(tmp_path):
+    other = tmp_path / hidden_name(10, "another0", "0123abcd")
+    other.mkdir()
+    (other / "__0_0.distcp").write_bytes(b"half of it")
+    save(CheckpointStore(tmp_path), 5)
+    assert names(tmp_path) == [other.name, "step-00000005"]
+    long_ago = other.stat().st_mtime - ABANDONED_AFTER_S - 1
+    os.utime(other, (long_ago, long_ago))
+    save(CheckpointStore(tmp_path), 6)
+    assert names(tmp_path) == [other.name, "step-00000005", "step-00000006"]  # its file is new
+    os.utime(other / "__0_0.distcp", (long_ago, long_ago))
+    save(CheckpointStore(tmp_path), 7)
+    assert names(tmp_path) == ["step-00000005", "step-00000006", "step-00000007"]
 
 
 def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path):

@@ -1,4 +1,4 @@
-"""Disks that are full, gone or read-only: the save fails in a sentence, what is there stays, the next works."""
+"""Disks that are full, gone or read-only: a save fails in one sentence, and what is there stays."""
 
 from __future__ import annotations
 

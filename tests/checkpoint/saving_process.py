@@ -1,0 +1,69 @@
+"""Saves until it is killed. A server forks such processes, so that each costs no import.
+
+    saving_process.py        then one line on stdin for each process: MODE FOLDER
+
+Answers with the process's id. That one makes two checkpoints, says "ready" in FOLDER/said, waits for
+FOLDER/go, and saves on. After each save that is known to have ended it appends the step to FOLDER/said.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, Saved
+
+LAST_STEP = 5
+
+
+def state(step: int) -> dict:
+    return {"x": torch.full((300,), float(step)), "y": [torch.tensor(step)], "step": step}
+
+
+def store(mode: str, folder: Path) -> CheckpointStore:
+    tier = folder / "tier" if mode == "tier" else None
+    return CheckpointStore(folder / "checkpoints", retention=Retention(last=2), second_tier=tier)
+
+
+def save(mode: str, folder: Path) -> None:
+    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    stored = store(mode, folder)
+    for step in range(1, LAST_STEP + 1):
+        if step == 3:
+            os.write(said, b"ready\n")
+            while not (folder / "go").exists():
+                time.sleep(0.001)
+        if mode == "sync":
+            stored.save(step, state(step), {})
+            os.write(said, b"%d\n" % step)
+        else:
+            stored.begin(step, state(step), {})
+            stored.finish(60)
+            for ended in stored.finished():
+                assert isinstance(ended, Saved), ended
+                os.write(said, b"%d\n" % ended.step)
+    stored.close()
+    os.write(said, b"end\n")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        mode, folder = line.split()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                save(mode, Path(folder))
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

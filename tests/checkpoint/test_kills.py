@@ -1,0 +1,123 @@
+"""Killed at a system call of saving: a valid checkpoint is found, and it is the one before, or this one.
+
+strace kills the process at the n-th call of one kind that a thread makes. So every moment at which what lies
+on disk can differ is reached, by going through all kinds and all n.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import environment, wait_for
+from saving_process import LAST_STEP, state, store
+
+#: The calls by which saving changes what lies on disk, or makes sure of it.
+CALLS = (
+    "write",
+    "openat",
+    "close",
+    "fsync",
+    "mkdir",
+    "rename",
+    "unlinkat",
+    "rmdir",
+    "flock",
+    "futex",
+)
+MODES = ("sync", "async", "tier")
+SCRIPT = Path(__file__).with_name("saving_process.py")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen]:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not here")
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    yield process
+    process.stdin.close()
+    process.wait(10)
+
+
+def said(folder: Path) -> list[str]:
+    return (folder / "said").read_text().split() if (folder / "said").exists() else []
+
+
+def killed_at(server: subprocess.Popen, folder: Path, mode: str, call: str, n: int) -> bool:
+    """Whether a process that saves was killed at the n-th such call of a thread, or ended before it."""
+    folder.mkdir()
+    server.stdin.write(f"{mode} {folder}\n")
+    server.stdin.flush()
+    pid = server.stdout.readline().strip()
+    wait_for(lambda: "ready" in said(folder), 30, "two checkpoints", interval=0.002)
+    inject = f"inject={call}:signal=SIGKILL:when={n}"
+    words = ["strace", "-f", "-p", pid, "-o", str(folder / "calls"), "-e", f"trace={call}", "-e", inject]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
+        try:
+            line = strace.stderr.readline()
+            if "attached" not in line:
+                (folder / "go").touch()
+                pytest.skip(f"strace may not attach here: {line.strip()}")
+            (folder / "go").touch()
+            strace.communicate(timeout=60)
+        finally:
+            strace.kill()
+    assert int(pid) > 1
+    return "end" not in said(folder)
+
+
+def check_restart(folder: Path, mode: str) -> None:
+    ended = [int(word) for word in said(folder) if word.isdecimal()]
+    again = store(mode, folder)
+    loaded, broken = again.load_newest()
+    assert loaded is not None, broken
+    # At most one interval old: what was said to be saved is there; at most the one that was under way is not.
+    assert max(ended) <= loaded.step <= max(ended) + 1
+    assert torch.equal(loaded.state["x"], state(loaded.step)["x"])
+    assert loaded.state["step"] == loaded.step
+    assert broken == [], "a save that was killed looked like a broken checkpoint"
+    again.save(loaded.step + 1, state(loaded.step + 1), {})
+    assert again.load_newest()[0].step == loaded.step + 1
+    again.close(run_is_over=True)
+    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("call", "n"), [("write", 1), ("rename", 1), ("fsync", 3), ("unlinkat", 1), ("rmdir", 1)]
+)
+def test_killed_at_a_system_call(server, tmp_path, mode, call, n):
+    assert killed_at(server, tmp_path / "run", mode, call, n) or mode != "sync"
+    check_restart(tmp_path / "run", mode)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_killed_at_every_system_call(server, tmp_path):
+    """More than 200 moments, in the order of the calls."""
+    kills = 0
+    for mode, call in itertools.product(MODES, CALLS):
+        for n in itertools.count(1):
+            folder = tmp_path / f"{mode}-{call}-{n}"
+            killed = killed_at(server, folder, mode, call, n)
+            check_restart(folder, mode)
+            shutil.rmtree(folder)
+            kills += killed
+            if not killed or n > 60:
+                break
+    print(f"killed {kills} times")
+    assert kills > 200
+
+
+def test_a_process_that_nobody_kills_saves_all(server, tmp_path):
+    assert not killed_at(server, tmp_path / "run", "async", "reboot", 1)
+    assert re.findall(r"\d+", " ".join(said(tmp_path / "run"))) == [str(s) for s in range(1, LAST_STEP + 1)]
