@@ -129,14 +129,21 @@ def command(
         show(resolve(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
     submission = prepare(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
-    for line in (*submission.notes, *submission.prospects):
-        click.echo(line, err=True)
+    _say(submission.notes)
     if dry_run:
+        _say(submission.prospects)
         click.echo(submission.script, nl=False)
         return
     from hpctrain.jobs.submit import hand_over
 
-    _report(hand_over(submission), submission, follow=follow, as_json=as_json)
+    run = hand_over(submission)
+    _say(submission.prospects)
+    _report(run, submission, follow=follow, as_json=as_json)
+
+
+def _say(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(line, err=True)
 
 
 def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) -> None:

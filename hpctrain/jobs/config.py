@@ -14,10 +14,10 @@ from hpctrain.jobs.config_files import standing_files
 from hpctrain.jobs.given import Given, Source, find_option, nearest, wrong_value
 from hpctrain.jobs.option import Option
 from hpctrain.jobs.options import SubmitOptions, options
-from hpctrain.jobs.site.facts import Site
 
 if TYPE_CHECKING:
     from hpctrain.jobs.config_reader import ConfigFile
+    from hpctrain.jobs.site.facts import Site
 
 COMMAND_LINE = Source("command line")
 PYTHON = Source("submit()")
@@ -43,6 +43,8 @@ class Settings:
         Raises:
             SpecError: one of them says something that does not exist.
         """
+        from hpctrain.jobs.site.facts import Site
+
         sections = [(file.path, node) for file in self.files for node in file.site]
         if not sections:
             return Site()

@@ -1,12 +1,17 @@
-"""What to tell those who wait while nobody can say where their run stands."""
+"""What to tell those who wait while nobody can say where their run stands, and when to wait no longer."""
 
 from __future__ import annotations
 
+import math
 import time
 
+from hpctrain.errors import SchedulerError
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.status import RunStatus
 
+#: Seconds without an answer of the scheduler's and without a sign of the run after which waiting is in vain:
+#: a controller that restarts is back in minutes, one that was set up anew elsewhere never.
+UNKNOWN_LIMIT_S = 3600.0
 #: Seconds between two sentences that say the same.
 _INTERVAL_S = 60.0
 
@@ -18,18 +23,46 @@ def unknown_for(status: RunStatus) -> str:
 
 
 class Doubt:
-    """Has a sentence when a run's state becomes unknown, now and then while it is, and when it is known."""
+    """Has a sentence when a run's state becomes unknown, now and then while it is, and when it is known.
 
-    def __init__(self) -> None:
-        self._next: float | None = None
+    It ends the waiting where that goes on for too long.
+    """
+
+    def __init__(self, limit_s: float = UNKNOWN_LIMIT_S) -> None:
+        """Know of nothing yet.
+
+        Args:
+            limit_s: seconds in which neither the scheduler answers nor the run writes anything.
+        """
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._next = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit, if nothing is heard; infinite where the state is known."""
+        return math.inf if self._since is None else max(0.0, self._since + self._limit_s - time.monotonic())
 
     def words(self, status: RunStatus) -> str | None:
-        """What to say of this status; mostly nothing."""
-        if status.state is not RunState.UNKNOWN:
-            was_unknown, self._next = self._next is not None, None
-            return f"known again, {status.state}" if was_unknown else None
+        """What to say of this status; mostly nothing.
+
+        Raises:
+            SchedulerError: the limit is reached.
+        """
         now = time.monotonic()
-        if self._next is not None and now < self._next:
+        if status.state is not RunState.UNKNOWN:
+            was_unknown, self._since = self._since is not None, None
+            return f"known again, {status.state}" if was_unknown else None
+        if self._since is None:
+            self._since = self._next = now
+        # A run that still writes goes on, whatever has become of the scheduler.
+        if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
+            raise SchedulerError(
+                f"Where run {status.run_id} stands is {unknown_for(status)}, and for {self._limit_s:g} s neither "
+                "an answer nor a sign of it was waited for with success. It may go on all the same: look again "
+                "when the scheduler answers."
+            )
+        if now < self._next:
             return None
         self._next = now + _INTERVAL_S
         return f"where it stands is {unknown_for(status)}; that does not end it"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from hpctrain.jobs.backends import Outlook
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.site.check import check_site
 from hpctrain.jobs.site.facts import Site
-from hpctrain.jobs.site.outlook import FORETELL_LIMIT_S, expected_start, highest_cost
+from hpctrain.jobs.site.outlook import FORETELL_LIMIT_S, can_start, expected_start, highest_cost
 from hpctrain.jobs.site.paths import path_notes
-from hpctrain.jobs.site.read import Answers, ask_site, site_of
+from hpctrain.jobs.site.questions import Answers, ask_site
+from hpctrain.jobs.site.read import site_of
 from hpctrain.jobs.site.request import Request
-from hpctrain.jobs.slurm_command import run_slurm
+from hpctrain.jobs.slurm_command import Question, answers_to, run_slurm
 from hpctrain.jobs.spec import JobSpec
 
 
@@ -25,7 +27,8 @@ def lint_site(
 ) -> Outlook:
     """Hold a job against its site, and ask Slurm when it would start.
 
-    This takes a few short calls of Slurm's commands, three of them side by side; none changes anything.
+    This takes a few short calls of Slurm's commands, three of them side by side; none changes anything. The
+    last one, `sbatch --test-only`, goes on while the job is made ready.
 
     Args:
         spec: what was asked for.
@@ -43,22 +46,22 @@ def lint_site(
         return run_slurm(command, outer)
 
     request = Request.of(spec, environ)
-    site, gaps = site_of(answers or ask_site(outer), profile)
+    site, gaps = site_of(answers or answers_to(ask_site(outer)), profile)
     notes, partitions = check_site(request, site, ask)
+    forecast = None
+    if can_start(partitions):
+        forecast = Question(
+            ["sbatch", "--test-only"], request.variables, text=script, timeout_s=FORETELL_LIMIT_S
+        )
     notes = [
         *(f"{gap}: the job is not checked against that." for gap in gaps),
         *notes,
         *path_notes(spec, ask),
     ]
 
-    def test_only() -> str:
-        return run_slurm(
-            ["sbatch", "--test-only"],
-            request.variables,
-            text=script,
-            with_stderr=True,
-            timeout_s=FORETELL_LIMIT_S,
-        )
+    @cache
+    def foretell() -> tuple[str, ...]:
+        start = expected_start(request, forecast) if forecast is not None else ""
+        return tuple(filter(None, (start, highest_cost(request, partitions, site))))
 
-    prospects = (expected_start(request, partitions, test_only), highest_cost(request, partitions, site))
-    return Outlook(tuple(notes), tuple(filter(None, prospects)))
+    return Outlook(tuple(notes), foretell)

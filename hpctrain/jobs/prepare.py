@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +32,17 @@ class Submission:
     script: str
     #: What the user should know, a line each.
     notes: tuple[str, ...]
-    #: When it starts, and what it may cost.
-    prospects: tuple[str, ...]
+    #: See `prospects`.
+    foretell: Callable[[], tuple[str, ...]]
     backend: Backend
     environ: Mapping[str, str]
     #: What is copied into the run folder; None where the script itself is run.
     snapshot: Snapshot | None = None
+
+    @property
+    def prospects(self) -> tuple[str, ...]:
+        """When it starts, and what it may cost; waits until the scheduler has said so."""
+        return self.foretell()
 
 
 def prepare(
@@ -102,7 +107,7 @@ def _prepare(
         notes += why_none
     text = render(spec)
     outlook = backend.check(spec, text, settings.site)
-    return Submission(spec, text, (*notes, *outlook.notes), outlook.prospects, backend, environ, snapshot)
+    return Submission(spec, text, (*notes, *outlook.notes), outlook.foretell, backend, environ, snapshot)
 
 
 def _container(

@@ -27,93 +27,117 @@ _JOB_FIELDS = {
 }
 
 
-def run_slurm(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    timeout_s: float = COMMAND_LIMIT_S,
-    text: str = "",
-    with_stderr: bool = False,
-) -> str:
-    """The output of `command`, run with the variables of `environ` alone.
+class Question:
+    """A command of Slurm's that runs from now on; what it says is read when that is wanted.
+
+    One that nobody wants an answer to any more is ended.
 
     Args:
         command: one of Slurm's.
         environ: all variables that it gets.
         timeout_s: seconds after which it is given up.
         text: what it reads from its standard input.
-        with_stderr: whether what it says on stderr is wanted, too.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        timeout_s: float = COMMAND_LIMIT_S,
+        text: str = "",
+    ) -> None:
+        self._name, self._timeout_s, self._begun = command[0], timeout_s, time.monotonic()
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = _start(command, environ, text)
+        except SchedulerError as error:
+            self._trouble = error
+
+    def answer(self, timeout_s: float | None = None) -> tuple[str, str]:
+        """What it says on stdout and stderr; to be asked for once.
+
+        Args:
+            timeout_s: another limit than its own, in seconds from its start.
+
+        Raises:
+            SchedulerError: it is missing, failed or took too long; the message is in Slurm's words.
+        """
+        if self._process is None:
+            raise self._trouble
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._process as process:
+            try:
+                left_s = max(0.0, self._begun + limit_s - time.monotonic())
+                out, err = process.communicate(timeout=left_s)
+            except BaseException as error:
+                process.kill()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise SchedulerError(f"{self._name} {NO_ANSWER} {limit_s:g} s") from error
+        if process.returncode:
+            raise SchedulerError(f"{self._name} says: {_words(err) or f'exit code {process.returncode}'}")
+        return out, err
+
+    def __del__(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with self._process:
+                self._process.kill()
+
+
+def run_slurm(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = COMMAND_LIMIT_S,
+) -> str:
+    """The output of a command. See `Question`.
 
     Raises:
         SchedulerError: it is missing, failed or took too long; the message is in Slurm's words.
     """
-    begun = time.monotonic()
-    with _start(command, environ) as process:
-        out, err = _end(process, command[0], begun, timeout_s, text)
-    return out + (err if with_stderr else "")
+    return Question(command, environ, timeout_s=timeout_s).answer()[0]
 
 
 def run_side_by_side(
-    commands: Sequence[Sequence[str]],
-    environ: Mapping[str, str],
-    *,
-    timeout_s: float = COMMAND_LIMIT_S,
-    probe_s: float | None = None,
+    commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
 ) -> list[str | SchedulerError]:
-    """The output of each command, all run at once; in the place of one that failed, its error.
+    """The output of each command, all run at once; in the place of one that failed, its error."""
+    return answers_to([Question(command, environ, timeout_s=timeout_s) for command in commands])
+
+
+def answers_to(questions: Sequence[Question], *, probe_s: float | None = None) -> list[str | SchedulerError]:
+    """The output of each command; in the place of one that failed, its error.
 
     Args:
-        commands: Slurm's.
-        environ: all variables that they get.
-        timeout_s: seconds after which they are given up.
+        questions: the commands.
         probe_s: where it is given, the first one has to succeed, and that within so many seconds.
 
     Raises:
-        SchedulerError: that one did not; the others are ended.
+        SchedulerError: that one did not.
     """
-    begun = time.monotonic()
-    processes: list[subprocess.Popen[str] | SchedulerError] = []
-    for command in commands:
-        try:
-            processes.append(_start(command, environ))
-        except SchedulerError as error:
-            processes.append(error)
     answers: list[str | SchedulerError] = []
-    try:
-        for command, process in zip(commands, processes, strict=True):
-            limit_s = timeout_s if probe_s is None or answers else probe_s
-            answers.append(_answer(process, command[0], begun, limit_s))
-            if probe_s is not None and isinstance(answers[0], SchedulerError):
-                raise answers[0]
-    finally:
-        for process in processes[len(answers) :]:
-            if not isinstance(process, SchedulerError):
-                with process:
-                    process.kill()
+    for question in questions:
+        try:
+            answers.append(question.answer(None if answers else probe_s)[0])
+        except SchedulerError as error:
+            if probe_s is not None and not answers:
+                raise
+            # The frames behind it would keep whatever asked, and other questions with that.
+            answers.append(error.with_traceback(None))
     return answers
 
 
-def _answer(
-    process: subprocess.Popen[str] | SchedulerError, name: str, begun: float, timeout_s: float
-) -> str | SchedulerError:
-    if isinstance(process, SchedulerError):
-        return process
-    try:
-        with process:
-            return _end(process, name, begun, timeout_s)[0]
-    except SchedulerError as error:
-        return error
-
-
-def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> subprocess.Popen[str]:
     # Without its file Slurm's commands try again for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
         raise SchedulerError(f"SLURM_CONF names {conf!r}, which does not exist")
+    stdin = _holding(text) if text else subprocess.DEVNULL
     try:
         return subprocess.Popen(
             command,
             env=environ,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -121,21 +145,18 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
         )
     except FileNotFoundError as error:
         raise SchedulerError(f"there is no {command[0]} on the PATH") from error
+    finally:
+        if text:
+            os.close(stdin)
 
 
-def _end(
-    process: subprocess.Popen[str], name: str, begun: float, timeout_s: float, text: str = ""
-) -> tuple[str, str]:
-    try:
-        out, err = process.communicate(text, timeout=max(0.0, begun + timeout_s - time.monotonic()))
-    except BaseException as error:
-        process.kill()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        raise SchedulerError(f"{name} {NO_ANSWER} {timeout_s:g} s") from error
-    if process.returncode:
-        raise SchedulerError(f"{name} says: {_words(err) or f'exit code {process.returncode}'}")
-    return out, err
+def _holding(text: str) -> int:
+    """A file that has no name and holds the text: unlike a pipe it takes all of it, read or not."""
+    file = os.memfd_create("stdin")
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(text.encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
 def is_answer_lost(error: str) -> bool:

@@ -51,6 +51,8 @@ def hand_over(submission: Submission, functions: Sequence[bytes] = ()) -> Run:
             for part, function in zip(tasks or [spec], functions, strict=False):
                 write_atomic(_folder(part).function, function, durable=part.array_task is None)
             write_atomic(folder.job_script, submission.script)
+            # Slurm has to have done so before: it would count the job with those that wait.
+            submission.foretell()
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")
@@ -84,9 +86,10 @@ def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: 
     log = logging.getLogger("hpctrain")
     for note in submission.notes:
         log.warning(note)
+    run = hand_over(submission)
     for prospect in submission.prospects:
         log.info(prospect)
-    return hand_over(submission)
+    return run
 
 
 def _folder(spec: JobSpec) -> RunDir:

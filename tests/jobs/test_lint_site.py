@@ -22,7 +22,7 @@ from hpctrain.jobs.site.outlook import expected_start, highest_cost
 from hpctrain.jobs.site.paths import path_notes
 from hpctrain.jobs.site.read import read_site
 from hpctrain.jobs.site.request import Request
-from hpctrain.jobs.slurm_command import run_slurm
+from hpctrain.jobs.slurm_command import Question, run_slurm
 from hpctrain.jobs.submit import hand_over
 
 STRICT = [
@@ -395,5 +395,8 @@ def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):
 
 
 def test_words_that_foretell_nothing(request_of):
-    assert expected_start(request_of(), [], lambda: "") == "Slurm foretells no start: it says nothing."
-    assert expected_start(request_of(), [], lambda: "a\n b") == "Slurm foretells no start: a b."
+    for words, said in (("", "it says nothing"), ("a\n b", "a b")):
+        forecast = Question(["printf", words], os.environ)
+        assert expected_start(request_of(), forecast) == f"Slurm foretells no start: {said}."
+    missing = expected_start(request_of(), Question(["no-such-sbatch"], os.environ))
+    assert missing == "Slurm foretells no start: there is no no-such-sbatch on the PATH."

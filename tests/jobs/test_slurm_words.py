@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 
 import pytest
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.slurm_command import run_side_by_side, run_slurm
+from hpctrain.jobs.slurm_command import Question, answers_to, run_slurm
 from hpctrain.jobs.submit import hand_over
 from hpctrain.rundir import RunDir
 from jobs.fake_slurm import queued, recorded
@@ -78,16 +79,32 @@ def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
 
 
 def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ended():
-    environ, begun = dict(os.environ), time.monotonic()
+    def asked(commands):
+        return [Question(command, dict(os.environ)) for command in commands]
+
+    begun = time.monotonic()
     commands = [["false"], ["sleep", "60"], ["no-such-command"]]
     with pytest.raises(SchedulerError, match="false says: exit code 1"):
-        run_side_by_side(commands, environ, probe_s=30)
+        answers_to(asked(commands), probe_s=30)
     with pytest.raises(SchedulerError, match=r"sleep gave no answer within 0\.1 s"):
-        run_side_by_side([["sleep", "60"], *commands], environ, probe_s=0.1)
+        answers_to(asked([["sleep", "60"], *commands]), probe_s=0.1)
     assert time.monotonic() - begun < 50, "all are waited for, so one that is not ended takes its minute"
-    answers = run_side_by_side([["echo", "a"], ["false"], ["no-such-command"]], environ, probe_s=30)
+    answers = answers_to(asked([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
     assert [str(answer) for answer in answers] == [
         "a\n",
         "false says: exit code 1",
         "there is no no-such-command on the PATH",
     ]
+
+
+def test_a_question_that_nobody_waits_for_is_ended(tmp_path):
+    question = Question(["sleep", "60"], dict(os.environ))
+    process = question._process
+    del question
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_question_may_be_long_and_read_late():
+    text = "x" * 10**6
+    question = Question(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
+    assert question.answer() == (f"{len(text)}\n", "")

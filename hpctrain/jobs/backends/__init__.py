@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -26,8 +26,8 @@ class Outlook:
 
     notes: tuple[str, ...] = ()
     """What the user should know, a line each."""
-    prospects: tuple[str, ...] = ()
-    """When the job starts, and what it may cost."""
+    foretell: Callable[[], tuple[str, ...]] = tuple
+    """When the job starts, and what it may cost; the scheduler may still be thinking about it."""
 
 
 class Backend(Protocol):

@@ -12,14 +12,14 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends import Outlook, SubmissionUnclear
 from hpctrain.jobs.directives import directives_of
 from hpctrain.jobs.environment import outer_environment, sbatch_environment
-from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, is_answer_lost, run_slurm, steps_of
+from hpctrain.jobs.site.questions import Answers, ask_site
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, answers_to, is_answer_lost, run_slurm, steps_of
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpctrain.jobs.record import Job
     from hpctrain.jobs.site.facts import Site
-    from hpctrain.jobs.site.read import Answers
     from hpctrain.jobs.states import JobView
 
 #: A controller that is busy or restarting answers late; a probe is not worth that wait.
@@ -44,11 +44,13 @@ class SlurmBackend:
         """Why Slurm cannot be used here, in a few words; None where it answers."""
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "there is no sbatch on the PATH"
-        from hpctrain.jobs.site.read import ask_site
+        # Whoever asks is about to submit, and then all of this is wanted.
+        questions = ask_site(self._outer)
+        # What judges the answers is imported while they are on their way.
+        import hpctrain.jobs.lint_site  # noqa: F401
 
         try:
-            # Whoever asks is about to submit, and then all of this is wanted.
-            self._answers = ask_site(self._outer, probe_s=_PROBE_TIMEOUT_S)
+            self._answers = answers_to(questions, probe_s=_PROBE_TIMEOUT_S)
         except SchedulerError as error:
             return str(error)
         return None

@@ -78,10 +78,12 @@ def _names(request: Request, partition: Partition) -> Iterator[Problem]:
 
 def _hosts(hostlist: str) -> list[str]:
     """The nodes of a list; none where it names a file of them."""
+    if not hostlist or "/" in hostlist:
+        return []
     from hpctrain.cluster import expand_hostlist
 
     try:
-        return [] if not hostlist or "/" in hostlist else expand_hostlist(hostlist)
+        return expand_hostlist(hostlist)
     except UserError:
         return []
 

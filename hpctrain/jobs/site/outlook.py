@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from hpctrain.errors import SchedulerError
@@ -11,6 +11,7 @@ from hpctrain.jobs.array import Array
 from hpctrain.jobs.site.facts import Partition, Site
 from hpctrain.jobs.site.problem import duration, plural
 from hpctrain.jobs.site.request import Request
+from hpctrain.jobs.slurm_command import Question
 
 #: Slurm walks through its queue to foretell a start. Whoever has a long queue has to do without.
 FORETELL_LIMIT_S = 10.0
@@ -20,19 +21,24 @@ _AT_ONCE_S = 60
 _START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
 
 
-def expected_start(request: Request, partitions: Sequence[Partition], test_only: Callable[[], str]) -> str:
+def can_start(partitions: Sequence[Partition]) -> bool:
+    """Whether a job can start in one of them; Slurm 22.05 foretells it of those that are down, too.
+
+    Args:
+        partitions: those in which it may run; none where that is not known.
+    """
+    return not partitions or any(partition.state == "UP" for partition in partitions)
+
+
+def expected_start(request: Request, forecast: Question) -> str:
     """When Slurm expects the job to start, in a sentence.
 
     Args:
         request: what the job asks for.
-        partitions: those in which it may run.
-        test_only: what `sbatch --test-only` says of it, on whichever stream.
+        forecast: `sbatch --test-only` of its script.
     """
-    if partitions and all(partition.state != "UP" for partition in partitions):
-        # Slurm 22.05 foretells a start all the same.
-        return ""
     try:
-        words = test_only()
+        words = "".join(forecast.answer())
     except SchedulerError as error:
         return f"Slurm foretells no start: {error}."
     if (match := _START.search(words)) is None:

@@ -9,16 +9,12 @@ from typing import Literal
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.site import words
 from hpctrain.jobs.site.facts import NodeGroup, Partition, Qos, Site, SlurmConfig
-from hpctrain.jobs.slurm_command import run_side_by_side
+from hpctrain.jobs.site.questions import Answers, ask_site
+from hpctrain.jobs.slurm_command import answers_to
 
 #: Runs one of Slurm's commands and returns its output, or raises SchedulerError.
 Ask = Callable[[Sequence[str]], str]
 
-#: What is asked, of hidden partitions too, for one may be named by whoever knows it.
-_CONFIG = ("scontrol", "show", "config")
-_PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
-# Nodes of a partition that are alike in all of this are one line. The free texts stand last.
-_NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%N|%G|%f")
 _QOS_FIELDS = "Name,PreemptMode,GraceTime,MaxWall,Flags"
 _QOS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", f"format={_QOS_FIELDS}")
 
@@ -26,28 +22,9 @@ _QOS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", f"
 _ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "YES": "ANY"}
 
 
-#: What the commands said, or the errors of those that failed.
-Answers = Sequence[str | SchedulerError]
-
-
-def ask_site(environ: Mapping[str, str], *, probe_s: float | None = None) -> Answers:
-    """Ask Slurm what the site is like.
-
-    Three commands run side by side, so that this takes as long as the slowest of them.
-
-    Args:
-        environ: the variables that they run under.
-        probe_s: seconds within which Slurm has to answer at all; None where that is not in question.
-
-    Raises:
-        SchedulerError: it does not answer.
-    """
-    return run_side_by_side([_NODES, _CONFIG, _PARTITIONS], environ, probe_s=probe_s)
-
-
 def read_site(environ: Mapping[str, str], profile: Site) -> tuple[Site, list[str]]:
     """Ask Slurm, and see what it says. See `site_of`."""
-    return site_of(ask_site(environ), profile)
+    return site_of(answers_to(ask_site(environ)), profile)
 
 
 def site_of(answers: Answers, profile: Site) -> tuple[Site, list[str]]:
