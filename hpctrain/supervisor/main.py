@@ -26,6 +26,7 @@ from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.command import command_of
 from hpctrain.supervisor.decide import Action, Fate, History, Outcome, Way, Will, decide, ways_on, will_of
 from hpctrain.supervisor.failures import Failure, collect, root_cause
+from hpctrain.supervisor.grace import grace_variables
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.rendezvous import Rendezvous
@@ -47,9 +48,17 @@ _CONNECTIONS_PER_RANK = 2
 class Supervisor:
     """Sees one job of a run through."""
 
-    def __init__(self, run: RunDir, spec: JobSpec, launcher: Launcher, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        spec: JobSpec,
+        launcher: Launcher,
+        scheduler: Scheduler,
+        grace: Mapping[str, str] | None = None,
+    ) -> None:
         self._run, self._spec = run, spec
         self._launcher, self._scheduler = launcher, scheduler
+        self._grace = grace or {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._ranks_met = False
 
@@ -124,6 +133,7 @@ class Supervisor:
                 **rendezvous.variables,
                 RUN_DIR_VARIABLE: str(self._run.path),
                 ATTEMPT_VARIABLE: str(attempt),
+                **self._grace,
             }
             if spec.code is not None:
                 variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
@@ -259,8 +269,10 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
             return LocalArray(run, spec, environ).run()
         allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
         if spec.backend == "slurm":
-            return Supervisor(run, spec, SrunLauncher(spec, environ), SlurmJob(run, spec, environ)).run()
-        return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec)).run()
+            launcher, scheduler = SrunLauncher(spec, environ), SlurmJob(run, spec, environ)
+            return Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ)).run()
+        grace = grace_variables(spec, environ)
+        return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec), grace).run()
     except HpctrainError as error:
         log.error("%s", error)
         run.log_event(

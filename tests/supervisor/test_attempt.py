@@ -40,7 +40,7 @@ class PretendStep:
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch):
-    for name in ("_LAST_WORDS_S", "_FOLLOW_S", "_GRACE_S", "_CANCEL_GRACE_S", "_KILL_LIMIT_S"):
+    for name in ("_LAST_WORDS_S", "_FOLLOW_S", "_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
         monkeypatch.setattr(attempt, name, 0.05)
 
 
@@ -90,7 +90,7 @@ def test_preemption_here_is_passed_on_and_ranks_that_ignore_it_are_ended():
 
 
 def test_a_second_request_to_cancel_ends_ranks_that_ignore_the_first(monkeypatch):
-    monkeypatch.setattr(attempt, "_CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(attempt, "CANCEL_GRACE_S", 60.0)
     outcome, step, _ = watch(Signalled(signal.SIGTERM), Signalled(signal.SIGTERM))
     assert step.signals == [signal.SIGTERM]
     assert step.killed
