@@ -48,7 +48,7 @@ class Leg:
     """What some ranks trained from one start to the stop."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """One dict a step: epoch, batch_idx, ends_epoch, indices by rank, samples by rank, largest, collectives."""
+    """One dict a step: numbers of step, epoch and batch; what each rank trained; how often ranks waited."""
     state: dict[str, Any] | None = None
     finished: bool = False
     remarks: list[str] = field(default_factory=list)

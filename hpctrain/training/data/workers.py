@@ -62,6 +62,7 @@ class Workers:
             name: of the data set, for messages.
         """
         self._timeout_s, self._name = timeout_s, name
+        self._is_over = False
         self._boards = [RawArray("q", [-1] * WHEREABOUTS) for _ in range(num_workers)]
         loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -80,7 +81,7 @@ class Workers:
         with _births_shielded():
             self._answers: Iterator[Any] | None = iter(loader)
         # At its exit, multiprocessing asks its processes by SIGTERM to leave, and waits for them.
-        atexit.register(self._kill)
+        atexit.register(self._end_at_exit)
         self._processes: list[BaseProcess] = sorted(
             set(multiprocessing.active_children()) - before,
             key=lambda process: (len(process.name), process.name),
@@ -110,14 +111,14 @@ class Workers:
             if time.monotonic() >= deadline:
                 places = "; ".join(self._whereabouts(i) for i in range(len(self._processes)))
                 raise HpctrainError(
-                    f"no batch of {self._name} came within {self._timeout_s:.0f} s (data_timeout_s) from "
+                    f"no batch of {self._name} came within {self._timeout_s:g} s (data_timeout_s) from "
                     f"{len(self._processes)} data workers. They are at: {places}. "
                     "Look at what its __getitem__ waits for, or give it more time."
                 )
 
     def close(self) -> None:
         """End the workers, and whichever does not end by itself within a second."""
-        if self._answers is None:
+        if self._answers is None or self._is_over:
             return
         killer = threading.Timer(_LEAVE_WITHIN_S, self._kill)
         killer.daemon = True
@@ -127,7 +128,12 @@ class Workers:
         self._kill()
         for process in self._processes:
             process.join()
-        atexit.unregister(self._kill)
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        # Threads, such as that of a timer, cannot be started any more.
+        self._kill()
+        self._is_over = True
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -1,0 +1,164 @@
+"""Data workers: deaf to the job, bound to their rank, and heard of when they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import environment, wait_for
+from torch.utils.data import Dataset
+
+import hpctrain
+from hpctrain.training.data import workers as workers_module
+from hpctrain.training.data.fetch import find_fetcher
+from hpctrain.training.data.loading import Loading
+from hpctrain.training.data.randomness import SampleSeeds
+
+
+class Numbers(Dataset):
+    """Numbers, and something that happens when one of them is fetched."""
+
+    def __init__(self, action=None, at: int = 7, length: int = 40) -> None:
+        self.action, self.at, self.length = action, at, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at and self.action is not None:
+            self.action()
+        return index
+
+
+def batches(dataset, num_workers=2, timeout_s=60.0, size=4):
+    fetcher = find_fetcher(dataset, None, SampleSeeds(0, "training"), "train_dataset")
+    orders = ((3, torch.arange(i, i + size)) for i in range(0, len(dataset), size))
+    return Loading(num_workers=num_workers, timeout_s=timeout_s).batches(fetcher, orders, "train_dataset")
+
+
+def kill_myself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise KeyError("no such picture")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_data_set_raises_names_the_sample_and_the_epoch(num_workers):
+    with pytest.raises(KeyError) as caught:
+        list(batches(Numbers(fail), num_workers))
+    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "no such picture" in told
+    assert "raised while train_dataset fetched sample 7 in epoch 3" in told
+    if num_workers:
+        assert "in fail" in told  # the traceback of the worker
+
+
+def test_a_worker_that_dies_is_named_with_the_sample_that_it_was_at():
+    begun = time.monotonic()
+    words = r"data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
+    with pytest.raises(hpctrain.HpctrainError, match=words):
+        list(batches(Numbers(kill_myself)))
+    assert time.monotonic() - begun < 20
+
+
+def test_a_worker_that_is_stuck_is_given_up_after_the_limit_and_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(workers_module, "_LOOK_EVERY_S", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(
+        hpctrain.HpctrainError,
+        match=r"within 0.5 s \(data_timeout_s\)(.|\n)*sample 7 of train_dataset, epoch 3",
+    ):
+        list(batches(Numbers(lambda: time.sleep(300)), timeout_s=0.5))
+    assert time.monotonic() - begun < 10
+
+
+def test_leaving_early_ends_workers_that_are_busy():
+    begun = time.monotonic()
+    with closing(batches(Numbers(lambda: time.sleep(300), at=30))) as loaded:
+        assert next(loaded).tolist() == [0, 1, 2, 3]
+    assert time.monotonic() - begun < 10  # and the fixture of all tests finds no process left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+def test_a_signal_at_birth_does_not_kill_a_worker(number):
+    """A signal between the fork and the first instruction of the worker: here the fork itself sends it."""
+
+    def signal_myself():
+        os.kill(os.getpid(), number)
+
+    armed = [True]
+    os.register_at_fork(after_in_child=lambda: armed[0] and signal_myself())
+    try:
+        assert torch.cat(list(batches(Numbers()))).tolist() == list(range(40))
+    finally:
+        armed[0] = False
+
+
+def test_workers_are_deaf_to_the_job_s_signals_and_hear_of_their_rank_s_end(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_workers import Numbers, batches
+loaded = batches(Numbers(lambda: time.sleep(300), at=39, length=40))
+for _ in range(9):
+    next(loaded)
+print("ready", flush=True)
+next(loaded)
+"""
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment({"PYTHONPATH": os.pathsep.join(sys.path)}),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        told = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text()
+        children = [int(pid) for pid in told.split()]
+        assert len(children) == 2
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            for pid in children:
+                os.kill(pid, number)
+        time.sleep(0.3)
+        assert all(Path(f"/proc/{pid}/stat").exists() for pid in children)
+        rank.kill()
+        rank.wait()
+        wait_for(lambda: not any(_is_alive(pid) for pid in children), 2, "the workers to go with their rank")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_workers import Numbers, batches
+loaded = batches(Numbers(lambda: time.sleep(300), at=30))
+next(loaded)
+keep = [loaded]
+raise SystemExit(3)
+"""
+    )
+    env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
+    with subprocess.Popen([sys.executable, str(script)], env=env) as rank:
+        assert rank.wait(60) == 3
