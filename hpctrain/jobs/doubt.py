@@ -58,9 +58,9 @@ class Doubt:
         # A run that still writes goes on, whatever has become of the scheduler.
         if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
             raise SchedulerError(
-                f"Where run {status.run_id} stands is {unknown_for(status)}, and for {self._limit_s:g} s neither "
-                "an answer nor a sign of it was waited for with success. It may go on all the same: look again "
-                "when the scheduler answers."
+                f"Nobody could tell for {self._limit_s:g} s where run {status.run_id} stands: it is "
+                f"{unknown_for(status)}, and has written nothing. It may go on all the same: look again when "
+                "the scheduler answers."
             )
         if now < self._next:
             return None

@@ -6,6 +6,7 @@ supervisor; `hpctrain.jobs.functions` submits it and reads what it left.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from submitit.core.core import InfoWatcher
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
 from hpctrain.errors import HpctrainError, RunFailed, SpecError, UserError
+from hpctrain.jobs.doubt import Doubt
 from hpctrain.jobs.duration import format_duration
 from hpctrain.jobs.functions import FunctionFailure, read_call, read_printed, read_result, submit_calls
 from hpctrain.jobs.given import nearest
@@ -30,6 +32,8 @@ from hpctrain.jobs.status import RunStatus
 from hpctrain.jobs.watch import Watcher
 from hpctrain.pickles import Call
 from hpctrain.rundir import RunDir
+
+log = logging.getLogger("hpctrain")
 
 #: Seconds between two looks at a job that is waited for; they burden nobody but this machine.
 _LOOK_S = 0.2
@@ -215,7 +219,15 @@ class Job(submitit.Job[R]):
         return status is not None and status.state.ended
 
     def wait(self) -> None:
-        while not self.done():
+        """Wait for the end, however that is.
+
+        Raises:
+            SchedulerError: for an hour nobody could say where the run stands, and it wrote nothing.
+        """
+        doubt = Doubt()
+        while (status := self.watcher.status(self.run)) is None or not status.state.ended:
+            if status is not None and (words := doubt.words(status)):
+                log.warning(f"Waiting for run {status.run_id}: {words}")
             time.sleep(_LOOK_S)
         self.run.await_exit()
 

@@ -17,6 +17,7 @@ from hpctrain.rundir import RunDir
 
 # Who submits a run and leaves needs nothing of what looks at runs: it is imported where it is used.
 if TYPE_CHECKING:
+    from hpctrain.jobs.doubt import Doubt
     from hpctrain.jobs.status import RunStatus
     from hpctrain.jobs.watch import Watcher
 
@@ -61,36 +62,45 @@ class Run:
         """
         yield from self._watch(None)
 
-    def wait(self, timeout: float | None = None) -> RunStatus:
+    def wait(self, timeout: float | None = None, unknown_limit: float | None = None) -> RunStatus:
         """Wait until the run has ended with success.
 
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
+            unknown_limit: see `wait_for_end`.
 
         Raises:
             RunFailed: it ended otherwise.
             WaitTimeout: it has not ended yet.
+            SchedulerError: nobody can say any more where it stands.
         """
-        return ended_well(self.wait_for_end(timeout))
+        return ended_well(self.wait_for_end(timeout, unknown_limit))
 
     def wait_for_end(
-        self, timeout: float | None = None, tell: Callable[[str], object] | None = None
+        self,
+        timeout: float | None = None,
+        unknown_limit: float | None = None,
+        tell: Callable[[str], object] | None = None,
     ) -> RunStatus:
         """Wait until the run has ended, however that is.
 
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
+            unknown_limit: seconds to wait at most while the scheduler gives no sure answer and the run writes
+                nothing; None is an hour.
             tell: gets a sentence now and then while nobody can say where the run stands; None logs it.
 
         Raises:
             WaitTimeout: it has not ended yet.
+            SchedulerError: nobody can say any more where it stands.
         """
         import logging
 
-        from hpctrain.jobs.doubt import Doubt
+        from hpctrain.jobs.doubt import UNKNOWN_LIMIT_S, Doubt
 
-        doubt, tell = Doubt(), tell or logging.getLogger("hpctrain").warning
-        for status in self._watch(timeout):
+        doubt = Doubt(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
+        tell = tell or logging.getLogger("hpctrain").warning
+        for status in self._watch(timeout, doubt):
             if words := doubt.words(status):
                 tell(f"Waiting for run {self.run_id}: {words}")
         if not status.state.ended:
@@ -101,8 +111,8 @@ class Run:
         self.await_exit()
         return status
 
-    def _watch(self, limit_s: float | None) -> Iterator[RunStatus]:
-        """Yield the status until the run has ended or the time is up."""
+    def _watch(self, limit_s: float | None, doubt: Doubt | None = None) -> Iterator[RunStatus]:
+        """Yield the status until the run has ended or the time is up, and when that of a doubt is."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         watcher = _watcher([self])
         while True:
@@ -113,7 +123,8 @@ class Run:
                 return
             if status.held:
                 self.lift_hold()
-            time.sleep(min(watcher.poll_s, left))
+            pause = min(watcher.poll_s, left)
+            time.sleep(min(pause, doubt.left_s) if doubt is not None and doubt.left_s else pause)
 
     def await_exit(self) -> None:
         """Let the local supervisor of a run that has recorded its end leave, so that no process is left."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import time
 
 import pytest
 
@@ -41,6 +44,18 @@ def test_waiting_for_a_slurm_that_is_gone_says_what_for(hpctrain, lost):
     assert words.startswith("Waiting for run lost: where it stands is unknown for ")
     assert words.endswith("; that does not end it")
     assert error.startswith("Error: Run lost has not ended within 0.5 s: it is UNKNOWN.")
+
+
+def test_waiting_for_a_slurm_that_never_comes_back_has_an_end(hpctrain, lost):
+    past = time.time() - 100
+    lost.events.write_text(re.sub(r'"time": [\d.]+', f'"time": {past}', lost.events.read_text()))
+    os.utime(lost.events, (past, past))
+    done = hpctrain("wait", "lost", "--unknown-limit", "1", env=GONE)
+    assert done.returncode == 3
+    words, error = done.stderr.splitlines()
+    assert words.startswith("Waiting for run lost: ")
+    assert error.startswith("Error: Nobody could tell for 1 s where run lost stands: it is unknown for 10")
+    assert "/nowhere/slurm.conf" in error
 
 
 def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):

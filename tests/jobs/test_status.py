@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
+from hpctrain.jobs.doubt import Doubt
 from hpctrain.jobs.record import Job
 from hpctrain.jobs.runs import Run, statuses
 from hpctrain.jobs.states import JobView, RunState, from_slurm
@@ -339,3 +342,29 @@ def test_the_newest_checkpoint_is_one_that_was_committed(fake_slurm, tmp_path):
 
 def test_no_accounting_is_no_trouble(fake_slurm):
     assert NO_ACCOUNTING.strip() not in look(fake_slurm, "17", submitted=0.0)[0].words
+
+
+def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word(
+    run, fake_slurm, monkeypatch
+):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    known = run.status()
+    doubt = Doubt(limit_s=100)
+    unknown = replace(known, state=UNKNOWN, words="squeue is silent", unknown_s=5000.0)
+    assert doubt.left_s == float("inf")
+    assert "unknown for 5000 s (squeue is silent)" in doubt.words(unknown)
+    now += 59
+    assert doubt.words(unknown) is None
+    assert doubt.left_s == 41
+    now += 40.5
+    assert doubt.words(unknown) is not None
+    now += 1
+    # It still writes.
+    assert doubt.words(replace(unknown, unknown_s=99.0)) is None
+    with pytest.raises(SchedulerError, match=r"for 100 s where run r stands: it is unknown for 5000 s"):
+        doubt.words(unknown)
+    assert doubt.words(replace(known, state=RUNNING)) == "known again, RUNNING"
+    assert doubt.left_s == float("inf")
+    now += 500
+    assert "that does not end it" in doubt.words(unknown)
