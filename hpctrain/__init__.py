@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.rundir import RunDir
     from hpctrain.runtime.stop import should_stop
     from hpctrain.training import Module, Trainer
+    from hpctrain.training.data.randomness import sample_generator
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     # in a rank
     "Module",
     "Trainer",
+    "sample_generator",
     "should_stop",
     "detect",
     "Ranks",
@@ -82,6 +84,7 @@ _HOMES = {
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",
     "expand_hostlist": "hpctrain.cluster",
+    "sample_generator": "hpctrain.training.data.randomness",
     "should_stop": "hpctrain.runtime.stop",
     "submit": "hpctrain.jobs.submit",
 }
