@@ -29,4 +29,5 @@ if missing slurmdbd mariadbd my_print_defaults; then
     provide "Slurm's accounting" slurmdbd mariadb-server-core mariadb-client
 fi
 if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
+if missing strace; then provide "strace, which kills at system calls," strace; fi
 if missing ip unshare; then provide "network namespaces" iproute2 util-linux; fi

@@ -268,6 +268,152 @@ def sharded_loaded(folder: Path, rank: int, world_size: int) -> None:
     assert torch.equal(back["both"], whole(1))
 
 
+def with_tier(folder: Path, node: str) -> CheckpointStore:
+    """A store whose second tier is that of a node: a folder that ranks of other nodes do not see."""
+    return CheckpointStore(
+        folder / "shared" / "run" / "checkpoints", dist.group.WORLD, second_tier=folder / node
+    )
+
+
+def copying_fails(folder: Path, rank: int) -> None:
+    """Make saves stay in the second tier."""
+    if rank == 0:
+        blocked = folder / "shared" / "run" / "checkpoints"
+        blocked.parent.mkdir(parents=True, exist_ok=True)
+        blocked.write_text("in the way")
+    dist.barrier()
+
+
+def copying_works(folder: Path, rank: int) -> None:
+    if rank == 0:
+        (folder / "shared" / "run" / "checkpoints").unlink()
+    dist.barrier()
+
+
+@scenario
+def node_local(folder: Path, rank: int, world_size: int) -> None:
+    """Each rank on a node of its own: saved there, copied, and at the end cleaned."""
+    stored = with_tier(folder, f"node-{rank}")
+    copied: list[Saved] = []
+    for step in (1, 2):
+        stored.begin(step, state(step), rank_state(rank))
+        assert stored.finish(30)
+        ended = stored.finished()
+        copied += [each for each in ended if "shared" in each.path.parts]
+        (saved,) = (each for each in ended if "shared" not in each.path.parts)
+        assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
+        assert sorted(path.name for path in saved.path.glob("*.distcp")) == [f"__{rank}_0.distcp"]
+    assert stored.close(run_is_over=True) == []
+    copied += stored.finished()
+    assert copied[-1].path == folder / "shared/run/checkpoints/step-00000002"
+    assert list((folder / f"node-{rank}").iterdir()) == []
+    check_loaded(with_tier(folder, f"node-{rank}"), 2, rank)
+
+
+@scenario
+def only_in_the_tier(folder: Path, rank: int, world_size: int) -> None:
+    """Step 2 lies on the nodes alone, as after a kill before it was copied; step 1 is shared."""
+    stored = with_tier(folder, f"node-{rank}")
+    save(stored, 1, rank)
+    shared = folder / "shared" / "run" / "checkpoints"
+    if rank == 0:
+        shared.rename(folder / "aside")
+    dist.barrier()
+    copying_fails(folder, rank)
+    stored.begin(2, state(2), rank_state(rank))
+    assert stored.finish(30)
+    assert stored.close() == []
+    saved, failed = stored.finished()
+    assert (saved.step, saved.path.parent.parent) == (2, folder / f"node-{rank}")
+    assert "step 2 was not written" in str(failed)
+    copying_works(folder, rank)
+    if rank == 0:
+        (folder / "aside").rename(shared)
+
+
+@scenario
+def same_nodes(folder: Path, rank: int, world_size: int) -> None:
+    """The nodes are there again: their parts are brought together."""
+    stored = with_tier(folder, f"node-{rank}")
+    check_loaded(stored, 2, rank)
+    assert (folder / "shared/run/checkpoints/step-00000002/manifest.json").exists()
+    stored.begin(3, state(3), rank_state(rank))
+    assert stored.close() == []
+    check_loaded(stored, 3, rank)
+
+
+@scenario
+def nodes_exchanged(folder: Path, rank: int, world_size: int) -> None:
+    """The same nodes with other ranks on them, and one more."""
+    stored = with_tier(folder, f"node-{(rank + 1) % world_size}")
+    check_loaded(stored, 2, None if world_size != 2 else rank)
+
+
+@scenario
+def a_node_is_gone(folder: Path, rank: int, world_size: int) -> None:
+    """A new node has none of the parts: the newest that is whole is that in the shared folder."""
+    stored = with_tier(folder, f"node-{rank}" if rank == 0 else "new-node")
+    loaded, broken = stored.load_newest()
+    assert loaded.step == 1
+    assert "__1_0.distcp is on no node that is here now" in broken[0], broken
+    assert len(broken) == 1
+    for step in (2, 3):
+        stored.begin(step, state(step), rank_state(rank))
+    assert stored.close() == []
+    check_loaded(stored, 3, rank)
+
+
+@scenario
+def a_part_is_broken(folder: Path, rank: int, world_size: int) -> None:
+    if rank == 1:
+        (path,) = (folder / "node-1").glob("*/step-00000002/__1_0.distcp")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    stored = with_tier(folder, f"node-{rank}")
+    loaded, broken = stored.load_newest()
+    assert loaded.step == 1
+    assert "__1_0.distcp has checksum" in broken[0], broken
+    assert "step-00000002.broken-0" in broken[0]
+
+
+@scenario
+def one_node(folder: Path, rank: int, world_size: int) -> None:
+    """All ranks see one folder: what is newest in it is loaded from there."""
+    stored = with_tier(folder, "node")
+    save(stored, 1, rank)
+    shared = folder / "shared" / "run" / "checkpoints"
+    if rank == 0:
+        shared.rename(folder / "aside")
+    dist.barrier()
+    copying_fails(folder, rank)
+    stored.begin(2, state(2), rank_state(rank))
+    stored.close()
+    copying_works(folder, rank)
+    if rank == 0:
+        (folder / "aside").rename(shared)
+    dist.barrier()
+    again = with_tier(folder, "node")
+    loaded, _ = again.load_newest()
+    assert loaded.path.parent.parent == folder / "node"
+    assert torch.equal(loaded.state["big"], state(2)["big"])
+    assert again.close(run_is_over=True) == []  # by then it was copied
+    assert (shared / "step-00000002" / "manifest.json").exists()
+    dist.barrier()
+    assert list((folder / "node").iterdir()) == []
+
+
+@scenario
+def a_tier_that_one_node_has_not(folder: Path, rank: int, world_size: int) -> None:
+    if rank == 1:
+        (folder / "node-1").write_text("no folder")
+    stored = with_tier(folder, f"node-{rank}")
+    stored.begin(1, state(1), rank_state(rank))
+    assert stored.finish(30)
+    (saved,) = stored.finished()
+    assert saved.path == folder / "shared/run/checkpoints/step-00000001"
+    assert "second tier" in saved.notes[0]
+    assert "cannot be used" in saved.notes[0]
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
