@@ -1,0 +1,38 @@
+"""A job's script, started as its first lines say, where the script then runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from helpers import environment, run_command, wait_for
+
+from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.states import RunState
+from hpctrain.jobs.submit import hand_over
+
+_BY_HAND = re.compile(r"^# By hand:  (?P<command>.*?)   \(script and arguments: spec\.yaml\)$", re.MULTILINE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+@pytest.mark.parametrize("options", [{"tasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
+def test_a_script_does_by_hand_what_it_says(backend, options, tmp_path, request):
+    """The supervisor waits ten seconds for `hpctrain submit` to record the job, and then does it itself."""
+    environ = environment(request.getfixturevalue("slurm").env if backend == "slurm" else None)
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nprint('attempt', os.environ['HPCTRAIN_ATTEMPT'], sys.argv[1:])\n")
+    asked = {"backend": backend, "run_dir": "a run's", **options}
+    args = ("--name", "a b", "$(false)")
+    run = hand_over(prepare(script, args, asked, environ=environ, cwd=tmp_path, python=sys.executable))
+    run.wait(timeout=60)
+    assert "Written by `hpctrain submit` " in run.dir.job_script.read_text()
+    command = _BY_HAND.search(run.dir.job_script.read_text())
+    assert command is not None
+    run_command(["bash", "-c", command["command"]], environ, cwd=run.dir.path, timeout=60)
+    for part in run.tasks() or [run]:
+        log = part.dir.rank_log(1, 0)
+        wait_for(lambda log=log: log.exists() and log.read_text(), 60, "the second start")
+        assert log.read_text() == f"attempt 1 {list(args)}\n"
+    assert run.wait(timeout=60).state is RunState.COMPLETED
