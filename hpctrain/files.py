@@ -22,19 +22,32 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
     Raises:
         OSError: the folder is not writable or the disk is full; the old file is then untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    replace_files({path: content}, durable=durable)
+
+
+def replace_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -> None:
+    """Replace several files, each as `write_atomic` does; their folder is waited for once.
+
+    Raises:
+        OSError: a folder is not writable or the disk is full; files that were not replaced are untouched.
+    """
+    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for path, content in contents.items():
+            with open(temporaries[path], "wb") as file:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+        for path, temporary in temporaries.items():
+            os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
         raise
     if durable:
-        fsync_folder(path.parent)
+        for folder in {path.parent for path in contents}:
+            fsync_folder(folder)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -4,12 +4,11 @@ The command line, `SubmitOptions` in Python, the keys of `hpctrain.yaml`, what `
 the tables of the documentation are all made from it. A new option is one more field of a group below.
 """
 
-from __future__ import annotations
-
+# Annotations are no texts here: to read those of all options takes longer than the rest of this module.
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Literal, TypedDict, get_type_hints
+from typing import Annotated, Literal, TypedDict
 
 from hpctrain.jobs.container import Container, is_image_file
 from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
@@ -398,7 +397,7 @@ def options() -> dict[str, Option]:
     """All options by name, in the order in which they are shown."""
     found = {}
     for group in _GROUPS:
-        for name, hint in get_type_hints(group, include_extras=True).items():
+        for name, hint in group.__annotations__.items():
             kind, (about,) = Kind.of(hint.__origin__), hint.__metadata__
             found[name] = Option(name, str(group.__doc__).rstrip("."), kind, about)
     return found

@@ -143,7 +143,11 @@ class JobSpec:
         Raises:
             OSError: the file cannot be written.
         """
-        write_atomic(path, to_yaml(asdict(self)), durable=durable)
+        write_atomic(path, self.text(), durable=durable)
+
+    def text(self) -> str:
+        """The specification as YAML."""
+        return to_yaml(asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> JobSpec:

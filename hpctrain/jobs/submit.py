@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import is_locked, try_lock, write_atomic
+from hpctrain.files import is_locked, replace_files, try_lock, write_atomic
 from hpctrain.jobs.backends import SubmissionUnclear
 from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.prepare import Submission, prepare
@@ -45,12 +45,10 @@ def hand_over(submission: Submission, functions: Sequence[bytes] = ()) -> Run:
             submission.snapshot.taken(folder) if submission.snapshot else nullcontext() as code,
         ):
             spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
-            for part in (spec, *tasks):
-                _write(part)
+            function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
+            for part in (*tasks, spec):
+                _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
             write_atomic(folder.git_ignore, "*\n", durable=False)
-            for part, function in zip(tasks or [spec], functions, strict=False):
-                write_atomic(_folder(part).function, function, durable=part.array_task is None)
-            write_atomic(folder.job_script, submission.script)
             # Slurm has to have done so before: it would count the job with those that wait.
             submission.foretell()
             job_id = submission.backend.submit(spec, folder, lock)
@@ -96,12 +94,15 @@ def _folder(spec: JobSpec) -> RunDir:
     return RunDir(Path(spec.run_dir))
 
 
-def _write(spec: JobSpec) -> None:
+def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
+    """Write what a run folder holds before its job is submitted."""
     folder = _folder(spec)
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.cancel_request.unlink(missing_ok=True)
+    files = {folder.spec: spec.text(), folder.job_script: script, folder.function: function}
     # An array has thousands of tasks, and waiting for the disk after each would take minutes.
-    spec.save(folder.spec, durable=spec.array_task is None)
+    durable = spec.array_task is None
+    replace_files({path: it for path, it in files.items() if it is not None}, durable=durable)
 
 
 def _record(spec: JobSpec, job_id: str) -> None:
