@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,10 +61,13 @@ class Repository:
         listed = self._say("ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard").split("\0")
         found: dict[str, bool] = {}
         for tag, name in (entry.split(" ", 1) for entry in listed if entry):
-            path = self.root / name
-            if path.is_dir() and not path.is_symlink():
+            try:
+                mode = os.lstat(os.path.join(self.root, name)).st_mode
+            except OSError:
+                continue  # It is deleted, and that is not committed.
+            if stat.S_ISDIR(mode):
                 found |= self._files_within(name.rstrip("/"))
-            elif os.path.lexists(path):
+            else:
                 found[name] = tag == "?"
         return found
 

@@ -55,7 +55,8 @@ class Snapshot:
         if place is not None:
             # The script is what was asked for, ignored or not.
             files.setdefault(str(place), True)
-        sizes = {name: os.lstat(repository.root / name).st_size for name in files}
+        root = str(repository.root)
+        sizes = {name: os.lstat(os.path.join(root, name)).st_size for name in files}
         snapshot = cls(repository, place, files, sum(sizes.values()))
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
             largest = max(sizes, key=lambda name: sizes[name])
@@ -89,22 +90,23 @@ class Snapshot:
 
     def _copy_to(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        root, made = self.repository.root, set()
+        # Texts, for there may be thousands of files, and a `Path` of each takes as long as the copy.
+        root, made = str(self.repository.root), set()
         for name in self.files:
-            source, target = root / name, folder / name
-            if target.parent not in made:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                made.add(target.parent)
+            source, target = os.path.join(root, name), os.path.join(folder, name)
+            if (parent := os.path.dirname(target)) not in made:
+                os.makedirs(parent, exist_ok=True)
+                made.add(parent)
             try:
-                if source.is_symlink():
+                if os.path.islink(source):
                     os.symlink(self._target_of(name), target)
                 else:
                     shutil.copy(source, target)
             except OSError as error:
-                if str(error.filename) != str(source):
+                if str(error.filename) != source:
                     raise
                 raise SpecError(
-                    f"{str(source)!r} cannot be copied into the run folder: {error.strerror}. See to it, "
+                    f"{source!r} cannot be copied into the run folder: {error.strerror}. See to it, "
                     "have git ignore it, or submit without a copy of the code: --no-snapshot."
                 ) from error
 
