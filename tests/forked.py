@@ -19,7 +19,9 @@ from tempfile import TemporaryDirectory
 from helpers import environment
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "hpctrain.training.trainer"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"]
+)
 
 
 def run_forked(
