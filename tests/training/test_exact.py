@@ -1,0 +1,108 @@
+"""The gradient is the mean over the global batch, on any ranks, in any micro-batches, through any stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from exact import NUM_SAMPLES, Exact, samples
+from forked import run_forked
+from test_trainer import variables
+
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+from hpctrain.training.data.order import SampleOrder
+
+SCRIPT = Path(__file__).with_name("exact.py")
+
+
+def train(run: Path, *words: object, ranks: int = 1) -> list[float]:
+    """Parameters in the end, which are the same on all ranks."""
+    printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
+    everyone = json.loads(printed.splitlines()[-1])
+    assert len(everyone) == ranks
+    assert all(parameters == everyone[0] for parameters in everyone)
+    return everyone[0]
+
+
+def by_hand(num_steps: int, batch: int) -> list[float]:
+    """What a loop without hpctrain gives, on one process, a whole batch at a time."""
+    module = Exact()
+    optimizer, scheduler = module.configure_optimizers()
+    x, y = samples()
+    batches = [
+        SampleOrder(NUM_SAMPLES, 3).indices(epoch, start, min(start + batch, NUM_SAMPLES))
+        for epoch in range(num_steps)
+        for start in range(0, NUM_SAMPLES, batch)
+    ]
+    for indices in batches[:num_steps]:
+        module.training_step((x[indices], y[indices]), 0)["loss"].backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "micro"),
+    [
+        (1, 10, "null"),  # the epoch's last batch has 3 samples
+        (1, 10, "4"),  # micro-batches of 4, 3, 3
+        (3, 10, "2"),  # shares of 4, 3, 3; the last batch gives each rank one
+        (4, 3, "1"),  # more ranks than samples
+        (4, 7, '"auto"'),
+    ],
+)
+def test_parameters_are_those_of_a_loop_by_hand(tmp_path, ranks, batch, micro):
+    assert train(tmp_path, 7, batch, f"micro_batch_size={micro}", ranks=ranks) == pytest.approx(
+        by_hand(7, batch), rel=1e-9, abs=1e-12
+    )
+
+
+def trained(run: Path) -> dict[int, list[object]]:
+    """Samples of each step, whichever rank trained them, in the last attempt at it."""
+    found: dict[int, dict[int, list[object]]] = {}
+    for path in sorted((run / "samples").iterdir()):
+        attempt = int(path.name.split("-")[1])
+        for line in read_json_lines(path):
+            found.setdefault(line["step"], {}).setdefault(attempt, []).extend(line["indices"])
+    return {step: sorted(by_attempt[max(by_attempt)]) for step, by_attempt in found.items()}
+
+
+def rates(run: Path) -> list[tuple[int, int, float]]:
+    """The schedule as it was in each step, with the epoch."""
+    return [(line["step"], line["epoch"], line["lr"]) for line in read_json_lines(RunDir(run).metrics)]
+
+
+@pytest.mark.parametrize("data", ["tensors", "shards", "stream"])
+def test_other_ranks_and_workers_go_on_with_the_same_samples_rates_and_parameters(tmp_path, data):
+    whole = train(tmp_path / "whole", 11, 5, f"data={data}")
+    for last_step, ranks, workers in [(2, 4, 0), (4, 2, 1), (7, 3, 0), (11, 4, 2)]:
+        parts = train(tmp_path / "parts", last_step, 5, f"data={data}", f"num_workers={workers}", ranks=ranks)
+    assert parts == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    assert trained(tmp_path / "parts") == trained(tmp_path / "whole")
+    assert rates(tmp_path / "parts") == rates(tmp_path / "whole")
+
+
+def test_a_stream_without_a_state_says_on_resume_what_is_trained_again(tmp_path):
+    train(tmp_path, 3, 5, "data=no-state", ranks=2)
+    printed = run_forked(SCRIPT, ["6", "5", "data=no-state"], variables(tmp_path), ranks=3)
+    assert "it begins epoch 0 anew, and trains 15 samples of it again." in printed
+
+
+def test_float16_skips_a_step_that_overflows_on_one_rank_on_all_of_them(tmp_path):
+    at = int(SampleOrder(NUM_SAMPLES, 3).indices(0, 11, 12))  # the last sample of the last rank in step 2
+    words = ('precision="16-mixed"', f"overflow_at={at}")
+    once = train(tmp_path / "once", 1, 6, *words, ranks=3)
+    twice = train(tmp_path / "twice", 2, 6, *words, ranks=3)
+    assert twice == once
+
+
+def test_float16_goes_on_with_the_scale_that_it_had(tmp_path):
+    words = ('precision="16-mixed"', "overflow_at=0")
+    whole = train(tmp_path / "whole", 8, 6, *words)
+    for last_step in (6, 8):
+        parts = train(tmp_path / "parts", last_step, 6, *words)
+    assert parts == whole
