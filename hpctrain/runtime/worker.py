@@ -25,6 +25,7 @@ from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.log_times import note_log_times
+from hpctrain.runtime.output import make_lenient
 from hpctrain.runtime.signals import leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
 
@@ -93,8 +94,7 @@ def _redirect_output(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    make_lenient()
 
 
 def _exit_code(code: object) -> int:

@@ -67,7 +67,14 @@ class Checkpointing:
                 second_tier=settings.second_tier(environ),
             )
             self._saves = Saves(
-                store, state, self._cadence, run=run, log=log, progress=progress, settings=settings
+                store,
+                state,
+                self._cadence,
+                run=run,
+                log=log,
+                progress=progress,
+                settings=settings,
+                is_main=is_main,
             )
 
     def __enter__(self) -> Self:

@@ -51,9 +51,11 @@ class Saves:
         log: RunLog,
         progress: Progress,
         settings: Settings,
+        is_main: bool,
     ) -> None:
         self._store, self._state, self._cadence = store, state, cadence
         self._run, self._log, self._progress, self._settings = run, log, progress, settings
+        self._is_main = is_main
         self._in_flight: _InFlight | None = None
         self._closed = False
         self.write_s: float | None = None
@@ -89,6 +91,7 @@ class Saves:
         begun = time.monotonic()
         self._store.finish(LONGEST_SAVE_S)
         self.settle()
+        self._look_for_the_others()
         self._store.begin(self._state.step, self._state.tree(), rng.capture(), score=self._score())
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
@@ -103,6 +106,7 @@ class Saves:
         """
         self._store.finish(LONGEST_SAVE_S)
         self.settle()
+        self._look_for_the_others()
         try:
             saved = self._store.save(self._state.step, self._state.tree(), rng.capture(), score=self._score())
         except CheckpointError as error:
@@ -143,6 +147,14 @@ class Saves:
         """Whether it lies in the run folder, and not only in a fast folder of this node."""
         return saved.path.parent == self._run.checkpoints
 
+    def _look_for_the_others(self) -> None:
+        """Say so where the folder that the earlier checkpoints were in is not there any more."""
+        folder = self._run.checkpoints
+        if self._is_main and self.write_s is not None and not folder.exists():
+            cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
+            self._log.event("failure", cause=cause)
+            self._progress.say(f"hpctrain: {cause}")
+
     def _note_saved(self, saved: Saved) -> None:
         for note in saved.notes:
             self._progress.say(f"hpctrain: {note}")
@@ -173,7 +185,7 @@ class Saves:
         self._in_flight = None
         self._cadence.failed()
         self._log.event("failure", cause=str(error))
-        self._progress.say(f"hpctrain: {error}{comfort}")
+        self._progress.say(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
 
     def _score(self) -> float | None:
         """How good the state is; None where the best are not kept, or it was not measured after this step."""

@@ -1,0 +1,103 @@
+"""Full disks and vanished folders while real ranks train: the run goes on and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_runs import Run
+from forked import run_forked
+from helpers import assert_no_process_left, run_command
+
+from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SCRIPT = Path(__file__).with_name("troubled.py")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    run_command(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder])
+    yield folder
+    run_command(["umount", "--lazy", folder])
+
+
+def train(run: RunDir, last_step: int, actions: dict[int, str]) -> str:
+    run.path.mkdir(exist_ok=True)
+    env = {"HPCTRAIN_RUN_DIR": str(run.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return run_forked(SCRIPT, [str(last_step), json.dumps(actions)], env, ranks=2)
+
+
+def failures(run: RunDir) -> list[str]:
+    return [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
+
+
+def assert_complete(run: RunDir, last_step: int) -> None:
+    """Every step is on record, each once, and what is kept is whole and ends with the last step."""
+    assert [record["step"] for record in read_json_lines(run.metrics)] == list(range(1, last_step + 1))
+    listed, _ = list_checkpoints(run, verify=True)
+    assert [one.problems for one in listed] == [()] * len(listed)
+    assert listed[-1].step == last_step
+    assert not [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")]
+
+
+def test_a_full_disk_is_said_and_survived_and_nothing_is_lost(small_disk):
+    run = RunDir(small_disk / "run")
+    said = train(run, 60, {10: "fill", 40: "free"})
+    assert "in step 60" in said
+    assert any("No space left" in cause for cause in failures(run))
+    assert "Training goes on; the checkpoints before it stand" in said
+    assert "metrics.jsonl cannot be written: " in said
+    assert "metrics.jsonl can be written again, and is complete" in said
+    assert_complete(run, 60)
+
+
+def test_a_checkpoint_before_the_full_disk_is_what_a_killed_run_goes_on_from(small_disk):
+    run = RunDir(small_disk / "run")
+    with pytest.raises(AssertionError, match=r"CheckpointError.*No space left"):
+        train(run, 20, {10: "fill"})  # the result itself does not fit: that ends the run
+    (small_disk / "filler").unlink()
+    listed, _ = list_checkpoints(run, verify=True)
+    assert any(one.newest and one.step <= 10 for one in listed)
+    assert f"resumed after step {listed[-1].step} " in train(run, 20, {})
+    assert list_checkpoints(run, verify=True)[0][-1].step == 20
+
+
+def test_checkpoints_that_vanish_are_said_and_the_run_goes_on(tmp_path):
+    run = RunDir(tmp_path / "run")
+    said = train(run, 40, {11: "hide"})
+    assert "has vanished, with the checkpoints in it. It is made anew." in said
+    assert any("has vanished" in cause for cause in failures(run))
+    assert_complete(run, 40)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_said_and_the_run_goes_on(tmp_path):
+    run = RunDir(tmp_path / "run")
+    said = train(run, 40, {11: "wreck", 25: "repair"})
+    assert "Training goes on; the checkpoints before it stand" in said
+    assert failures(run)
+    assert_complete(run, 40)
+    assert sorted(path.name for path in (run.path / "elsewhere").iterdir()), "what was there is untouched"
+
+
+@pytest.mark.long
+def test_a_job_on_a_full_disk_ends_well(small_disk):
+    """With a supervisor and logs on the same disk: printing to them harms nobody, either."""
+    run = Run(small_disk / "run", {})
+    run.hpctrain(
+        *("submit", "--backend", "local", "--tasks-per-node", "2", "--run-dir", str(run.path)),
+        *(str(SCRIPT), "80", json.dumps({20: "fill", 60: "free"})),
+    )
+    assert run.wait() == 0
+    assert any("No space left" in cause for cause in failures(run.dir))
+    assert_complete(run.dir, 80)
+    assert_no_process_left(run.path)
