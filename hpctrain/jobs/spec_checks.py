@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import SpecError
 from hpctrain.jobs.array import Array
 from hpctrain.jobs.contradictions import check_directives
+from hpctrain.jobs.lengths import check_lengths
 
 if TYPE_CHECKING:
     from hpctrain.jobs.spec import JobSpec
@@ -38,6 +39,7 @@ def check_spec(spec: JobSpec) -> None:
     if spec.container is not None:
         spec.container.check(spec.folders)
     _check_words(spec)
+    check_lengths(spec)
 
 
 def _check_array(spec: JobSpec) -> None:
@@ -55,6 +57,11 @@ def _check_array(spec: JobSpec) -> None:
 def _check_shape(spec: JobSpec) -> None:
     if spec.nodes < 1:
         raise SpecError(f"A run needs at least 1 node, but nodes is {spec.nodes} (--nodes).")
+    if not 1 <= spec.min_nodes <= spec.nodes:
+        raise SpecError(
+            f"The least number of nodes is {spec.min_nodes}, and the most {spec.nodes} (--nodes), but it "
+            "takes 1 ≤ MIN ≤ MAX, such as 2:4."
+        )
     if spec.gpus_per_node < 0:
         raise SpecError(
             f"The number of GPUs cannot be negative, but gpus_per_node is {spec.gpus_per_node} "

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.spec import JobSpec
 
 # What a process can be given: everything but NUL and lone surrogates.
@@ -49,6 +50,13 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"signal_lead_s": 70000}, "70000 s"),
         ({"env": {"A B": "1"}}, "'A B'"),
         ({"env": {"A": "\x00"}}, "NUL"),
+        ({"args": ("x" * 60_000,) * 3}, "arguments of the script take 1800.. bytes .* 131071 can"),
+        (
+            {"args": ('"' * 40_000,), "torchrun": Torchrun()},
+            "arguments of the script take 1600.. bytes",
+        ),
+        ({"env": {"A": "é" * 70_000}}, "variable A .* takes 140002 bytes, and 131071"),
+        ({"env": {f"A{i}": "x" * 100_000 for i in range(11)}}, "take 1100034 bytes together"),
         ({"args": ("\x00",)}, "NUL"),
         ({"args": ("\udcff",)}, "UTF-8"),
         ({"run_dir": "/a\nb"}, "run folder .* control character"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import environment
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.jobs.prepare import prepare
@@ -62,7 +62,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     args=st.lists(words, max_size=30),
     values=st.lists(words, max_size=20),
@@ -71,15 +71,23 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder=names,
     run_dir=names,
 )
+@example(
+    args=["--", "-x", "--nodes=9", "%j %x %%", "new\nline\r\n", "'\"`$(false)\\", "", " ", "x" * 100_000],
+    values=["-n 9", "é\n\"'\\", "#SBATCH --hold", "%a", "$HOME;exit", "y" * 130_000, *["z" * 90_000] * 5],
+    name="-%j %x 100% %u\\",
+    script="--help",
+    folder="-C %A_%a 'q' \"d\"",
+    run_dir="-%N %n%t$(false)😀",
+)
 def test_what_arrives_at_a_rank_is_what_was_given(
     slurm, tmp_path, launcher, args, values, name, script, folder, run_dir
 ):
     cwd = Path(tempfile.mkdtemp(dir=tmp_path), folder)
     cwd.mkdir()
-    path = cwd / f"s{script}"
+    path = cwd / script
     path.write_text("")
     env = {f"VALUE_{i}": value for i, value in enumerate(values)}
-    options = {"name": name, "run_dir": f"r{run_dir}", "env": env, "backend": "slurm"}
+    options = {"name": name, "run_dir": f"runs/{run_dir}", "env": env, "backend": "slurm"}
     submission = prepare(path.name, args, options, environ=environment(slurm.env), cwd=cwd, python=launcher)
     run = hand_over(submission)
     run.wait(timeout=60)
@@ -87,5 +95,5 @@ def test_what_arrives_at_a_rank_is_what_was_given(
     assert (seen["script"], seen["args"], seen["cwd"]) == (str(path), args, str(cwd))
     assert {key: seen["env"][key] for key in env} == env
     assert seen["env"]["SLURM_JOB_NAME"] == name
-    assert seen["env"]["OUT"] == os.path.join(cwd, f"r{run_dir}", "seen.json")
+    assert seen["env"]["OUT"] == os.path.join(cwd, "runs", run_dir, "seen.json")
     assert run.dir.slurm_log.exists()
