@@ -1,0 +1,129 @@
+"""How many samples are computed with at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hpctrain
+from hpctrain.training import rng
+from hpctrain.training.micro_batches import fits_here, largest_that_fits, left_as_it_was
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_the_largest_part_that_fits_is_found_in_few_trials(share, limit):
+    tried: list[int] = []
+
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return count <= limit
+
+    found = largest_that_fits(share, fits)
+    parts = -(-share // found)
+    assert found <= limit
+    assert parts == 1 or -(-share // (parts - 1)) > limit
+    assert len(tried) <= 2 * share.bit_length() + 1
+
+
+def test_where_not_even_one_sample_fits_the_user_is_told():
+    with pytest.raises(hpctrain.UserError, match="even with one sample"):
+        largest_that_fits(10, lambda count: False)
+
+
+def test_a_trial_leaves_gradients_buffers_and_random_generators_as_they_were():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    before, generators = {k: v.clone() for k, v in module.state_dict().items()}, rng.capture()
+
+    def forward_backward() -> None:
+        module(torch.rand(5, 3)).sum().backward()
+
+    with left_as_it_was(module):
+        assert fits_here(module, torch.device("cpu"), forward_backward)
+        assert not torch.equal(module.state_dict()["1.running_mean"], before["1.running_mean"])
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(torch.equal(value, generators[name]) for name, value in rng.capture().items())
+
+
+def test_a_trial_that_runs_out_of_memory_does_not_fit():
+    def forward_backward() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")  # what torch raises on a GPU
+
+    module = nn.Linear(2, 2)
+    assert not fits_here(module, torch.device("cpu"), forward_backward)
+
+
+class Wide(hpctrain.Module):
+    """Needs memory in proportion to the samples that it is given at once, and notes their number."""
+
+    def __init__(self, bytes_a_sample: int = 0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, affine=False, momentum=None)
+        self.bytes_a_sample, self.seen = bytes_a_sample, list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(len(batch))
+        held = torch.empty(self.bytes_a_sample * len(batch), dtype=torch.uint8, device=batch.device)
+        return self.layer(self.norm(batch)).pow(2).mean() + 0 * held[:1].sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def test_without_a_gpu_auto_takes_the_whole_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = Wide()
+    trainer = hpctrain.Trainer(max_steps=3, global_batch_size=12, micro_batch_size="auto")
+    trainer.fit(module, torch.rand(30, 4))
+    assert module.seen == [12, 12, 6]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_auto_takes_what_fits_and_keeps_it_after_a_stop(tmp_path):
+    free, _ = torch.cuda.mem_get_info()
+    module = Wide(bytes_a_sample=free // 10)
+    settings = {"global_batch_size": 32, "micro_batch_size": "auto", "run_dir": tmp_path}
+    hpctrain.Trainer(max_steps=2, **settings).fit(module, torch.rand(64, 4))
+    trained = module.seen[-8:]
+    size = max(trained)
+    assert 5 <= size <= 9
+    assert sum(trained) == 64
+    assert int(module.norm.num_batches_tracked) == len(trained)  # those of the trials do not count
+    again = Wide(bytes_a_sample=free // 100)
+    hpctrain.Trainer(max_steps=4, **settings).fit(again, torch.rand(64, 4))
+    assert set(again.seen) == {size}
+
+
+@pytest.mark.gpu
+def test_running_out_of_memory_tells_what_to_do():
+    free, _ = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Wide(free // 10), torch.rand(64, 4))
+    assert "micro_batch_size='auto' finds the largest that fits" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_handed_over_without_waiting_for_it():
+    """A step of half a second: the next one begins long before it is done."""
+
+    class Slow(Wide):
+        begun: list[float] = []  # noqa: RUF012
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.begun.append(time.monotonic())
+            torch.cuda._sleep(1_000_000_000)
+            return super().training_step(batch, batch_idx)
+
+    data = torch.rand(64, 4)
+    hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(Wide(), data)  # loads what CUDA loads late
+    module = Slow()
+    hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(module, data)
+    first, second = module.begun
+    assert second - first < 0.1
