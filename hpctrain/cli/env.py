@@ -12,7 +12,10 @@ from hpctrain.cli.common import echo_json, json_option
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.devices import plan_device
 from hpctrain.cluster.hosts import host_name
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EnvironmentMismatch, HpctrainError
+
+#: A value, and where it is from.
+_Fact = tuple[int | str | None, str]
 
 #: Fields of `Ranks` in the order of the table.
 _FIELDS = (
@@ -54,25 +57,37 @@ def command(as_json: bool, as_shell: bool) -> None:
         for variable, text in ranks.torch_variables().items():
             click.echo(f"export {variable}={shlex.quote(text)}")
         return
-    facts = _facts(ranks, environ)
+    device, refusal = _device(ranks, environ)
+    facts = _facts(ranks, environ, device)
     if as_json:
         echo_json({name: {"value": value, "source": source} for name, (value, source) in facts.items()})
-        return
-    width = max(len(str(value)) for value, _ in facts.values())
-    for name, (value, source) in facts.items():
-        title = _TITLES.get(name, name.replace("_", " "))
-        click.echo(f"{title:<17} {value!s:<{width}}  {source}".rstrip())
+    else:
+        width = max(len(str(value)) for value, _ in facts.values())
+        for name, (value, source) in facts.items():
+            title = _TITLES.get(name, name.replace("_", " "))
+            shown = "-" if value is None else value
+            click.echo(f"{title:<17} {shown!s:<{width}}  {source}".rstrip())
+    if refusal is not None:
+        raise refusal
 
 
-def _facts(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, tuple[int | str, str]]:
-    """Value and source of each line of the table."""
+def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, EnvironmentMismatch | None]:
+    """The device and what says so; where there is none for this rank, the reason."""
     from hpctrain.telemetry.gpus import count_gpus
 
-    plan = plan_device(ranks, environ, count_gpus(environ))
+    try:
+        plan = plan_device(ranks, environ, count_gpus(environ))
+    except EnvironmentMismatch as refusal:
+        return (None, "refused"), refusal
+    return (str(plan), plan.source), None
+
+
+def _facts(ranks: Ranks, environ: Mapping[str, str], device: _Fact) -> dict[str, _Fact]:
+    """Value and source of each line of the table."""
     found_by = ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "found by its variables"
     return {
         **{name: (getattr(ranks, name), ranks.sources.get(name, found_by)) for name in _FIELDS},
-        "device": (str(plan), plan.source),
+        "device": device,
         "host": (host_name(environ), "SLURMD_NODENAME" if environ.get("SLURMD_NODENAME") else "the kernel"),
         "environment": (ranks.environment, ranks.sources.get("environment", found_by)),
     }

@@ -18,6 +18,7 @@ from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.addresses import resolve
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.cluster.meeting import MEETING_TIMEOUT_S, meet
+from hpctrain.errors import MeetingFailed
 
 #: What a shell ends with where it does not find a program, and where it cannot run it.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
@@ -57,6 +58,11 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         meeting = meet(ranks, os.environ, timeout_s=timeout)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except MeetingFailed as error:
+        raise MeetingFailed(
+            f"{str(error).rstrip('.')}. Where ranks only come late, give them more than {timeout:g} s "
+            "(--timeout)."
+        ) from None
     if ranks.is_main and (note := _unknown_master(meeting.address, os.environ)):
         click.echo(note, err=True)
     environ = {

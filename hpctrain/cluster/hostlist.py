@@ -49,9 +49,14 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """Names that `hostlist` stands for, in Slurm's order.
 
     Raises:
-        UserError: the list is malformed, or stands for more than a million names; the message quotes it and
-            points at the place.
+        UserError: the list is no text, malformed, or stands for more than a million names; the message quotes
+            it and points at the place.
     """
+    if not isinstance(hostlist, str):
+        raise UserError(
+            f"A node list is text such as 'n[01-03,7]', but this is {hostlist!r}, of type "
+            f"{type(hostlist).__name__}. Give it as text; if a variable holds it, see whether that is set."
+        )
     match = _WELL_FORMED.match(hostlist)
     well_formed = match.end() if match else 0
     if well_formed < len(hostlist):

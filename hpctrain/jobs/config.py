@@ -65,12 +65,12 @@ class Settings:
         return cast(SubmitOptions, values)
 
     def places_of(self, text: str) -> str:
-        """Where files gave the options that a text names by their flags; empty where none did."""
+        """Where files or `--set` gave the options that a text names by their flags; empty where none did."""
         flags, known = set(_FLAG.findall(text)), options()
         places: dict[str, None] = {}
         for key, given in self.given.items():
             flag = known[key.partition(".")[0]].flag
-            if flag in flags and given.source.path is not None:
+            if flag in flags and (given.source.path is not None or given.source == _SET):
                 places[f"{flag} is from {given.source}"] = None
         return "; ".join(places)
 

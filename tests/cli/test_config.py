@@ -102,3 +102,11 @@ def test_help_shows_every_option_under_its_heading(hpctrain):
         assert option.flag in text
         assert f"\n{option.group}:\n" in text
     assert "SCRIPT\n" not in text.partition("\n")[2]
+
+
+def test_an_error_names_set_where_that_gave_the_value(hpctrain):
+    command = ("submit", "--dry-run", "--backend", "local")
+    refused = hpctrain(*command, "--nodes", "2", "--set", "nodes=0", "train.py")
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("nodes is 0 (--nodes). (--nodes is from --set)\n")
+    assert hpctrain(*command, "--nodes", "0", "train.py").stderr.endswith("nodes is 0 (--nodes).\n")

@@ -97,6 +97,10 @@ def test_with_a_faked_driver_the_device_is_the_planned_one(monkeypatch, visible,
     done = CliRunner().invoke(cli, ["env"], env=TORCHRUN)
     assert done.exit_code == code
     assert words in done.output
+    # What is known is shown, whether there is a device for the rank or not.
+    assert "world size        8" in done.output
+    facts = json.loads(CliRunner().invoke(cli, ["env", "--json"], env=TORCHRUN).stdout)
+    assert (facts["rank"]["value"], facts["device"]["value"]) == (5, None if code else "cuda:1")
 
 
 def test_in_a_step_of_slurm_every_task_sees_its_own(slurm, tmp_path):

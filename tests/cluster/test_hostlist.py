@@ -363,3 +363,10 @@ def test_what_is_no_name_is_not_compressed(name):
     with pytest.raises(UserError, match="cannot be in a node list") as caught:
         compress_hostlist(["n1", name])
     assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 4, ["n1", "n2"], b"n[1-2]"])
+def test_what_is_no_text_is_refused(value):
+    with pytest.raises(UserError, match=r"A node list is text .* but this is .*, of type") as caught:
+        expand_hostlist(value)
+    assert repr(value) in str(caught.value)
