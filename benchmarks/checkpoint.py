@@ -1,0 +1,203 @@
+"""How long saving keeps ranks from training, and how long it takes.
+
+    python benchmarks/checkpoint.py [--megabytes N ...] [--rounds N] [--folder PATH]
+
+On two ranks over gloo, all measured in turn in each round, for a state of so many megabytes on every rank:
+
+- copy: the state into memory that was allocated before, which is the least that any background save can do
+- begin: `CheckpointStore.begin`, after which training may go on
+- dcp.async_save: torch's own, which must have finished before it is called again here, as ours
+- in each case until it is on disk; and the same saved by one, two and four ranks, and for growing states
+
+The slowest rank's time counts, and of the rounds the median. The first round is shown by itself: what is
+allocated then is not allocated again. Exits with 1 where the stall is above its limits (see --help).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, Saved
+
+TENSOR_BYTES = 4 << 20
+
+
+def state_of(megabytes: int) -> dict[str, torch.Tensor]:
+    """As an optimizer has it: tensors of 4 MiB each, or of what is less than that."""
+    count = max(1, (megabytes << 20) // TENSOR_BYTES)
+    numbers = (megabytes << 20) // count // 4
+    return {f"layer-{i}": torch.randn(numbers) for i in range(count)}
+
+
+def slowest(seconds: float) -> float:
+    box = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return float(box)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that the slowest rank took for it, all having begun together."""
+    dist.barrier()
+    begun = time.perf_counter()
+    action()
+    return slowest(time.perf_counter() - begun)
+
+
+class Measurement:
+    """All ways of saving one state, on these ranks."""
+
+    def __init__(self, megabytes: int, folder: Path) -> None:
+        self.state, self.folder = state_of(megabytes), folder
+        self.kept = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
+        self.store = CheckpointStore(folder / "ours", dist.group.WORLD, retention=Retention(last=1))
+        # Its background thread and our messages in one group would be taken for each other.
+        self.group = dist.new_group(backend="gloo")
+        self.step = 0
+
+    def copy(self) -> float:
+        def copy() -> None:
+            for name, tensor in self.state.items():
+                self.kept[name].copy_(tensor)
+
+        return timed(copy)
+
+    def ours(self, *, prepare: bool = False) -> tuple[float, float]:
+        """Seconds until training may go on, and until it is on disk."""
+        self.step += 1
+        if prepare:
+            self.store.prepare(self.state, {})
+            time.sleep(2.0)  # a first training step, say
+        dist.barrier()
+        begun = time.perf_counter()
+        self.store.begin(self.step, self.state, {})
+        stall = slowest(time.perf_counter() - begun)
+        self.store.finish(600)
+        on_disk = slowest(time.perf_counter() - begun)
+        (ended,) = self.store.finished()
+        assert isinstance(ended, Saved), ended
+        return stall, on_disk
+
+    def torchs(self) -> tuple[float, float]:
+        path = self.folder / "torchs"
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        begun = time.perf_counter()
+        future = dcp.async_save(dict(self.state), checkpoint_id=path, process_group=self.group)
+        stall = slowest(time.perf_counter() - begun)
+        future.result(600)
+        return stall, slowest(time.perf_counter() - begun)
+
+    def close(self) -> None:
+        self.store.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        dist.barrier()
+
+
+def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
+    """Whether the stalls are within their limits, for all sizes."""
+    fine = True
+    for megabytes in options.megabytes:
+        measurement = Measurement(megabytes, folder / str(megabytes))
+        first, _ = measurement.ours(prepare=True)
+        first_torch, _ = measurement.torchs()
+        measurement.copy()
+        rounds = [
+            (measurement.copy(), *measurement.ours(), *measurement.torchs()) for _ in range(options.rounds)
+        ]
+        measurement.close()
+        copy, stall, on_disk, their_stall, their_on_disk = map(statistics.median, zip(*rounds, strict=True))
+        to_copy, to_theirs = stall / copy, stall / their_stall
+        fine &= to_copy <= options.limit_copy and to_theirs <= options.limit_dcp
+        if rank == 0:
+            print(
+                f"\n{megabytes} MB on {dist.get_world_size()} ranks, ms (median of {options.rounds} rounds)"
+            )
+            print(f"  copy into kept memory   {copy * 1000:8.1f}")
+            print(f"  begin                   {stall * 1000:8.1f}   first, prepared {first * 1000:8.1f}")
+            print(f"  dcp.async_save          {their_stall * 1000:8.1f}   first {first_torch * 1000:18.1f}")
+            print(f"  begin / copy            {to_copy:8.2f}   (limit {options.limit_copy})")
+            print(f"  begin / dcp.async_save  {to_theirs:8.2f}   (limit {options.limit_dcp})")
+            print(
+                f"  until on disk: ours     {on_disk * 1000:8.1f}   torch's {their_on_disk * 1000:8.1f}",
+                flush=True,
+            )
+    return fine
+
+
+def scale(rank: int, folder: Path, options: argparse.Namespace) -> bool:
+    """Print how long a save takes, for growing states."""
+    for megabytes in sorted({*options.megabytes, *(2 * m for m in options.megabytes)}):
+        measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}")
+        measurement.ours()
+        times = [measurement.ours() for _ in range(options.rounds)]
+        measurement.close()
+        stall, on_disk = (statistics.median(column) for column in zip(*times, strict=True))
+        if rank == 0:
+            print(
+                f"  {dist.get_world_size()} ranks  {megabytes:5d} MB   stall {stall * 1000:7.1f}   "
+                f"on disk {on_disk * 1000:8.1f}   {on_disk * 1e6 / megabytes:6.0f} µs a MB",
+                flush=True,
+            )
+    return True
+
+
+def work(rank: int, world_size: int, port: int, what: str, folder: Path, options: argparse.Namespace) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    fine = {"compare": compare, "scale": scale}[what](rank, folder, options)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0 if fine else 1)
+
+
+def on_ranks(world_size: int, what: str, folder: Path, options: argparse.Namespace) -> bool:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    try:
+        mp.spawn(work, (world_size, port, what, folder, options), nprocs=world_size)
+    except mp.ProcessExitedException as error:
+        if error.exit_code != 1:
+            raise
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96, 384])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="where to save; a folder of its own is made in it")
+    parser.add_argument("--limit-copy", type=float, default=1.3)
+    parser.add_argument("--limit-dcp", type=float, default=0.3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        fine = on_ranks(2, "compare", Path(name), options)
+        print("\nUntil on disk, ms")
+        for world_size in (1, 2, 4):
+            on_ranks(world_size, "scale", Path(name), options)
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
