@@ -139,6 +139,7 @@ class Checkpointing:
         if self._saves is None or self._log is None:
             return
         self._saves.check()
+        begun = time.monotonic()
         loaded, broken = self._saves.load()
         for sentence in broken:
             self._progress.say(f"hpctrain: {sentence}")
@@ -152,7 +153,13 @@ class Checkpointing:
         else:
             rank = self._team.ranks.rank
             rng.seed_all(rng.derived_seed(self._settings.seed, "rank", rank, "step", loaded.step))
-        self._log.event("resumed", step=loaded.step, checkpoint=str(loaded.path), broken=broken)
+        self._log.event(
+            "resumed",
+            step=loaded.step,
+            checkpoint=str(loaded.path),
+            broken=broken,
+            seconds=time.monotonic() - begun,
+        )
         self._progress.say(f"resumed after step {loaded.step} from {loaded.path}")
 
     def leave(self) -> NoReturn:

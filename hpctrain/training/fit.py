@@ -33,6 +33,7 @@ from hpctrain.training.progress import format_scalars, make_progress
 from hpctrain.training.report import ScalarSums, StepReport, StepResult
 from hpctrain.training.run_log import RunLog
 from hpctrain.training.settings import Settings
+from hpctrain.training.spent import Spent
 from hpctrain.training.state import TrainingState
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.validation import validate
@@ -92,6 +93,7 @@ class Fit:
         self._strategy = find_strategy(settings.strategy, environ)(module, team)
         self.state = TrainingState(module, configured(module), self._feed)
         self._scaler = self.state.scaler = make_scaler(settings.precision, team.device)
+        self._spent = Spent(team.device)
         self._progress = make_progress(self._feed.last_step, team.ranks.is_main)
         self._log = (
             None
@@ -103,6 +105,7 @@ class Fit:
                 log_every=settings.log_every,
                 record_samples=settings.record_samples,
                 say=self._progress.say,
+                spent=self._spent,
             )
         )
         self._checkpoints = Checkpointing(
@@ -125,8 +128,9 @@ class Fit:
         rng.seed_all(rng.derived_seed(self._settings.seed, "rank", self._team.ranks.rank))
         with self._progress, self._checkpoints, closing(self._feed):
             self._begin()
+            self._spent.take()
             report: StepReport | None = None
-            for step in self._feed.steps():
+            for step in self._spent.waiting(self._feed.steps()):
                 sums = self._train(step)
                 stop = save = False
                 if report is not None:
@@ -161,7 +165,7 @@ class Fit:
         if self._log is not None:
             self._log.share(share)
         sums = ScalarSums()
-        for number, micro_batch in enumerate(step.micro_batches, 1):
+        for number, micro_batch in enumerate(self._spent.waiting(step.micro_batches), 1):
             # Ranks exchange gradients once a step, after the last micro-batch.
             last = number == step.num_micro_batches
             with contextlib.nullcontext() if last else self._strategy.accumulating():
@@ -292,9 +296,10 @@ class Fit:
         state = self.state
         if self._validation_set is None or not self._validation_due() or state.validated_step == state.step:
             return False
-        state.validation = validate(
-            self._module, self._validation_set, self._team, precision=self._settings.precision
-        )
+        with self._spent.on("validation"):
+            state.validation = validate(
+                self._module, self._validation_set, self._team, precision=self._settings.precision
+            )
         state.validated_step = state.step
         state.latest = {**state.latest, **state.validation}
         self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")

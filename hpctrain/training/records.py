@@ -17,8 +17,9 @@ class MetricsFile:
     def __init__(self, run: RunDir, attempt: int, say: Say) -> None:
         self._lines, self._attempt = PatientLines(run.metrics, say), attempt
 
-    def write(self, step: int, epoch: int, scalars: Mapping[str, float]) -> None:
-        record = {**scalars, "step": step, "epoch": epoch, "time": time.time(), "attempt": self._attempt}
+    def write(self, step: int, epoch: int, scalars: Mapping[str, float], spent: Mapping[str, float]) -> None:
+        place = {"step": step, "epoch": epoch, "time": time.time(), "attempt": self._attempt}
+        record = {**scalars, **place, "spent": spent}
         self._lines.append(record)
 
     def flush(self) -> None:

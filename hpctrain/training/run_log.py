@@ -10,6 +10,7 @@ from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.plan import Share
 from hpctrain.training.patient import PatientLines, Say
 from hpctrain.training.records import MetricsFile, SamplesFile
+from hpctrain.training.spent import Spent
 
 
 class RunLog:
@@ -24,6 +25,7 @@ class RunLog:
         log_every: int,
         record_samples: bool,
         say: Say,
+        spent: Spent,
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
         rank = team.ranks.rank
@@ -31,7 +33,7 @@ class RunLog:
         self._attempt: int = team.from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
-        self._log_every = log_every
+        self._log_every, self._spent = log_every, spent
         self._events = PatientLines(run.events, say) if rank == 0 else None
         self._metrics = MetricsFile(run, self._attempt, say) if rank == 0 else None
         self._samples = SamplesFile(run.samples(self._attempt, rank), say) if record_samples else None
@@ -44,7 +46,7 @@ class RunLog:
     def scalars(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool) -> None:
         """Log a step if its number says so or it is `always` to be logged."""
         if self._metrics is not None and (always or step % self._log_every == 0):
-            self._metrics.write(step, epoch, scalars)
+            self._metrics.write(step, epoch, scalars, self._spent.take())
 
     def share(self, share: Share) -> None:
         """Write down which samples this rank trains in a step, where that was asked for."""
