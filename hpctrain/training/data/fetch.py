@@ -61,7 +61,8 @@ class ColumnFetcher:
     """Indexes tensors a whole batch at a time. No code of a user's runs, so nothing random happens."""
 
     def __init__(self, dataset: Any, columns: list[Any], subset: torch.Tensor | None) -> None:
-        self._columns, self._subset = columns, subset
+        self._subset = subset
+        self._columns = [(c, isinstance(c, torch.Tensor) and c.device.type == "cpu") for c in columns]
         self._names = list(dataset) if isinstance(dataset, Mapping) else None
         self._alone = isinstance(dataset, torch.Tensor) or _is_array(dataset)
         self.num_samples = len(columns[0]) if subset is None else len(subset)
@@ -70,14 +71,19 @@ class ColumnFetcher:
         if self._subset is not None:
             indices = self._subset[indices]
         parts = [
-            column.index_select(0, indices.to(column.device))
-            if isinstance(column, torch.Tensor)
-            else torch.from_numpy(column.take(indices.numpy(), 0))
-            for column in self._columns
+            column.index_select(0, indices) if is_plain else _taken(column, indices)
+            for column, is_plain in self._columns
         ]
         if self._names is not None:
             return dict(zip(self._names, parts, strict=True))
         return parts[0] if self._alone else parts
+
+
+def _taken(column: Any, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor on another device, or of an array, which may be a file that is only mapped."""
+    if isinstance(column, torch.Tensor):
+        return column.index_select(0, indices.to(column.device))
+    return torch.from_numpy(column.take(indices.numpy(), 0))
 
 
 class _OfSamples:
