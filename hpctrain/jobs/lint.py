@@ -74,7 +74,8 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
     path = run.path
     if path.is_dir():
         _check_kind(run, is_array=is_array)
-        names = set(os.listdir(path)) - {run.lock.name}
+        # Checkpoints may have been imported before the first submission.
+        names = set(os.listdir(path)) - {run.lock.name, run.checkpoints.name}
         missing = {run.spec.name, run.job_script.name} - names
         if names and missing:
             raise SpecError(

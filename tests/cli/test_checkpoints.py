@@ -211,6 +211,11 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
     assert "no state of an optimizer: it begins anew" in said.stdout
     loaded = load_alone(RunDir(Path("new")).checkpoint(0))
     assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
+    Path("train.py").write_text("pass")
+    submitted = CliRunner().invoke(
+        cli, ["submit", "--dry-run", "--backend", "local", "--run-dir", "new", "train.py"]
+    )
+    assert submitted.exit_code == 0, submitted.stderr
     train(Path("new"), 2)
     assert next(RunDir(Path("new")).read_events())["kind"] == "resumed"
 

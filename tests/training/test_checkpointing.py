@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from helpers import wait_for
+from helpers import REPOSITORY, wait_for
 
 import hpctrain
 from hpctrain.checkpoint.interval import Interruptions, best_interval_s, checkpoint_interval_s
@@ -290,6 +290,17 @@ def test_the_interval_is_about_the_one_that_loses_least_in_a_simulation(save_s, 
 def test_the_interval_is_not_shorter_than_writing_takes_or_anybody_needs():
     assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
     assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
+
+
+def test_the_documentations_examples_of_the_interval():
+    page = (REPOSITORY / "docs" / "checkpoints.md").read_text()
+    row = r"\| (\d+) \| ([\d.]+) s \| (none|(\d+) days, (\d+) interruptions) \| (\d+) s \|"
+    rows = re.findall(row, page)
+    assert len(rows) == 4
+    for nodes, save_s, _, days, count, said_s in rows:
+        history = Interruptions(int(count or 0), int(nodes) * int(days or 0) * DAY)
+        mtbf_s = history.node_mtbf_s(DAY) / int(nodes)
+        assert round(checkpoint_interval_s(float(save_s), 0.0, mtbf_s)) == int(said_s)
 
 
 def attempt(begin, end, *, nodes=2, saved=None, state=None):
