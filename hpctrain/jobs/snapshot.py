@@ -78,8 +78,9 @@ class Snapshot:
         copy = run.new_code()
         temporary = copy.with_name(f".{copy.name}.tmp")
         try:
+            diff = self.repository.diff()
             self._copy_to(temporary)
-            self._record(copy)
+            self._record(copy, diff.text() if diff else "")
             os.rename(temporary, copy)
             script = None if self.script is None else str(copy / self.script)
             yield Code(source=str(self.repository.root), copy=str(copy), script=script)
@@ -120,9 +121,8 @@ class Snapshot:
             return os.path.relpath(path, here)
         return path
 
-    def _record(self, copy: Path) -> None:
+    def _record(self, copy: Path, diff: str) -> None:
         """Write down beside the copy what it is one of."""
-        diff = self.repository.diff()
         new = [name for name, is_new in self.files.items() if is_new]
         record = {
             "source": str(self.repository.root),
