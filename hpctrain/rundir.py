@@ -81,10 +81,27 @@ class RunDir:
         """Keeps the run out of the repository in which it lies, and out of copies of it."""
         return self.path / ".gitignore"
 
+    @property
+    def code(self) -> Path:
+        """Copies of the code, and what each is a copy of."""
+        return self.path / "code"
+
     def new_code(self) -> Path:
         """The place for the copy of the code of a new submission."""
-        folder = self.path / "code"
-        return folder / f"submission-{max(_numbered(folder, _CODE_FOLDER), default=-1) + 1:03d}"
+        return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
+
+    @property
+    def report(self) -> Path:
+        """The run in one page."""
+        return self.path / "report.html"
+
+    def telemetry(self, node: int) -> Path:
+        """What a node measured of itself and of its GPUs."""
+        return self.path / "telemetry" / f"node-{node:03d}.jsonl"
+
+    def all_telemetry(self) -> list[Path]:
+        """Those files of all nodes that have begun one."""
+        return sorted((self.path / "telemetry").glob("node-*.jsonl"))
 
     @property
     def function(self) -> Path:
