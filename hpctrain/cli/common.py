@@ -98,8 +98,10 @@ def describe_end(status: RunStatus) -> str:
     # A script that does not train with hpctrain leaves its own files instead.
     files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
     lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
-    if tasks := run.tasks():
-        handle = handle_of(str(run.task(tasks[0]).path))
+    if tasks := [run.task(index) for index in run.tasks()]:
+        # The log that is named is that of the task that failed.
+        told = (task for task in tasks if Path(status.log or "/").is_relative_to(task.path))
+        handle = handle_of(str(next(told, tasks[0]).path))
     lines += [
         f"next         {program()} status {handle}  |  {program()} logs {handle}",
     ]

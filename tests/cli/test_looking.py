@@ -74,7 +74,7 @@ def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):
     done = hpctrain("wait", "lost", env=GONE)
     assert done.returncode == 4
     assert "run          lost: FAILED, 3 tasks: 1 FAILED" in done.stdout
-    assert "hpctrain status lost/task-0" in done.stdout
+    assert "hpctrain status lost/task-1" in done.stdout
     assert done.stderr == ""
 
 
