@@ -38,6 +38,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         "state": describe_state(status),
         "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
         "attempt": status.attempt,
+        "nodes": status.nodes,
         "step": status.step,
         "loss": status.loss,
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,

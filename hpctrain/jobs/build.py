@@ -54,6 +54,7 @@ def build_spec(
     name = given.get("name", CONTROL_CHARACTER.sub("-", path.stem))
     gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
     time_limit = given.get("time")
+    nodes = _nodes(given.get("nodes", JobSpec.nodes))
     shell = _shell(given, cwd)
     return JobSpec(
         script=os.path.normpath(path),
@@ -64,7 +65,8 @@ def build_spec(
         run_dir=str(run_dir),
         backend=backend,
         array=None if (array := given.get("array")) is None else str(array),
-        nodes=_nodes(given.get("nodes", JobSpec.nodes)),
+        nodes=nodes[1],
+        min_nodes=nodes[0],
         gpus_per_node=gpus_per_node,
         gpu_type=gpu_type,
         gpu_directive=given.get("gpu_directive", JobSpec.gpu_directive),
@@ -105,12 +107,22 @@ def new_run_id(name: str) -> str:
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
-def _nodes(value: int | str) -> int:
+def _nodes(value: int | str) -> tuple[int, int]:
+    """The least and the most nodes, from `2:4` or a number alone."""
     if isinstance(value, int):
-        return value
-    if re.fullmatch(r"\d+\s*[:-]\s*\d+", value):
-        raise SpecError(f"--nodes {value}: elastic node ranges are not supported yet. Give one number.")
-    raise SpecError(f"--nodes {value!r} is not a number. Give the number of nodes, such as 2.")
+        return value, value
+    if match := re.fullmatch(r"(\d+):(\d+)", value, re.ASCII):
+        least, most = int(match[1]), int(match[2])
+        if 1 <= least <= most:
+            return least, most
+        raise SpecError(
+            f"--nodes {value}: the least number of nodes is {least}, and the most {most}, but it takes "
+            "1 ≤ MIN ≤ MAX, such as 2:4."
+        )
+    raise SpecError(
+        f"--nodes {value!r} is neither a number nor a range. Give the number of nodes, such as 2, or the "
+        "least and the most, such as 2:4."
+    )
 
 
 def _gpus(value: int | str) -> tuple[str | None, int]:

@@ -22,10 +22,17 @@ def directives_of(spec: JobSpec) -> dict[str, str]:
     directives = {"job-name": spec.name}
     if spec.array is not None:
         directives["array"] = spec.array
-    directives |= {"nodes": str(spec.nodes), "ntasks-per-node": str(spec.tasks_per_node)}
+    if spec.is_elastic:
+        # With --ntasks-per-node the job would have as many tasks as MIN nodes hold, and no more nodes than
+        # tasks (seen with Slurm 22.05). So it asks for one task a node, with the CPUs of all ranks.
+        directives["nodes"] = f"{spec.min_nodes}-{spec.nodes}"
+    else:
+        directives |= {"nodes": str(spec.nodes), "ntasks-per-node": str(spec.tasks_per_node)}
     if spec.gpus_per_node:
         directives |= _gpus(spec)
-    if spec.cpus_per_task is not None:
+    if spec.is_elastic:
+        directives["cpus-per-task"] = str(spec.tasks_per_node * (spec.cpus_per_task or 1))
+    elif spec.cpus_per_task is not None:
         directives["cpus-per-task"] = str(spec.cpus_per_task)
     if spec.time_limit_s is not None:
         directives["time"] = format_duration(spec.time_limit_s)

@@ -26,7 +26,14 @@ def is_template_path(value: str) -> bool:
 class _Size(TypedDict, total=False):
     """Size of the run."""
 
-    nodes: Annotated[int | str, About(metavar="N", default=JobSpec.nodes, help="Number of nodes.")]
+    nodes: Annotated[
+        int | str,
+        About(
+            metavar="N|MIN:MAX",
+            default=JobSpec.nodes,
+            help="Number of nodes; with MIN:MAX as many as there are, and the run goes on if it loses some.",
+        ),
+    ]
     gpus_per_node: Annotated[
         int | str,
         About(

@@ -142,6 +142,9 @@ def describe(event: dict[str, Any]) -> str | None:
             return f"attempt {attempt}: failure: {event.get('cause')}{log}"
         case "restart":
             return f"attempt {attempt}: the workers are started again"
+        case "shrink":
+            number = f"{event.get('nodes')} of {event.get('nodes_before')} nodes"
+            return f"attempt {attempt}: the run goes on with {number} ({event.get('cause')})"
         case "requeue" if event.get("by") == "successor":
             return f"attempt {attempt}: another job is to continue the run"
         case "submitted" if "after" in event:

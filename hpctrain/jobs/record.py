@@ -41,6 +41,8 @@ class Record:
     seen: dict[str, Any] | None
     #: The intent to have another job continue the run after this one.
     handover: dict[str, Any] | None = None
+    #: The newest start of the ranks.
+    started: dict[str, Any] | None = None
 
     @property
     def job(self) -> Job | None:
@@ -79,7 +81,9 @@ def read_record(run: RunDir) -> Record:
     for kind in ("seen", "handover"):
         if last.get(kind, {}).get("job_id") != last.get("submitted", {}).get("job_id"):
             last.pop(kind, None)  # It came late, of the job before.
-    return Record(run, *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover")))
+    return Record(
+        run, *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started"))
+    )
 
 
 def last_sign_of_life(run: RunDir) -> float:

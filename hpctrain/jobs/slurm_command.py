@@ -180,7 +180,9 @@ def job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The steps of jobs in which tasks run now; the batch script and Slurm's own steps are left out.
+    """The step of each job in which tasks run now; the batch script and Slurm's own steps are left out.
+
+    It is the newest: an older one only waits for Slurm to give up the node that it has lost.
 
     Raises:
         SchedulerError: the controller does not answer, or knows the only job that was named no longer.
@@ -188,7 +190,12 @@ def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     listed = run_slurm(
         ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i"], environ
     )
-    return [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
+    newest: dict[str, int] = {}
+    for step in listed.split():
+        job, _, number = step.rpartition(".")
+        if number.isdigit():
+            newest[job] = max(int(number), newest.get(job, 0))
+    return [f"{job}.{number}" for job, number in newest.items()]
 
 
 def _words(stderr: str) -> str:

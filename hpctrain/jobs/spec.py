@@ -53,6 +53,9 @@ class JobSpec:
     array_task: int | None = None
     """Which task of a job array this run is."""
     nodes: int = 1
+    """The number of nodes, or the most of them."""
+    min_nodes: int = 0
+    """The least nodes that the run goes on with; 0 takes `nodes`, so that their number is fixed."""
     gpus_per_node: int = 0
     """0 runs the ranks on CPUs."""
     gpu_type: str | None = None
@@ -91,8 +94,13 @@ class JobSpec:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks on all nodes. Of an elastic run, fewer may have been granted."""
         return self.nodes * self.tasks_per_node
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run takes fewer nodes where it does not get all."""
+        return self.min_nodes < self.nodes
 
     @property
     def entry(self) -> str:
@@ -116,6 +124,8 @@ class JobSpec:
         return self.tasks_per_node if self.torchrun is None else 1
 
     def __post_init__(self) -> None:
+        if self.min_nodes == 0:
+            object.__setattr__(self, "min_nodes", self.nodes)
         if self.tasks_per_node == 0:
             object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
         if self.signal_lead_s == 0:

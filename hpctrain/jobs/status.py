@@ -37,6 +37,8 @@ class RunStatus:
     unknown_s: float | None = None
     #: Number of the newest start of the workers; None before the first.
     attempt: int | None = None
+    #: How many nodes that start was given; of an elastic run it may be another number each time.
+    nodes: int | None = None
     step: int | None = None
     loss: float | None = None
     #: Folder of the newest whole checkpoint.
@@ -90,6 +92,7 @@ def settle(record: Record, view: JobView | None, last_sure: float = 0.0) -> RunS
         job_state=view.job_state if view is not None else None,
         unknown_s=_unknown_s(record, last_sure) if state is RunState.UNKNOWN else None,
         attempt=max(run.attempts(), default=None),
+        nodes=record.started.get("nodes") if record.started else None,
         step=metrics.get("step"),
         loss=metrics.get("loss"),
         checkpoint=_newest_checkpoint(run),

@@ -8,13 +8,13 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.supervisor.container import module_inside
 
 
-def command_of(spec: JobSpec) -> list[str]:
-    """The command of each process of a step: a rank, or an agent that starts those of its node."""
+def command_of(spec: JobSpec, num_nodes: int) -> list[str]:
+    """What each process of a step on so many nodes runs: a rank, or the agent that starts a node's ranks."""
     words = json.dumps([spec.entry, *spec.args])
     if spec.torchrun is None:
         return [*_module(spec, "worker"), words]
     plan = {
-        "nodes": spec.nodes,
+        "nodes": num_nodes,
         "ranks_per_node": spec.tasks_per_node,
         "backend": spec.torchrun.rdzv_backend,
         "endpoint": spec.torchrun.rdzv_endpoint,

@@ -49,9 +49,28 @@ class History:
                 case "failure" if event.get("rank") is not None:
                     failures += 1
                     crashes += 1
+                case "shrink":
+                    # A node that is lost says nothing of the script, and there are only so many of them.
+                    failures, crashes = max(0, failures - 1), max(0, crashes - 1)
                 case "requeue":
                     stops = stops + 1 if event.get("seconds", 0.0) < SHORT_ATTEMPT_S else 0
         return cls(failures, stops, crashes)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How an allocation stands after an attempt."""
+
+    left: int = 1
+    """Nodes on which ranks can be started."""
+    least: int = 1
+    """Nodes without which the run does not go on."""
+    lost: int = 0
+    """Nodes that were lost in this attempt."""
+
+    @property
+    def suffice(self) -> bool:
+        return self.left >= self.least
 
 
 class Outcome(Enum):
@@ -113,6 +132,8 @@ class Action(Enum):
 
     RESTART = "restart"
     """Start the workers again inside the allocation."""
+    SHRINK = "shrink"
+    """Start the workers again on the nodes that are left of the allocation."""
     REQUEUE = "requeue"
     """Give the allocation back and ask for another."""
     LEAVE = "leave"
@@ -123,7 +144,13 @@ class Action(Enum):
 
 
 def decide(
-    history: History, outcome: Outcome, will: Will, max_failures: int, *, time_is_short: bool = False
+    history: History,
+    outcome: Outcome,
+    will: Will,
+    max_failures: int,
+    *,
+    time_is_short: bool = False,
+    nodes: Nodes = Nodes(),
 ) -> Action:
     """The action that follows from how an attempt ended.
 
@@ -133,6 +160,7 @@ def decide(
         will: what the user and the scheduler want.
         max_failures: crashes in a row without a new checkpoint that end the run.
         time_is_short: whether the ranks would be told to stop as soon as they are started again.
+        nodes: how the allocation stands.
     """
     if outcome is Outcome.DONE:
         return Action.COMPLETE
@@ -147,8 +175,12 @@ def decide(
             history.failures >= max_failures or history.crashes >= CRASHES_PER_FAILURE * max_failures
         ):
             return Action.FAIL
+        case Outcome.FAILED | Outcome.NOT_STARTED if time_is_short or will is Will.MOVE or not nodes.suffice:
+            return Action.REQUEUE
+        case Outcome.FAILED | Outcome.NOT_STARTED if nodes.lost:
+            return Action.SHRINK
         case Outcome.FAILED:
-            return Action.REQUEUE if time_is_short or will is Will.MOVE else Action.RESTART
+            return Action.RESTART
         case Outcome.NOT_STARTED:
             # Other nodes may do, and the scheduler knows by then which of these does not.
             return Action.REQUEUE

@@ -38,9 +38,10 @@ class LocalLauncher:
     def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> LocalStep:
         """Start one process a rank. See `Launcher.start`."""
         spec = self._spec
-        count = spec.nodes * spec.processes_per_node
+        num_nodes = len(self.hosts)
+        count = num_nodes * spec.processes_per_node
         defaults = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // spec.world_size)),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (num_nodes * spec.tasks_per_node))),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
         job = {
@@ -49,9 +50,9 @@ class LocalLauncher:
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": str(self._num_steps),
             "SLURM_STEP_NODELIST": compress_hostlist(self.hosts),
-            "SLURM_STEP_NUM_NODES": str(spec.nodes),
+            "SLURM_STEP_NUM_NODES": str(num_nodes),
             "SLURM_STEP_NUM_TASKS": str(count),
-            "SLURM_STEP_TASKS_PER_NODE": f"{spec.processes_per_node}(x{spec.nodes})",
+            "SLURM_STEP_TASKS_PER_NODE": f"{spec.processes_per_node}(x{num_nodes})",
         }
         if spec.array_task is not None:
             job |= {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(spec.array_task)}

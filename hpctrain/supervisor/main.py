@@ -24,7 +24,18 @@ from hpctrain.rundir import (
 )
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.command import command_of
-from hpctrain.supervisor.decide import Action, Fate, History, Outcome, Way, Will, decide, ways_on, will_of
+from hpctrain.supervisor.decide import (
+    Action,
+    Fate,
+    History,
+    Nodes,
+    Outcome,
+    Way,
+    Will,
+    decide,
+    ways_on,
+    will_of,
+)
 from hpctrain.supervisor.failures import Failure, collect, root_cause
 from hpctrain.supervisor.grace import grace_variables
 from hpctrain.supervisor.local import LocalLauncher
@@ -61,6 +72,12 @@ class Supervisor:
         self._grace = grace or {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._ranks_met = False
+        self._lost: dict[str, str] = {}
+
+    @property
+    def _world_size(self) -> int:
+        """The number of ranks on the nodes that the job has now."""
+        return len(self._launcher.hosts) * self._spec.tasks_per_node
 
     def run(self) -> int:
         """Start the workers as often as it takes. Returns the exit code of the job."""
@@ -75,11 +92,18 @@ class Supervisor:
             history = History.of(self._run.read_events())
             # Only a crash makes the time left matter, and asking for it is a call to the controller.
             time_is_short = outcome is Outcome.FAILED and self._time_is_short()
-            action = decide(history, outcome, will, self._spec.max_failures, time_is_short=time_is_short)
+            hosts = self._launcher.hosts
+            left = [host for host in hosts if host not in self._lost]
+            nodes = Nodes(left=len(left), least=self._spec.min_nodes, lost=len(self._lost))
+            action = decide(
+                history, outcome, will, self._spec.max_failures, time_is_short=time_is_short, nodes=nodes
+            )
             log.info("attempt %d: %s, %s: %s", attempt, outcome.value, will.value, action.value)
             match action:
                 case Action.RESTART:
                     self._run.log_event("restart", attempt, cause=cause)
+                case Action.SHRINK:
+                    self._shrink(attempt, left)
                 case Action.REQUEUE:
                     if (exit_code := self._move(attempt, will, time.monotonic() - begun)) is not None:
                         return exit_code
@@ -91,6 +115,25 @@ class Supervisor:
                     return self._finish(attempt, "CANCELLED")
                 case Action.FAIL:
                     return self._finish(attempt, "FAILED", cause or _why(outcome, history))
+
+    def _shrink(self, attempt: int, left: list[str]) -> None:
+        """Go on with the nodes that are left, and have Slurm take back the others."""
+        launcher = self._launcher
+        cause = _words(self._lost)
+        self._run.log_event(
+            "shrink",
+            attempt,
+            nodes=len(left),
+            nodes_before=len(launcher.hosts),
+            hosts=left,
+            lost=list(self._lost),
+            cause=cause,
+        )
+        try:
+            self._scheduler.keep(left)
+        except SchedulerError as error:
+            log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
+        launcher.hosts = left
 
     def _move(self, attempt: int, will: Will, seconds: float) -> int | None:
         """Give the allocation back and ask for another. Returns the job's exit code; None: go on here."""
@@ -139,12 +182,13 @@ class Supervisor:
                 variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
             if spec.array_task is not None:
                 variables[ARRAY_TASK_VARIABLE] = str(spec.array_task)
+            hosts = self._launcher.hosts
             self._run.log_event(
-                "started", attempt, nodes=spec.nodes, world_size=spec.world_size, hosts=self._launcher.hosts
+                "started", attempt, nodes=len(hosts), world_size=self._world_size, hosts=hosts
             )
             said = size_of(self._run.slurm_log)
-            log.info("attempt %d: starting %d ranks on %s", attempt, spec.world_size, self._launcher.hosts)
-            step = self._launcher.start(command_of(spec), variables, self._events.put)
+            log.info("attempt %d: starting %d ranks on %s", attempt, self._world_size, hosts)
+            step = self._launcher.start(command_of(spec, len(hosts)), variables, self._events.put)
             try:
                 rendezvous.serve()
                 outcome = watch.until_end(step)
@@ -154,6 +198,7 @@ class Supervisor:
         if (path := scripts_own.newest_since()) is not None:
             self._run.log_event("checkpoint", attempt, step=None, path=str(path))
         cause = None
+        self._lost = self._find_lost() if outcome in (Outcome.NOT_STARTED, Outcome.FAILED) else {}
         if outcome is Outcome.NOT_STARTED:
             cause = self._note_refusal(attempt, watch)
         elif outcome is Outcome.FAILED:
@@ -167,6 +212,9 @@ class Supervisor:
         """
         failures = collect(self._run, self._spec, attempt, watch.exits, self._launcher.hosts, said)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in watch.exits)
+        if self._lost:
+            # Whatever the ranks say, they say it because of that.
+            return Outcome.FAILED, self._record_loss(attempt, len(failures))
         if not failures:
             return Outcome.FAILED, "the step ended badly, and no rank said why"
         first = root_cause(failures)
@@ -176,6 +224,28 @@ class Supervisor:
         doomed = first.final and not first.is_peer_lost and not told_to_leave
         outcome = Outcome.DOOMED if doomed else Outcome.FAILED
         return outcome, self._record(attempt, first, len(failures))
+
+    def _find_lost(self) -> dict[str, str]:
+        """Nodes that were lost, and why; none where nobody can tell."""
+        if len(self._launcher.hosts) == 1:
+            return {}
+        try:
+            return self._scheduler.lost_nodes(self._launcher.hosts)
+        except SchedulerError as error:
+            log.warning("Whether a node was lost cannot be told: %s", error)
+            return {}
+
+    def _record_loss(self, attempt: int, count: int) -> str:
+        """Record that nodes were lost: it is the first rank of the first of them that failed."""
+        host = next(iter(self._lost))
+        rank = self._launcher.hosts.index(host) * self._spec.tasks_per_node
+        cause = f"node lost: {_words(self._lost)}"
+        log_path = self._run.rank_log(attempt, rank)
+        self._run.log_event(
+            "failure", attempt, rank=rank, host=host, cause=cause, log=str(log_path), failed_ranks=count
+        )
+        log.error("attempt %d failed: %s", attempt, cause)
+        return cause
 
     def _note_refusal(self, attempt: int, watch: Watch) -> str:
         assert watch.end is not None
@@ -220,10 +290,10 @@ class Supervisor:
     def _doubt(self) -> str | None:
         """What is odd about a run that has completed."""
         # Where agents start the ranks, these meet at a store of an agent's.
-        if self._spec.world_size == 1 or self._ranks_met or self._spec.torchrun is not None:
+        if self._world_size == 1 or self._ranks_met or self._spec.torchrun is not None:
             return None
         return (
-            f"none of the {self._spec.world_size} ranks made a process group. "
+            f"none of the {self._world_size} ranks made a process group. "
             "If they were to train together, each has trained on its own."
         )
 
@@ -246,6 +316,10 @@ class Supervisor:
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put may be interrupted by itself, which is what a signal handler needs.
         self._events.put(Signalled(signal.Signals(number)))
+
+
+def _words(lost: Mapping[str, str]) -> str:
+    return "; ".join(f"{host}: {why}" for host, why in lost.items())
 
 
 def _why(outcome: Outcome, history: History) -> str:

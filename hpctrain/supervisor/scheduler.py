@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.chain import find_successor, hand_on
 from hpctrain.jobs.duration import parse_duration
@@ -18,6 +20,7 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.last_words import size_of
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.supervisor.decide import Fate
+from hpctrain.supervisor.nodes import lost_nodes
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE)")
@@ -61,6 +64,20 @@ class Scheduler(Protocol):
 
         Raises:
             SchedulerError: the scheduler refused, or does not answer.
+        """
+
+    def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Those of the job's nodes on which nothing can run any more, and why.
+
+        Raises:
+            SchedulerError: the scheduler does not answer.
+        """
+
+    def keep(self, hosts: Sequence[str]) -> None:
+        """Give all other nodes of the job back, so that their loss does not end it.
+
+        Raises:
+            SchedulerError: the scheduler refused.
         """
 
     def find_successor(self) -> str | None:
@@ -136,6 +153,18 @@ class SlurmJob:
         """Submit the same script again, to start after this job. See `Scheduler.hand_on`."""
         return hand_on(self._run, self._spec, self.job_id, attempt, self._batch_environ)
 
+    def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:
+        """What each node's slurmd says. See `Scheduler.lost_nodes`."""
+        return lost_nodes(hosts, self._environ)
+
+    def keep(self, hosts: Sequence[str]) -> None:
+        """Shrink the job, as `scontrol` allows it of a running one. See `Scheduler.keep`."""
+        # It leaves a script behind, where it is started, that tells a shell of the new size.
+        with tempfile.TemporaryDirectory() as folder:
+            nodes = f"NodeList={compress_hostlist(list(hosts))}"
+            command = ["scontrol", "update", f"JobId={self.job_id}", nodes]
+            run_slurm(["env", f"--chdir={folder}", *command], self._environ)
+
     def find_successor(self) -> str | None:
         """What `squeue` lists. See `Scheduler.find_successor`."""
         return find_successor(self._run, self.job_id, self._environ)
@@ -192,6 +221,13 @@ class LocalJob:
     def hand_on(self, attempt: int) -> str:  # noqa: ARG002
         """There is no queue in which another job could wait. See `Scheduler.hand_on`."""
         raise SchedulerError("There are no successor jobs without Slurm.")
+
+    def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:  # noqa: ARG002
+        """Pretend nodes are there as long as this machine is."""
+        return {}
+
+    def keep(self, hosts: Sequence[str]) -> None:
+        """Nobody takes notice of pretend nodes."""
 
     def find_successor(self) -> str | None:
         return None

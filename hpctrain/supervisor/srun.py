@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 
-from hpctrain.cluster import expand_hostlist
+from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.errors import SchedulerError, SpecError
@@ -23,12 +23,17 @@ from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 
 #: Nodes that are asked for the way to them: where a resolver hangs, each costs seconds.
 _HOSTS_ASKED = 4
+#: Tasks that were killed are gone in less, where their nodes are there.
+_KILL_PATIENCE_S = 8.0
 #: Variables of the batch script that srun would take for options of the step.
 _JOB_SHAPE = (
     "SLURM_NTASKS",
     "SLURM_NPROCS",
     "SLURM_NNODES",
     "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_NODELIST",
+    "SLURM_NODELIST",
+    "SLURM_CPUS_PER_TASK",
     "SLURM_TASKS_PER_NODE",
     "SLURM_NTASKS_PER_NODE",
     "SLURM_CPU_BIND",
@@ -52,6 +57,7 @@ class SrunLauncher:
         if "SLURM_JOB_NODELIST" not in environ:
             raise SpecError("SLURM_JOB_NODELIST is not set: this is no Slurm job. Hand job.sbatch to sbatch.")
         self.hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+        self._num_granted = len(self.hosts)
         self.address = _address_of_this_host(self.hosts)
         self._spec = spec
         self._job_id = own_job_id(environ)
@@ -63,8 +69,8 @@ class SrunLauncher:
         threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
         processes = spec.processes_per_node
         options = [
-            f"--nodes={spec.nodes}",
-            f"--ntasks={spec.nodes * processes}",
+            f"--nodes={len(self.hosts)}",
+            f"--ntasks={len(self.hosts) * processes}",
             f"--ntasks-per-node={processes}",
             "--distribution=block",
             # The supervisor decides what one task's end means for the others, whatever the site's default.
@@ -75,7 +81,10 @@ class SrunLauncher:
             "--mpi=none",
             f"--chdir={spec.workdir}",
         ]
-        if spec.cpus_per_task is not None or spec.torchrun is not None:
+        if len(self.hosts) < self._num_granted:
+            # The step before holds its CPUs and GPUs until Slurm has given up the node that was lost.
+            options += [f"--nodelist={compress_hostlist(self.hosts)}", "--overlap"]
+        if spec.cpus_per_task is not None or spec.torchrun is not None or spec.is_elastic:
             # Since 22.05 srun does not take this over from sbatch; an agent has the CPUs of all its ranks.
             cpus = (spec.cpus_per_task or 1) * spec.tasks_per_node // processes
             options.append(f"--cpus-per-task={cpus}")
@@ -116,13 +125,25 @@ class SrunStep:
             run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
 
     def kill(self) -> None:
-        """End every task at once, by way of Slurm and, if that cannot be reached, by way of srun."""
+        """End every task at once, by way of Slurm and, if that cannot be reached, by way of srun.
+
+        Srun waits for the tasks of a node that is lost until Slurm has given that up; it is not waited for.
+        """
+        if not self._killed:
+            threading.Thread(target=self._insist, daemon=True).start()
         self._killed = True
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
             print(f"hpctrain: {error} Ending srun itself.", flush=True)
             self._srun.terminate()
+
+    def _insist(self) -> None:
+        for end in (self._srun.terminate, self._srun.kill):
+            try:
+                self._srun.wait(_KILL_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                end()
 
     def close(self) -> None:
         """Make sure that srun and the step are gone."""

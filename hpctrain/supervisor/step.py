@@ -90,7 +90,7 @@ class Launcher(Protocol):
     """Starts the tasks of an attempt, one a rank."""
 
     hosts: list[str]
-    """The nodes, in order of their rank."""
+    """The nodes, in order of their rank. The next step runs on these: one that is lost is taken out."""
     address: str
     """Where the tasks reach the supervisor's host."""
 

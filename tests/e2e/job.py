@@ -17,9 +17,9 @@ import hpctrain
 
 
 class Small(hpctrain.Module):
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, dropout: float = 0.1) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4))
         self.step_s = step_s if int(os.environ.get("HPCTRAIN_ATTEMPT", 0)) == 0 else 0.0
 
     def training_step(self, batch, batch_idx):
@@ -46,9 +46,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--checkpoint-every", type=int, default=6)
+    parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args()
     trainer = hpctrain.Trainer(
-        max_epochs=args.epochs, global_batch_size=16, checkpoint_every=6, seed=1, record_samples=True
+        max_epochs=args.epochs,
+        global_batch_size=16,
+        checkpoint_every=args.checkpoint_every,
+        seed=1,
+        record_samples=True,
     )
     data = dataset()
-    trainer.fit(Small(args.step_s), data, data)
+    trainer.fit(Small(args.step_s, args.dropout), data, data)

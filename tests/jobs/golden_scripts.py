@@ -36,6 +36,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "shell": Shell(modules=("cuda",), venv="/home/me/it's"),
     },
     "ddp2": {"nodes": 2, "gpus_per_node": 2, "template": "ddp2"},
+    "elastic": {"nodes": 4, "min_nodes": 2, "gpus_per_node": 2, "cpus_per_task": 4},
+    "elastic-cpu": {"nodes": 4, "min_nodes": 1, "tasks_per_node": 2},
     "local": {"backend": "local", "nodes": 2, "tasks_per_node": 2},
     "pyxis": {
         "nodes": 2,

@@ -10,6 +10,7 @@ from hpctrain.supervisor.decide import (
     Entry,
     Fate,
     History,
+    Nodes,
     Outcome,
     Standing,
     Way,
@@ -125,6 +126,34 @@ def test_what_a_job_does_when_it_starts(standing, entry):
     assert enter(standing) is entry
 
 
+@pytest.mark.parametrize(
+    ("outcome", "will", "failures", "nodes", "action"),
+    [
+        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=3, least=2, lost=1), Action.SHRINK),
+        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=2, least=2, lost=2), Action.SHRINK),
+        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=1, least=2, lost=1), Action.REQUEUE),
+        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=3, least=4, lost=1), Action.REQUEUE),
+        (Outcome.FAILED, Will.GO_ON, 3, Nodes(left=3, least=2, lost=1), Action.FAIL),
+        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=4, least=2, lost=0), Action.RESTART),
+        (Outcome.FAILED, Will.CANCEL, 1, Nodes(left=3, least=2, lost=1), Action.CANCEL),
+        (Outcome.FAILED, Will.LEAVE, 1, Nodes(left=3, least=2, lost=1), Action.LEAVE),
+        (Outcome.FAILED, Will.MOVE, 1, Nodes(left=3, least=2, lost=1), Action.REQUEUE),
+        (Outcome.NOT_STARTED, Will.GO_ON, 1, Nodes(left=3, least=2, lost=1), Action.SHRINK),
+        (Outcome.NOT_STARTED, Will.GO_ON, 1, Nodes(left=1, least=2, lost=1), Action.REQUEUE),
+        (Outcome.NOT_STARTED, Will.GO_ON, 1, Nodes(left=4, least=2, lost=0), Action.REQUEUE),
+    ],
+)
+def test_nodes_that_are_lost(outcome, will, failures, nodes, action):
+    assert decide(History(failures), outcome, will, max_failures=3, nodes=nodes) is action
+
+
+def test_short_time_counts_for_nodes_that_are_lost_too():
+    nodes = Nodes(left=3, least=2, lost=1)
+    assert (
+        decide(History(1), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True, nodes=nodes) is Action.REQUEUE
+    )
+
+
 def event(kind, **fields):
     return {"kind": kind, **fields}
 
@@ -146,6 +175,8 @@ FAILURE, REQUEUE = event("failure", rank=1), event("requeue", seconds=20.0)
         # Of a script's own checkpoints only that there is a new one is known.
         ([FAILURE, REQUEUE, event("checkpoint", step=None), FAILURE], History(failures=1, crashes=2)),
         ([FAILURE, REQUEUE, event("submitted")], History()),
+        # That a node was lost is no crash of the script.
+        ([FAILURE, event("shrink"), FAILURE], History(failures=1, crashes=1)),
         ([FAILURE, REQUEUE, event("submitted", after="7")], History(failures=1, stops=1, crashes=1)),
         # A script that saves by its own means is not given up because it is preempted every hour.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),

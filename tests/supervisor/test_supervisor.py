@@ -60,6 +60,7 @@ class PretendScheduler:
         self.on_signal = {}
         self.num_requeues = 0
         self.handed_on = []
+        self.lost, self.shrinks, self.kept = {}, True, []
 
     def fate(self):
         return self.later_fate if self.num_requeues or self.later_fate is Fate.EVICTED else Fate.STAYS
@@ -75,6 +76,14 @@ class PretendScheduler:
 
     def find_successor(self):
         return self.successor
+
+    def lost_nodes(self, hosts):
+        return {host: why for host, why in self.lost.items() if host in hosts}
+
+    def keep(self, hosts):
+        self.kept.append(hosts)
+        if not self.shrinks:
+            raise SchedulerError("scontrol says: Job shrink disabled")
 
     def seconds_left(self):
         return self.left
@@ -175,6 +184,32 @@ def test_ranks_that_met_are_not_remarked(run):
 
     assert supervise(run, [[meet]]) == 0
     assert "note" not in finished(run)
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+@pytest.mark.parametrize("end", [StepEnded(1), TaskExit(0, 1)])
+def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
+    write_exception(run, 0, "Connection closed by peer")
+    scheduler = PretendScheduler()
+    scheduler.lost, scheduler.shrinks = {"n2": "its slurmd does not answer"}, shrinks
+    ends = [end] if isinstance(end, StepEnded) else [end, StepEnded(1)]
+    assert supervise(run, [ends, DONE], scheduler, min_nodes=1) == 0
+    assert scheduler.kept == [["n1"]]
+    assert kinds(run) == ["started", "failure", "shrink", "started", "finished"]
+    first, second = (event for event in run.read_events() if event["kind"] == "started")
+    assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
+    shrink = next(event for event in run.read_events() if event["kind"] == "shrink")
+    assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (2, 1, ["n2"])
+    assert shrink["cause"] == "n2: its slurmd does not answer"
+
+
+def test_too_few_nodes_give_the_allocation_back(run):
+    scheduler = PretendScheduler(successor="8", site_requeues=False)
+    scheduler.lost = {"n2": "Slurm says DOWN"}
+    assert supervise(run, [KILLED], scheduler) == 75
+    assert kinds(run) == ["started", "failure", "requeue"]
+    failure = next(event for event in run.read_events() if event["kind"] == "failure")
+    assert (failure["rank"], failure["host"], failure["cause"]) == (1, "n2", "node lost: n2: Slurm says DOWN")
 
 
 def write_exception(run, rank, message="no such thing", final=True):

@@ -52,9 +52,11 @@ def _time(request: Request, partition: Partition) -> Iterator[Problem]:
 
 
 def _size(request: Request, partition: Partition) -> Iterator[Problem]:
-    nodes, cpus = request.spec.nodes, request.cpus_per_node
-    asked = f"{plural(nodes, 'node')} {'is' if nodes == 1 else 'are'} asked for (--nodes)"
-    if partition.max_nodes is not None and nodes > partition.max_nodes:
+    least, nodes, cpus = request.spec.min_nodes, request.spec.nodes, request.cpus_per_node
+    number = plural(nodes, "node") if least == nodes else f"{least} to {nodes} nodes"
+    asked = f"{number} {'is' if nodes == 1 else 'are'} asked for (--nodes)"
+    # Of a range, Slurm takes what the partition allows.
+    if partition.max_nodes is not None and least > partition.max_nodes:
         yield Problem(
             f"{asked}, but partition {partition.name} gives a job {partition.max_nodes} (MaxNodes). "
             "Ask for fewer.",

@@ -1,0 +1,143 @@
+"""Runs of MIN:MAX nodes: they start with what there is, and go on with what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from e2e_runs import JOB, LAST_STEP, NUM_SAMPLES, RUN_LIMIT_S, Run, samples_by_epoch
+from helpers import assert_no_process_left, run_command, wait_for
+
+SHAPE = ["--nodes", "2:4", "--gpus-per-node", "2"]
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def submit(path: Path, env: Mapping[str, str], shape: list[str], *, step_s: float) -> Run:
+    """Submit `job.py` without dropout, whose random numbers are a rank's own; does not wait."""
+    run = Run(path, env)
+    words = ["--run-dir", str(path), str(JOB), "--step-s", str(step_s), "--dropout", "0"]
+    run.hpctrain("submit", *shape, *words)
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The run that nobody disturbs: how many ranks there are changes nothing but rounding."""
+    run = submit(
+        tmp_path_factory.mktemp("reference") / "run", {}, ["--backend", "local", "--nodes", "1:2"], step_s=0.0
+    )
+    assert run.wait() == 0
+    assert run.status()["nodes"] == 2
+    return run
+
+
+def assert_same_training(run: Run, reference: Run) -> None:
+    """Losses agree up to rounding, and every sample was trained exactly once an epoch."""
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    assert run.losses() == pytest.approx(reference.losses(), rel=1e-4)
+    for indices in samples_by_epoch(run).values():
+        assert sorted(indices) == list(range(NUM_SAMPLES))
+    assert_no_process_left(run.path)
+
+
+def sizes(run: Run) -> list[tuple[int, int]]:
+    return [(event["nodes"], event["world_size"]) for event in run.events("started")]
+
+
+@pytest.fixture
+def free_nodes(slurm):
+    """Wait until the nodes of the cluster are free, and so again at the end."""
+
+    def free() -> bool:
+        return set(slurm.node_states().values()) == {"idle"}
+
+    wait_for(free, 60, "idle nodes", 0.2)
+    yield
+    for node, state in slurm.node_states().items():
+        if "down" in state:
+            slurm.start_node(node)
+    wait_for(free, 60, "idle nodes", 0.2)
+
+
+def test_a_node_that_dies_is_done_without(slurm, reference, free_nodes, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+    run.wait_for_step(8)
+    victim = slurm.nodes[2]
+    slurm.kill_node(victim)
+    try:
+        wait_for(lambda: len(run.events("started")) == 2, 60, "the start on the nodes that are left")
+        assert run.status()["nodes"] == 3
+        assert run.wait() == 0
+    finally:
+        slurm.start_node(victim)
+    assert sizes(run) == [(4, 8), (3, 6)]
+    (shrink,) = run.events("shrink")
+    assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (4, 3, [victim])
+    assert run.events("failure")[0]["host"] == victim
+    assert run.events("requeue") == []
+    assert_same_training(run, reference)
+
+
+@pytest.mark.long
+def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes, tmp_path):
+    blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
+    blocker = run_command(blocking, slurm.env).stdout.strip()
+    try:
+        run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+        run.wait_for_step(3)
+    finally:
+        run_command(["scancel", blocker], slurm.env)
+    # Requeued, it gets what there is then.
+    wait_for(lambda: list(slurm.node_states().values()).count("idle") == 2, 30, "free nodes", 0.2)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert sizes(run) == [(2, 4), (4, 8)]
+    assert_same_training(run, reference)
+
+
+@pytest.mark.long
+def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+    run.wait_for_step(8)
+    victim = slurm.nodes[1]
+    try:
+        down = ["scontrol", "update", f"NodeName={victim}", "State=DOWN", "Reason=test"]
+        run_command(down, slurm.env)
+        assert run.wait() == 0
+    finally:
+        run_command(["scontrol", "update", f"NodeName={victim}", "State=RESUME"], slurm.env)
+    assert [number for number, _ in sizes(run)] == [4, 3]
+    assert_same_training(run, reference)
+
+
+@pytest.mark.long
+def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
+    run.wait_for_step(8)
+    victim = run.events("started")[0]["hosts"][0]
+    slurm.kill_node(victim)
+    try:
+        assert run.wait() == 0
+    finally:
+        slurm.start_node(victim)
+    assert [number for number, _ in sizes(run)] == [4, 3]
+    assert_same_training(run, reference)
+
+
+@pytest.mark.long
+def test_fewer_nodes_than_the_least_are_given_back(slurm, reference, free_nodes, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, ["--nodes", "3:3", "--gpus-per-node", "2"], step_s=0.2)
+    run.wait_for_step(8)
+    victim = run.events("started")[0]["hosts"][2]
+    slurm.kill_node(victim)
+    try:
+        wait_for(lambda: run.events("requeue"), RUN_LIMIT_S, "the requeue")
+        assert run.wait() == 0
+    finally:
+        slurm.start_node(victim)
+    assert {number for number, _ in sizes(run)} == {3}
+    assert victim not in run.events("started")[-1]["hosts"]
+    assert run.events("shrink") == []
+    assert_same_training(run, reference)

@@ -1,0 +1,58 @@
+"""Which nodes are lost, by what `scontrol show node` prints and by what their slurmd says."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hpctrain.supervisor import nodes
+from hpctrain.supervisor.nodes import Node, lost_nodes, parse_nodes
+
+RECORD = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1
+   NodeAddr=10.0.0.1 NodeHostName=host-1 Port=26811 Version=22.05.8
+   State=ALLOCATED ThreadsPerCore=1 TmpDisk=0
+   Reason=State=DOWN Port=1 [root@2026-11-21T11:02:09]
+
+NodeName=n2 Arch=x86_64 CoresPerSocket=1
+   NodeAddr=n2 NodeHostName=n2 Version=22.05.8
+   State=DOWN*+DRAIN ThreadsPerCore=1 TmpDisk=0
+"""
+
+
+def test_nodes_as_slurm_shows_them():
+    assert parse_nodes(RECORD) == [
+        Node("n1", "10.0.0.1", 26811, "ALLOCATED"),
+        Node("n2", "n2", 6818, "DOWN*+DRAIN"),
+    ]
+
+
+@pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
+def test_a_node_that_is_down_is_lost(state):
+    assert Node("n2", "127.0.0.1", 1, state).trouble() == f"Slurm says {state}"
+
+
+def test_a_node_whose_slurmd_answers_is_well_however_slurm_drains_it():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert Node("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN").trouble() is None
+
+
+def test_a_node_whose_slurmd_is_gone_is_lost():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert "does not answer (ConnectionRefusedError)" in str(
+        Node("n1", "127.0.0.1", port, "ALLOCATED").trouble()
+    )
+
+
+def test_a_name_that_cannot_be_resolved_says_nothing_of_the_node():
+    assert Node("n1", "no-such-host.invalid", 6818, "ALLOCATED").trouble() is None
+
+
+def test_all_nodes_are_asked(monkeypatch):
+    monkeypatch.setattr(
+        nodes, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
+    )
+    monkeypatch.setattr(Node, "trouble", lambda node: "gone" if node.name == "n2" else None)
+    assert lost_nodes(["n1", "n2"], {}) == {"n2": "gone"}
