@@ -79,13 +79,18 @@ class Run:
 
 
 def submit(
-    path: Path, env: Mapping[str, str], shape: list[str], *, options: list[str] | None = None, step_s: float
+    path: Path,
+    env: Mapping[str, str],
+    shape: list[str],
+    *,
+    options: list[str] | None = None,
+    step_s: float,
+    checkpoint_every: int = 6,
 ) -> Run:
     """Submit `job.py`; does not wait."""
     run = Run(path, env)
-    run.hpctrain(
-        "submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), "--step-s", str(step_s)
-    )
+    arguments = ["--step-s", str(step_s), "--checkpoint-every", str(checkpoint_every)]
+    run.hpctrain("submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), *arguments)
     return run
 
 

@@ -1,0 +1,46 @@
+"""kill -9 of ranks at random moments while each step is being saved in the background."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
+from helpers import assert_no_process_left
+
+from hpctrain.checkpoint.listing import list_checkpoints
+
+SHAPE = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
+WORLD_SIZE = 4
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", {}, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_a_killed_run_is_bitwise_the_undisturbed_one_and_lost_a_step_or_two(reference, tmp_path, round_):
+    chance = random.SystemRandom()
+    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1, checkpoint_every=1)
+    run.wait_for_step(chance.randrange(2, LAST_STEP // 2))
+    time.sleep(chance.uniform(0.0, 0.2))
+    ranks = run.ranks()
+    for victim in {any_rank(WORLD_SIZE), any_rank(WORLD_SIZE)}:
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+    assert run.wait() == 0
+    (resumed,) = run.events("resumed")
+    reached = max(event["step"] for event in run.events("checkpoint") if event["attempt"] == 0)
+    # The commit is on the disk a moment before it is on record; nothing that is on record is lost.
+    assert reached <= resumed["step"] <= reached + 1
+    assert_undisturbed(run, reference)
+    listed, _ = list_checkpoints(run.dir, verify=True)
+    assert [one.problems for one in listed] == [()] * len(listed)
+    assert_no_process_left(run.path)
