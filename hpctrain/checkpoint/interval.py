@@ -58,12 +58,12 @@ class Interruptions:
         count, node_seconds = 0, 0.0
         nodes, begun, last, orderly = 0, 0.0, 0.0, True
         for event in events:
-            time = float(event["time"])
+            time = float(event.get("time", last))
             match event.get("kind"):
                 case "started":
                     node_seconds += nodes * (last - begun)
                     count += not orderly
-                    nodes, begun, orderly = int(event["nodes"]), time, False
+                    nodes, begun, orderly = int(event.get("nodes", 1)), time, False
                 case "signal":
                     orderly = bool(event.get("saved"))
                 case "finished":
