@@ -7,7 +7,8 @@ On two ranks over gloo, all measured in turn in each round, for a state of so ma
 - copy: the state into memory that was allocated before, which is the least that any background save can do
 - begin: `CheckpointStore.begin`, after which training may go on
 - dcp.async_save: torch's own, which must have finished before it is called again here, as ours
-- in each case until it is on disk; and the same saved by one, two and four ranks, and for growing states
+- in each case until it is on disk; and the same saved by one, two and four ranks, and for growing states: on
+  one disk, and with each rank held to --link megabytes a second, as by a network of its own
 
 The slowest rank's time counts, and of the rounds the median. The first round is shown by itself: what is
 allocated then is not allocated again. Exits with 1 where the stall is above its limits (see --help).
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
+from hpctrain.checkpoint import parts, store
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, Saved
 
@@ -143,6 +145,30 @@ def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
     return fine
 
 
+def hold_to(megabytes_a_second: float) -> None:
+    """Have this process write no faster than that."""
+    unlimited = store.of_memory
+
+    def held(name: str, content: memoryview) -> parts.Part:
+        part = unlimited(name, content)
+
+        def blocks() -> Iterator[memoryview]:
+            due = time.monotonic()
+            for block in part.blocks():
+                yield block
+                due += len(block) / (megabytes_a_second * 2**20)
+                time.sleep(max(0.0, due - time.monotonic()))
+
+        return parts.Part(name, blocks)
+
+    store.of_memory = held
+
+
+def scale_with_links(rank: int, folder: Path, options: argparse.Namespace) -> bool:
+    hold_to(options.link)
+    return scale(rank, folder, options)
+
+
 def scale(rank: int, folder: Path, options: argparse.Namespace) -> bool:
     """Print how long a save takes, for growing states."""
     for megabytes in sorted({*options.megabytes, *(2 * m for m in options.megabytes)}):
@@ -165,7 +191,9 @@ def work(rank: int, world_size: int, port: int, what: str, folder: Path, options
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    fine = {"compare": compare, "scale": scale}[what](rank, folder, options)
+    fine = {"compare": compare, "scale": scale, "scale_with_links": scale_with_links}[what](
+        rank, folder, options
+    )
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0 if fine else 1)
@@ -187,15 +215,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96, 384])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--link", type=float, default=100.0)
+    parser.add_argument("--only-scale", action="store_true", help="leave out what has limits")
     parser.add_argument("--folder", type=Path, help="where to save; a folder of its own is made in it")
     parser.add_argument("--limit-copy", type=float, default=1.3)
     parser.add_argument("--limit-dcp", type=float, default=0.3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        fine = on_ranks(2, "compare", Path(name), options)
-        print("\nUntil on disk, ms")
-        for world_size in (1, 2, 4):
-            on_ranks(world_size, "scale", Path(name), options)
+        fine = options.only_scale or on_ranks(2, "compare", Path(name), options)
+        for what, where in (
+            ("scale", "one disk"),
+            ("scale_with_links", f"{options.link:g} MB/s a rank"),
+        ):
+            print(f"\nUntil on disk, ms ({where})")
+            for world_size in (1, 2, 4):
+                on_ranks(world_size, what, Path(name), options)
     sys.exit(0 if fine else 1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -21,8 +21,7 @@ from hpctrain.errors import CheckpointError
 _CUT_FROM_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor's elements, which one rank writes."""
 
     key: str
@@ -34,8 +33,7 @@ class Piece:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """What this rank holds of a tensor, and which ranks hold the same."""
 
     key: str
@@ -63,8 +61,9 @@ def share(
         CheckpointError: a tensor is of a kind that cannot be stored.
     """
     groups: dict[tuple[int, ...], list[_Held]] = {}
+    everyone = tuple(range(world_size))
     for key, tensor in tensors.items():
-        for held in _held(key, tensor, rank, world_size, rank_of):
+        for held in _held(key, tensor, rank, everyone, rank_of):
             groups.setdefault(held.holders, []).append(held)
     for holders, members in groups.items():
         yield from _cut(members, holders.index(rank), len(holders))
@@ -100,7 +99,7 @@ def _cut(members: Iterable[_Held], index: int, num_holders: int) -> Iterator[tup
 
 
 def _held(
-    key: str, tensor: torch.Tensor, rank: int, world_size: int, rank_of: Callable[[int], int]
+    key: str, tensor: torch.Tensor, rank: int, everyone: tuple[int, ...], rank_of: Callable[[int], int]
 ) -> Iterator[_Held]:
     if isinstance(tensor, DTensor):
         yield from _held_of_dtensor(key, tensor, rank_of)
@@ -110,7 +109,7 @@ def _held(
             yield _Held(key, tuple(tensor.size()), offsets, _storable(key, shard.tensor), (rank,))
     else:
         data = _storable(key, tensor)
-        yield _Held(key, tuple(data.shape), (0,) * data.dim(), data, tuple(range(world_size)))
+        yield _Held(key, tuple(data.shape), (0,) * data.dim(), data, everyone)
 
 
 def _held_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -> Iterator[_Held]:
