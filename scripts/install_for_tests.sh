@@ -30,4 +30,5 @@ if missing slurmdbd mariadbd my_print_defaults; then
 fi
 if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
 if missing strace; then provide "strace, which kills at system calls," strace; fi
+if missing etcd; then provide "etcd, at which agents of torchrun meet," etcd-server; fi
 if missing ip unshare; then provide "network namespaces" iproute2 util-linux; fi

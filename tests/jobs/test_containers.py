@@ -204,7 +204,7 @@ def test_what_singularity_is_told(make, tmp_path):
 
 def test_no_path_of_the_host_reaches_the_interpreter_inside(make):
     for spec in (make(python="/usr/bin/python3.12"), make(python="/usr/bin/python3.12", torchrun=Torchrun())):
-        command = command_of(spec)
+        command = command_of(spec, 1)
         assert command[0] == "/usr/bin/python3.12"
         assert spec.python not in command
         if spec.torchrun:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 
+from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.command import command_of
 from hpctrain.supervisor.decide import (
     MAX_STOPS,
     Action,
@@ -245,3 +249,19 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1
 def test_root_cause(failures, rank):
     assert root_cause(failures).rank == rank
     assert root_cause(failures[::-1]).rank == rank
+
+
+def test_agents_are_told_how_many_nodes_there_are():
+    spec = JobSpec(
+        script="/x.py",
+        name="x",
+        run_id="x",
+        run_dir="/x",
+        backend="slurm",
+        nodes=4,
+        min_nodes=2,
+        python="python",
+        workdir="/",
+        torchrun=Torchrun(),
+    )
+    assert json.loads(command_of(spec, 3)[-1])["nodes"] == 3

@@ -1,0 +1,75 @@
+"""Agents of torchrun that meet at a real etcd server: the same checkpoints, the same restarts."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+from e2e_runs import JOB, LAST_STEP, RUN_LIMIT_S, Run, assert_undisturbed
+from helpers import assert_no_process_left, wait_for
+
+SHAPE = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2"]
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not shutil.which("etcd"), reason="needs Debian's etcd-server"),
+    pytest.mark.skipif(find_spec("etcd") is None, reason="needs the package python-etcd"),
+]
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory) -> Iterator[str]:
+    """An etcd server that answers version 2 of its interface."""
+    folder = tmp_path_factory.mktemp("etcd")
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ports.append(server.getsockname()[1])
+    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    command = ["etcd", "--enable-v2", "--name=test", f"--data-dir={folder / 'data'}"]
+    command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
+    command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
+    command += [f"--initial-cluster=test={peer}"]
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: answers(ports[0]), 60, "etcd")
+        yield f"127.0.0.1:{ports[0]}"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def submit(path, endpoint: str, backend: str, step_s: float) -> Run:
+    run = Run(path, {})
+    meeting = ["--launcher", "torchrun", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+    run.hpctrain(
+        "submit", *SHAPE, *meeting, "--run-dir", str(path), str(JOB), "--step-s", str(step_s), timeout=120
+    )
+    return run
+
+
+@pytest.mark.parametrize("backend", ["etcd-v2", "etcd"])
+def test_a_run_resumes_through_the_same_checkpoints(endpoint, tmp_path, backend):
+    reference = Run(tmp_path / "reference", {})
+    reference.hpctrain("submit", *SHAPE, "--run-dir", str(reference.path), str(JOB), timeout=120)
+    assert reference.wait() == 0
+    run = submit(tmp_path / "run", endpoint, backend, step_s=0.2)
+    run.wait_for_step(8)
+    run.hpctrain("requeue", str(run.path), timeout=120)
+    wait_for(lambda: len(run.events("started")) == 2, RUN_LIMIT_S, "the second start")
+    assert run.wait() == 0
+    assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"] < LAST_STEP
+    assert run.events("failure") == []
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
