@@ -58,8 +58,9 @@ class Trainer(Settings):
             UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
                 of a process in the run's own folder.
         """
+        # Until the ranks have met, whoever is told to stop leaves at once: so do those that wait for it.
+        team = join(self.ranks, os.environ)
         with listen() as stop:
-            team = join(self.ranks, os.environ)
             fit = Fit(
                 settings=self,
                 module=module,
