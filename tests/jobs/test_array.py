@@ -111,7 +111,9 @@ def test_a_task_that_vanishes_fails_and_the_others_go_on(prepared):
 
 def test_tasks_whose_turn_never_comes_have_failed(prepared):
     run = hand_over(prepared("sleep", array="0-1", run_dir="r"))
-    wait_for(lambda: states(run) == ["RUNNING", "PENDING"], 20, "a task to run")
+    # Its lock is held already before it has a supervisor of its own.
+    wait_for(run.tasks()[0].dir.rank_log(0, 0).exists, 20, "a task to run")
+    assert states(run) == ["RUNNING", "PENDING"]
     os.kill(int(run.dir.lock.read_text()), signal.SIGKILL)
     wait_for(lambda: states(run) == ["RUNNING", "FAILED"], 20, "the other to be given up")
     # Its supervisor is alive, so nobody else may start in that folder.
