@@ -23,6 +23,7 @@ _COUNTS = (
     "global_batch_size",
     "micro_batch_size",
     "keep_checkpoints",
+    "keep_every",
     "log_every",
     "prefetch_factor",
 )
@@ -95,11 +96,10 @@ class Settings:
             raise UserError(
                 f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}; give one of the two."
             )
-        for name in (
-            *("max_steps", "max_epochs", "global_batch_size", "log_every"),
-            *("keep_checkpoints", "keep_every"),
-        ):
+        for name in _COUNTS:
             value = getattr(self, name)
+            if name == "micro_batch_size" and value == "auto":
+                continue
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         if self.num_workers < 0:

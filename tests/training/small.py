@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import time
 
@@ -41,6 +42,8 @@ def dataset(num_samples: int = 77) -> torch.utils.data.TensorDataset:
 
 
 if __name__ == "__main__":
+    # As in a script that is started as usual; a process of a fork server would start its own from another.
+    multiprocessing.set_start_method("fork", force=True)
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     norm = json.loads(options.pop("norm", "true"))
     step_s = float(options.pop("step_s", "0"))

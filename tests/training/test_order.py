@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.training.data.order import SampleOrder
-from hpctrain.training.data.plan import BatchPlan, Deal, split
+from hpctrain.training.data.plan import split
 
 
 @given(st.integers(1, 5000), st.integers(-(2**40), 2**40), st.integers(0, 1000))
@@ -55,6 +55,35 @@ def test_positions_and_neighbours_are_uniform(num_samples):
     assert chi_square(pairs.values(), rounds, num_pairs) < upper_limit(num_pairs - 1)
 
 
+def test_positions_and_neighbours_of_a_large_data_set_are_uniform():
+    """Where samples lie among a billion, and what follows on them, in a grid of 32 × 32 cells each."""
+    size, part, cells = 10**9, 40_000, 32
+    order = SampleOrder(size, 11)
+    for epoch, start in [(0, 0), (3, 777_777_777), (4, size - part)]:
+        drawn = order.indices(epoch, start, start + part)
+        where = torch.div(drawn * cells, size, rounding_mode="floor")
+        places = torch.arange(part) * cells // part
+        grids = {
+            "sample by position": places * cells + where,
+            "sample by the one before": where[:-1] * cells + where[1:],
+            "distance of neighbours": ((drawn[1:] - drawn[:-1]) % size) * cells**2 // size,
+            "last bits of neighbours": (drawn[:-1] % cells) * cells + drawn[1:] % cells,
+        }
+        for name, cell in grids.items():
+            counts = cell.bincount(minlength=cells**2).tolist()
+            assert chi_square(counts, len(cell), cells**2) < upper_limit(cells**2 - 1), name
+
+
+@pytest.mark.parametrize("bits", [30, 40, 61])
+def test_any_size_starts_at_once_anywhere_and_repeats_nothing(bits):
+    size = 2**bits + 1
+    order = SampleOrder(size, 2)
+    for start in (0, size // 3, size - 5000):
+        part = order.indices(1, start, start + 5000)
+        assert len(part.unique()) == 5000
+        assert 0 <= int(part.min()) <= int(part.max()) < size
+
+
 def chi_square(counts, total, cells):
     expected = total / cells
     return sum((count - expected) ** 2 / expected for count in counts)
@@ -83,27 +112,3 @@ def test_shares_cover_everything_once(count, world_size):
     sizes = [high - low for low, high in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[0] == max(sizes)
-
-
-@given(
-    st.integers(1, 300),
-    st.integers(1, 64),
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=1, max_size=6),
-)
-@settings(max_examples=100, deadline=None)
-def test_any_sequence_of_stops_and_world_sizes_consumes_each_epoch_once_in_one_order(
-    num_samples, batch, legs
-):
-    plan = BatchPlan(SampleOrder(num_samples, 1), batch)
-    consumed: dict[int, list[int]] = {}
-    step = 0
-    for num_steps, world_size in legs:
-        for _ in range(num_steps):
-            step += 1
-            shares = [plan.share(step, Deal(rank, world_size)) for rank in range(world_size)]
-            consumed.setdefault(shares[0].epoch, []).extend(
-                i for share in shares for i in share.indices.tolist()
-            )
-            assert sum(len(share.indices) for share in shares) == shares[0].batch_size
-    for epoch, indices in consumed.items():
-        assert indices == plan.order.indices(epoch, 0, len(indices)).tolist()

@@ -176,6 +176,10 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
         ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
+        ({"max_steps": 1, "micro_batch_size": "big"}, "micro_batch_size is 'big'"),
+        ({"max_steps": 1, "micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"max_steps": 1, "prefetch_factor": 0}, "prefetch_factor is 0"),
+        ({"max_steps": 1, "data_timeout_s": 0}, "data_timeout_s is 0"),
     ],
 )
 def test_wrong_settings_are_refused_at_once(settings, words):

@@ -1,0 +1,112 @@
+"""Samples become the batches that torch's DataLoader makes, in the fastest way that the data set allows."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from streams import Sharded
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+
+import hpctrain
+from hpctrain.training.data.fetch import ColumnFetcher, ItemsFetcher, SampleFetcher, find_fetcher
+from hpctrain.training.data.loading import Loading
+from hpctrain.training.data.plan import Deal
+from hpctrain.training.data.randomness import SampleSeeds
+from hpctrain.training.data.sources import make_validation_set
+
+X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
+
+
+class PerSample(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return X[index], int(Y[index])
+
+
+class Items(PerSample):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def fetcher(dataset, collate_fn=None):
+    return find_fetcher(dataset, collate_fn, SampleSeeds(0, "training"), "train_dataset")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind"),
+    [
+        (TensorDataset(X, Y), ColumnFetcher),
+        (Subset(TensorDataset(X, Y), range(10)), ColumnFetcher),
+        (X, ColumnFetcher),
+        (PerSample(), SampleFetcher),
+        (Subset(PerSample(), range(10)), SampleFetcher),
+        (Items(), ItemsFetcher),
+        ([(x, int(y)) for x, y in zip(X, Y, strict=True)], SampleFetcher),
+    ],
+)
+def test_batches_are_those_of_a_data_loader(dataset, kind):
+    ours = fetcher(dataset)
+    assert type(ours) is kind
+    assert ours.num_samples == 10
+    (theirs,) = DataLoader(dataset, batch_sampler=[[3, 1, 9]])
+    batch = ours.fetch(0, torch.tensor([3, 1, 9]))
+    assert type(batch) is type(theirs)
+    for mine, other in zip(batch, theirs, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.dtype == other.dtype
+
+
+def test_arrays_tuples_and_dicts_are_indexed_a_batch_at_a_time(tmp_path):
+    np.save(tmp_path / "x.npy", X.numpy())
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    indices = torch.tensor([5, 0])
+    assert torch.equal(fetcher(mapped).fetch(0, indices), X[indices])
+    x, y = fetcher((mapped, Y)).fetch(0, indices)
+    assert torch.equal(x, X[indices])
+    assert torch.equal(y, Y[indices])
+    assert fetcher({"x": X, "y": Y.numpy()}).fetch(0, indices)["y"].tolist() == [5, 0]
+    first, second = random_split(TensorDataset(X, Y), [7, 3])
+    rest = Subset(second, [2, 0])
+    assert type(fetcher(first)) is ColumnFetcher
+    assert fetcher(rest).fetch(0, torch.tensor([0, 1]))[1].tolist() == [second.indices[2], second.indices[0]]
+
+
+def test_a_collate_function_gets_samples():
+    batch = fetcher(TensorDataset(X, Y), collate_fn=lambda samples: len(samples)).fetch(0, torch.arange(3))
+    assert batch == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ([], "train_dataset is empty"),
+        (torch.empty(0, 3), "train_dataset is empty"),
+        (Subset(PerSample(), []), "train_dataset is empty"),
+        ((X, Y[:4]), "tensors of different lengths: [10, 4]"),
+        ({"x": X, "name": "x"}, "is a dict, but not of tensors or NumPy arrays only"),
+        (7, "train_dataset is a int without a length"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_in_words(dataset, words):
+    with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+        fetcher(dataset)
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(11), Sharded([4, 0, 7]), Sharded([11])])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
+    for world_size in (1, 3, 5):
+        seen = []
+        for rank in range(world_size):
+            data = make_validation_set(
+                dataset, Loading(num_workers), Deal(rank, world_size), seed=1, global_batch_size=4
+            )
+            for num_samples, batch in data.batches():
+                assert len(batch) == num_samples <= 4
+                seen += map(str, batch.tolist())
+        assert len(seen) == len(set(seen)) == 11
