@@ -81,6 +81,11 @@ def submit_calls(
             python=sys.executable,
             code=_program_folder(),
         )
+        if (spec := submission.spec).is_elastic:
+            raise SpecError(
+                f"{spec.min_nodes} to {spec.nodes} nodes are asked for (--nodes) for a function, but its "
+                "results are those of a number of ranks that is known beforehand. Give one number of nodes."
+            )
         for note in submission.notes:
             if note not in told:
                 told.add(note)

@@ -156,6 +156,9 @@ def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
     executor.update_parameters(nodes=0)
     with pytest.raises(SpecError, match="at least 1 node"):
         executor.submit(add, 1)
+    executor.update_parameters(nodes="1:2")
+    with pytest.raises(SpecError, match="1 to 2 nodes are asked for"):
+        executor.submit(add, 1)
     executor.update_parameters(nodes=1)
 
     monkeypatch.setattr(LocalBackend, "submit", refuse)
