@@ -1,1 +1,1 @@
-"""Saves, finds and verifies checkpoints. `manifest` and `interval` import no torch; `store` does."""
+"""Saves, finds and verifies checkpoints. `manifest`, `place`, `retention` and `interval` import no torch."""
