@@ -76,7 +76,14 @@ def rates(run: Path) -> list[tuple[int, int, float]]:
     return [(line["step"], line["epoch"], line["lr"]) for line in read_json_lines(RunDir(run).metrics)]
 
 
-@pytest.mark.parametrize("data", ["tensors", "shards", "stream"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param("tensors", marks=pytest.mark.long),
+        "shards",
+        pytest.param("stream", marks=pytest.mark.long),
+    ],
+)
 def test_other_ranks_and_workers_go_on_with_the_same_samples_rates_and_parameters(tmp_path, data):
     whole = train(tmp_path / "whole", 11, 5, f"data={data}")
     for last_step, ranks, workers in [(2, 4, 0), (4, 2, 1), (7, 3, 0), (11, 4, 2)]:
