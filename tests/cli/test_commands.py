@@ -35,7 +35,7 @@ def test_help_names_every_command(hpctrain):
         (["init", "train.py"], "is there already"),
         (["init", "no/where.yaml"], "'no/where.yaml' cannot be written"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
-        (["submit", "--nodes", "1:4", "train.py"], "not supported yet"),
+        (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, such as 2:4"),
         (["submit", "--env", "A", "train.py"], "KEY=VALUE"),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
@@ -131,7 +131,7 @@ def test_an_array_names_its_tasks_and_each_script_its_number(hpctrain, tmp_path)
     assert (facts["run_id"], facts["tasks"]) == ("r", [3, 5])
     assert hpctrain("wait", "r").returncode == 0
     assert [hpctrain("logs", f"r/task-{index}").stdout for index in (3, 5)] == ["3 3\n", "5 5\n"]
-    assert "logs -f r/task-5  |" in hpctrain(*command[:-1], "5", "task.py").stdout
+    assert "logs -f r  |" in hpctrain(*command[:-1], "5", "task.py").stdout
     hpctrain("cancel", "r")
     assert_no_process_left(tmp_path / "r")
 

@@ -139,6 +139,7 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "env": {"FLAG": "yes", "N": "1.0", "EMPTY": ""},
         "gpu_directive": "gres",
         "max_failures": 3,
+        "continue_by": "auto",
         "snapshot_limit": 200,
         "container_runtime": "auto",
         "container_python": "python3",
