@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ from hpctrain.supervisor.scheduler import LocalJob, Scheduler, SlurmJob
 from hpctrain.supervisor.script_checkpoints import ScriptCheckpoints
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.step import Ending, Event, Launcher, Signalled
-from hpctrain.supervisor.submission import own_run, take_turn
+from hpctrain.supervisor.submission import StillGoing, own_run, take_turn
 
 log = logging.getLogger(__name__)
 
@@ -347,6 +348,11 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
             return Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ)).run()
         grace = grace_variables(spec, environ)
         return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec), grace).run()
+    except StillGoing as error:
+        # What becomes of the run is for that job to write down.
+        log.error("%s", error)
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
     except HpctrainError as error:
         log.error("%s", error)
         run.log_event(

@@ -17,6 +17,7 @@ from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.slurm_command import job_fields, run_slurm
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.states import RunState, from_slurm
 from hpctrain.last_words import size_of
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.supervisor.decide import Fate
@@ -68,6 +69,13 @@ class Scheduler(Protocol):
 
     def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:
         """Those of the job's nodes on which nothing can run any more, and why.
+
+        Raises:
+            SchedulerError: the scheduler does not answer.
+        """
+
+    def is_running(self, job_id: str) -> bool:
+        """Whether another job has begun, and is not gone yet.
 
         Raises:
             SchedulerError: the scheduler does not answer.
@@ -157,6 +165,16 @@ class SlurmJob:
         """What each node's slurmd says. See `Scheduler.lost_nodes`."""
         return lost_nodes(hosts, self._environ)
 
+    def is_running(self, job_id: str) -> bool:
+        """What the job's record says. See `Scheduler.is_running`."""
+        try:
+            state = job_fields(job_id, self._environ).get("JobState", "")
+        except SchedulerError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            return False
+        return from_slurm(state) is RunState.RUNNING
+
     def keep(self, hosts: Sequence[str]) -> None:
         """Shrink the job, as `scontrol` allows it of a running one. See `Scheduler.keep`."""
         # It leaves a script behind, where it is started, that tells a shell of the new size.
@@ -225,6 +243,10 @@ class LocalJob:
     def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:  # noqa: ARG002
         """Pretend nodes are there as long as this machine is."""
         return {}
+
+    def is_running(self, job_id: str) -> bool:  # noqa: ARG002
+        """The run's lock tells, and no queue. See `Scheduler.is_running`."""
+        return False
 
     def keep(self, hosts: Sequence[str]) -> None:
         """Nobody takes notice of pretend nodes."""

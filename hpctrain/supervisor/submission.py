@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.errors import SchedulerError, SpecError
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 _RECORD_LIMIT_S = 10.0
 
 
+class StillGoing(SpecError):
+    """Another job of the run is going on: this one has no part in the run, nor in its record."""
+
+
 def own_run(run: RunDir, environ: Mapping[str, str]) -> RunDir:
     """The run that this job is: of a job array under Slurm, one of its tasks."""
     task = run.task(environ.get("SLURM_ARRAY_TASK_ID", ""))
@@ -36,7 +40,7 @@ def take_turn(run: RunDir, spec: JobSpec, scheduler: Scheduler) -> int | None:
         The exit code, where nothing is left to do: the run is over, or another job continues it.
 
     Raises:
-        SpecError: the script was started by hand while the run is going on.
+        StillGoing: the script was started by hand while the run is going on.
     """
     end_torn_line(run.events)
     job_id, predecessor = scheduler.job_id, scheduler.predecessor
@@ -69,7 +73,7 @@ def take_turn(run: RunDir, spec: JobSpec, scheduler: Scheduler) -> int | None:
                 record_successor(run, job_id, predecessor)
             return None
         case _:
-            return join_record(run, spec, job_id)
+            return join_record(run, spec, job_id, scheduler.is_running)
 
 
 def _successor(run: RunDir, record: Record, scheduler: Scheduler) -> str | None:
@@ -91,17 +95,25 @@ def _successor(run: RunDir, record: Record, scheduler: Scheduler) -> str | None:
     return successor
 
 
-def join_record(run: RunDir, spec: JobSpec, job_id: str) -> int | None:
+def join_record(
+    run: RunDir, spec: JobSpec, job_id: str, is_running: Callable[[str], bool] | None = None
+) -> int | None:
     """Make this job the newest one of the run's record, so that all that follows is told of it.
 
     The submission comes first in the record, though the job may start before `hpctrain submit` has written
     it. A job script that was started by hand is recorded here.
 
+    Args:
+        run: the run.
+        spec: of the run.
+        job_id: this job.
+        is_running: see `Scheduler.is_running`; None where the run's lock tells all.
+
     Returns:
         The exit code, where the run is complete: Slurm may requeue a job that has just ended.
 
     Raises:
-        SpecError: the script was started by hand while the run is going on.
+        StillGoing: the script was started by hand while the run is going on.
     """
     end_torn_line(run.events)
     deadline = time.monotonic() + _RECORD_LIMIT_S
@@ -110,6 +122,8 @@ def join_record(run: RunDir, spec: JobSpec, job_id: str) -> int | None:
     if events is None:
         if spec.backend == "local":
             _take_lock(run)
+        elif is_running is not None:
+            _refuse_second(run, is_running)
         record_by_hand(run, spec, job_id)
         return None
     ends = [event for event in events if event["kind"] == "finished"]
@@ -140,10 +154,28 @@ def record_by_hand(run: RunDir, spec: JobSpec, job_id: str) -> None:
     )
 
 
+def _refuse_second(run: RunDir, is_running: Callable[[str], bool]) -> None:
+    """See to it that no other job trains in the folder: the newest one of the record has begun, or will."""
+    record = read_record(run)
+    if record.job_id is None or record.finished is not None:
+        return
+    try:
+        if not is_running(record.job_id):
+            return
+    except SchedulerError as error:
+        raise StillGoing(
+            f"Whether job {record.job_id} of the run in {str(run.path)!r} is still going cannot be told: "
+            f"{error}. Start the script again when Slurm answers."
+        ) from error
+    raise StillGoing(
+        f"The run in {str(run.path)!r} is still going, as job {record.job_id}. Wait for it, or cancel it."
+    )
+
+
 def _take_lock(run: RunDir) -> None:
     """Hold the run's lock for the life of this process, as a submission's supervisor inherits it."""
     lock = try_lock(run.lock)
     if lock is None:
-        raise SpecError(f"The run in {str(run.path)!r} is still going. Wait for it, or cancel it.")
+        raise StillGoing(f"The run in {str(run.path)!r} is still going. Wait for it, or cancel it.")
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -36,3 +36,32 @@ def test_a_script_does_by_hand_what_it_says(backend, options, tmp_path, request)
         wait_for(lambda log=log: log.exists() and log.read_text(), 60, "the second start")
         assert log.read_text() == f"attempt 1 {list(args)}\n"
     assert run.wait(timeout=60).state is RunState.COMPLETED
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backend, tmp_path, request):
+    """Two jobs in one folder would write one another's checkpoints, and the record of both."""
+    environ = environment(request.getfixturevalue("slurm").env if backend == "slurm" else None)
+    script, flag = tmp_path / "train.py", tmp_path / "flag"
+    script.write_text(
+        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n time.sleep(0.1)\n"
+    )
+    asked = {"backend": backend, "run_dir": "run"}
+    run = hand_over(prepare(script, [str(flag)], asked, environ=environ, cwd=tmp_path, python=sys.executable))
+    try:
+        wait_for(lambda: run.status().attempt == 0, 60, "the first attempt")
+        before = list(run.dir.read_events())
+        if backend == "local":
+            refused = run_command(["bash", run.dir.job_script], environ, check=False, timeout=60)
+            assert (refused.returncode, "is still going" in refused.stderr) == (2, True)
+        else:
+            job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
+            ask = ["scontrol", "show", "job", job_id]
+            wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")
+            assert "is still going" in run.dir.slurm_log.read_text()
+        assert list(run.dir.read_events()) == before
+        assert run.status().state is RunState.RUNNING
+    finally:
+        flag.touch()
+    assert run.wait(timeout=60).attempt == 0
