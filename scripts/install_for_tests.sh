@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes sure that the tests find a Slurm to start, MPI, and what makes network namespaces. Where these cannot be
-# had, tests are skipped; with CI=true that is a failure.
+# Makes sure that the tests find a Slurm to start, MPI, a browser, and what makes network namespaces. Where these
+# cannot be had, tests are skipped; with CI=true that is a failure.
 set -eu
 cd "$(dirname "$0")/.."
 PATH="$PATH:/usr/sbin:/sbin"
@@ -31,4 +31,7 @@ fi
 if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
 if missing strace; then provide "strace, which kills at system calls," strace; fi
 if missing etcd; then provide "etcd, at which agents of torchrun meet," etcd-server; fi
+if missing chromium-headless-shell && missing chromium && missing google-chrome; then
+    provide "a browser for reports" chromium-headless-shell
+fi
 if missing ip unshare; then provide "network namespaces" iproute2 util-linux; fi

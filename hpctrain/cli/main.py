@@ -18,6 +18,7 @@ _COMMANDS = (
     "status",
     "list",
     "logs",
+    "report",
     "checkpoints",
     "wait",
     "cancel",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.telemetry.ledger import Ledger, What
+from hpctrain.telemetry.marks import is_finite
 
 #: Time in which steps that count were trained, whatever held them up meanwhile.
 _PRODUCTIVE = (What.TRAINING, What.COMMUNICATING, What.DATA, What.VALIDATING)
@@ -55,7 +56,7 @@ def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]]) -> float | None:
     done, peak, steps, last = 0.0, 0.0, 0, 0
     for record in metrics:
         flops, most, step = (record.get(name) for name in ("model_flops", "peak_flops", "step"))
-        if isinstance(flops, float | int) and isinstance(most, float | int) and isinstance(step, int):
+        if is_finite(flops) and is_finite(most) and isinstance(step, int):
             done, peak, steps, last = done + flops, max(peak, most), steps + 1, max(last, step)
     if not steps or not seconds or not math.isfinite(done) or not 0 < peak < math.inf:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -11,6 +11,9 @@ from typing import Any, TypeGuard
 TURNS = frozenset(
     {"submitted", "started", "resumed", "signal", "failure", "restart", "shrink", "requeue", "finished"}
 )
+
+#: JSON knows whole numbers that no float can hold, and Python's JSON infinity and not-a-number besides.
+_LARGEST = sys.float_info.max
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ def read_marks(
             steps.append(Mark(time_us - seconds_us, kind, attempt, known_step))
             # A second line about a step is of its copy, which is made while the training goes on.
             saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
-        elif kind in TURNS and (kind != "failure" or _is_number(event.get("rank"))):
+        elif kind in TURNS and (kind != "failure" or is_finite(event.get("rank"))):
             spent = {"loading": seconds_us} if kind == "resumed" else {}
             turns.append(Mark(time_us, kind, attempt, known_step, spent, event.get("saved") is True))
             if kind == "started":
@@ -90,7 +93,7 @@ def _merged(turns: list[Mark], steps: list[Mark]) -> Iterator[Mark]:
 def microseconds(seconds: object) -> int | None:
     """Whole microseconds; None where that is no time that a clock could show."""
     # Python's calendar ends with the year 9999.
-    if not _is_number(seconds) or not 0 <= seconds < 253_402_300_800:
+    if not is_finite(seconds) or not 0 <= seconds < 253_402_300_800:
         return None
     return round(seconds * 1e6)
 
@@ -116,12 +119,14 @@ def _spent(spent: object) -> dict[str, int]:
     return {str(name): us for name, value in spent.items() if (us := microseconds(value)) is not None}
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether a value of a JSON file is a number that a clock or a chart could show."""
+    kind = type(value)
+    return (kind is float or kind is int) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _count(value: object) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+from hpctrain.rundir import RunDir
 
 START = 1_764_000_000.0
 
@@ -36,3 +40,31 @@ class Story:
 def submitted(seconds: float = 0.0) -> Story:
     """A run that has been started after so many seconds in the queue."""
     return Story().after(0, "submitted", job_id="7", backend="slurm").after(seconds, "started", nodes=2)
+
+
+def disturbed(*, last_step: int = 300) -> Story:
+    """A run of two nodes with a crash, a preemption and a lost node, which completes."""
+    hosts = {"nodes": 2, "world_size": 4, "hosts": ["n1", "n2"]}
+    story = Story().after(0, "submitted", job_id="7", backend="slurm").after(40, "started", **hosts)
+    story.steps(1, 1, every=8, spent={"all": 2.0, "data": 0.25}).steps(2, 100, every=0.5, spent={"data": 0.1})
+    story.after(1, "checkpoint", step=100, seconds=1.0, stall_s=0.2, bytes=12_000_000, tier="shared")
+    story.steps(101, 120, every=0.5)
+    story.after(0.4, "failure", rank=3, host="n2", cause="rank 3 on n2: SIGKILL", log="/r/logs/a.log")
+    story.after(0.1, "restart", cause="rank 3 on n2: SIGKILL").after(0.5, "started", **hosts)
+    story.after(6, "resumed", step=100, seconds=1.5).steps(101, 200, every=0.5)
+    story.after(2, "signal", signal="SIGTERM", step=200, saved=True).after(1, "requeue", by="requeue")
+    story.after(120, "started", **hosts).after(6, "resumed", step=200, seconds=1.5)
+    story.steps(201, 220, every=0.5).after(90, "started", nodes=2, world_size=4, hosts=["n1", "n3"])
+    story.after(6, "resumed", step=200, seconds=1.5).steps(201, last_step, every=0.5, val_accuracy=0.5)
+    return story.after(1, "finished", state="COMPLETED", exit_code=0, cause=None)
+
+
+def write_run(folder: Path, story: Story, **spec: Any) -> RunDir:
+    """Make a run folder out of a story."""
+    run = RunDir(folder)
+    run.path.mkdir(parents=True, exist_ok=True)
+    for path, records in ((run.events, story.events), (run.metrics, story.metrics)):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if spec:
+        run.spec.write_text(json.dumps(spec))  # which is YAML
+    return run

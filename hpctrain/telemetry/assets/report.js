@@ -1,0 +1,163 @@
+"use strict";
+// Draws the charts of a report. All data is in the page; text goes in as text, never as markup.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const charts = [];
+  const inPrint = window.matchMedia("print");
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const palette = ["accent", "lost", "validating", "data", "saving", "restarting", "communicating", "soft"];
+
+  const number = (value) => {
+    if (value == null) return "–";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(4);
+    return String(+value.toPrecision(7));
+  };
+  const elapsed = (seconds) => {
+    if (seconds == null) return "–";
+    const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
+    if (s < 60) return (Math.round(seconds * 10) / 10) + " s";
+    const days = Math.floor(s / 86400), hours = Math.floor(s % 86400 / 3600), minutes = Math.floor(s % 3600 / 60);
+    if (s < 3600) return minutes + ":" + pad(s % 60) + " min";
+    return (days ? days + " d " : "") + hours + ":" + pad(minutes) + " h";
+  };
+
+  // Vertical lines where the ranks were started again.
+  const marks = (list) => ({
+    hooks: {
+      draw: (plot) => {
+        const context = plot.ctx, ratio = devicePixelRatio;
+        context.save();
+        context.strokeStyle = color("restarting");
+        context.fillStyle = color("restarting");
+        context.font = 11 * ratio + "px system-ui, sans-serif";
+        context.lineWidth = ratio;
+        context.setLineDash([3 * ratio, 3 * ratio]);
+        let free = -Infinity;
+        for (const mark of list) {
+          const x = Math.round(plot.valToPos(mark.x, "x", true)) + 0.5;
+          if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width) continue;
+          context.beginPath();
+          context.moveTo(x, plot.bbox.top);
+          context.lineTo(x, plot.bbox.top + plot.bbox.height);
+          context.stroke();
+          const width = context.measureText(mark.label).width;
+          const place = Math.min(x + 4 * ratio, plot.bbox.left + plot.bbox.width - width);
+          if (place < free) continue;
+          context.fillText(mark.label, place, plot.bbox.top + 10 * ratio);
+          free = place + width + 8 * ratio;
+        }
+        context.restore();
+      },
+    },
+  });
+
+  const draw = (chart) => {
+    const host = document.getElementById(chart.id);
+    const zoom = chart.plot && chart.zoomed ? { min: chart.plot.scales.x.min, max: chart.plot.scales.x.max } : null;
+    if (chart.plot) chart.plot.destroy();
+    const many = chart.series.length > 1;
+    const columns = many ? uPlot.join(chart.series.map((s) => [s.x, s.y])) : [chart.series[0].x, chart.series[0].y];
+    const byTime = chart.axis === "time";
+    const axis = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1, size: 4 },
+      font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif" };
+    const narrow = host.clientWidth < 420;
+    chart.plot = new uPlot({
+      width: host.clientWidth,
+      height: chart.height,
+      padding: [14, 20, 0, 0],
+      cursor: { drag: { x: true, y: false }, sync: byTime ? undefined : { key: "step", setSeries: false }, points: { size: 6 } },
+      legend: { live: true },
+      scales: {
+        x: { time: false },
+        y: { distr: chart.log ? 3 : 1, range: byTime ? (_, low, high) => [0, high * 1.1 || 1] : undefined },
+      },
+      axes: [
+        { ...axis, size: 30, space: 70, values: byTime ? (_, values) => values.map(elapsed) : undefined },
+        { ...axis, size: narrow ? 48 : 58, values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
+      ],
+      series: [
+        { label: byTime ? "time since submission" : "step", value: (_, v) => byTime ? elapsed(v) : number(v) },
+        ...chart.series.map((series, index) => ({
+          label: series.name,
+          stroke: color(series.faint ? "lost" : palette[index % palette.length]),
+          width: series.faint ? 1 : 1.4,
+          dash: series.faint ? [4, 3] : undefined,
+          // A join has holes where only another series has a point; a null of its own is a gap.
+          spanGaps: chart.join === true,
+          points: { show: series.x.length < 60, size: 4, fill: color("raised") },
+          value: (_, v) => number(v) + (series.unit && v != null ? " " + series.unit : ""),
+        })),
+      ],
+      plugins: [marks(chart.marks || [])],
+      hooks: { setSelect: [() => { chart.zoomed = true; }] },
+    }, columns, host);
+    host.querySelector(".u-over").addEventListener("dblclick", () => { chart.zoomed = false; });
+    if (zoom) chart.plot.setScale("x", zoom);
+  };
+
+  const heat = () => {
+    const host = document.getElementById("heat");
+    if (!host || !data.heat) return;
+    const { rows, columns, maps } = data.heat;
+    const canvas = host.querySelector("canvas"), words = document.getElementById("heat-words");
+    const most = Math.max(2, Math.min(16, Math.floor(560 / rows.length)));
+    canvas.width = columns; canvas.height = rows.length;
+    canvas.style.height = rows.length * most + "px";
+    let shown = 0, cells;
+    const paint = () => {
+      const text = atob(maps[shown].cells);
+      cells = Uint8Array.from(text, (c) => c.charCodeAt(0));
+      const rgb = (name) => { const h = color(name).slice(1); return [0, 2, 4].map((i) => parseInt(h.slice(i, i + 2), 16)); };
+      const low = rgb("grid"), high = rgb("accent"), none = rgb("raised");
+      const context = canvas.getContext("2d"), image = context.createImageData(columns, rows.length);
+      for (let i = 0; i < cells.length; i++) {
+        const part = cells[i] / 254, from = cells[i] === 255 ? none : low, to = cells[i] === 255 ? none : high;
+        for (let c = 0; c < 3; c++) image.data[4 * i + c] = from[c] + (to[c] - from[c]) * part;
+        image.data[4 * i + 3] = 255;
+      }
+      context.putImageData(image, 0, 0);
+    };
+    const say = (event) => {
+      const box = canvas.getBoundingClientRect();
+      const column = Math.floor((event.clientX - box.left) / box.width * columns);
+      const row = Math.floor((event.clientY - box.top) / box.height * rows.length);
+      const cell = cells[row * columns + column], map = maps[shown];
+      if (cell === undefined) return;
+      const value = cell === 255 ? "nothing measured" : number(+(cell / 254 * map.most).toPrecision(3)) + " " + map.unit;
+      words.textContent = rows[row] + ", " + elapsed((column + 0.5) / columns * data.heat.seconds) + " after submission: " + value;
+    };
+    canvas.addEventListener("mousemove", say);
+    host.querySelectorAll("button").forEach((button, index) => button.addEventListener("click", () => {
+      shown = index;
+      host.querySelectorAll("button").forEach((other, i) => other.setAttribute("aria-pressed", String(i === index)));
+      paint();
+    }));
+    paint();
+    return paint;
+  };
+
+  for (const chart of data.charts) {
+    charts.push(chart);
+    draw(chart);
+    const button = document.getElementById(chart.id + "-log");
+    if (button) button.addEventListener("click", () => {
+      chart.log = !chart.log;
+      button.setAttribute("aria-pressed", String(chart.log));
+      draw(chart);
+    });
+  }
+  const repaint = heat();
+  const again = () => { charts.forEach(draw); if (repaint) repaint(); };
+  let pending = 0;
+  window.addEventListener("resize", () => {
+    clearTimeout(pending);
+    pending = setTimeout(() => charts.forEach((chart) => {
+      const width = document.getElementById(chart.id).clientWidth;
+      if (width !== chart.plot.width) chart.plot.setSize({ width, height: chart.height });
+    }), 100);
+  });
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  inPrint.addEventListener("change", again);
+  document.documentElement.dataset.ready = "yes";
+})();

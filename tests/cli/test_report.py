@@ -1,0 +1,148 @@
+"""`hpctrain report`: where it writes, in which form, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.cli import submit
+from hpctrain.cli.again import command_again
+from hpctrain.jobs.build import build_spec
+from hpctrain.jobs.config import COMMAND_LINE, resolve
+from hpctrain.jobs.options import options as known_options
+from hpctrain.rundir import RunDir
+
+EVENTS = [
+    {"time": 1_764_000_000.0, "attempt": 0, "kind": "started", "nodes": 1, "world_size": 1, "hosts": ["n1"]},
+    {"time": 1_764_000_100.0, "attempt": 0, "kind": "finished", "state": "COMPLETED", "exit_code": 0},
+]
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    """A training that nobody submitted."""
+    run = RunDir(tmp_path / "runs" / "digits")
+    run.path.mkdir(parents=True)
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
+    lines = [{"step": n, "loss": 1 / n, "time": 1_764_000_000.0 + n, "attempt": 0} for n in range(1, 51)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_a_page_in_the_run_folder(hpctrain, run):
+    done = hpctrain("report", "digits")
+    assert done.stdout == "The report is written: runs/digits/report.html\n"
+    assert done.returncode == 0
+    assert run.report.read_text().startswith("<!doctype html>")
+
+
+def test_json_is_one_document(hpctrain, run):
+    for option in (["--json"], ["--format", "json"]):
+        document = json.loads(hpctrain("report", "digits", *option).stdout)
+        assert (document["state"], document["step"], document["loss"]) == ("COMPLETED", 50, 1 / 50)
+        assert sum(row["us"] for row in document["ledger"]) == document["wall_us"] == 100_000_000
+
+
+def test_what_is_no_number_is_no_reason_for_broken_json(hpctrain, run):
+    with run.metrics.open("a") as file:
+        file.write('{"step": 51, "loss": NaN, "time": 1764000051, "attempt": 0, "epoch": Infinity}\n')
+    text = hpctrain("report", "digits", "--json").stdout
+    json.loads(text, parse_constant=pytest.fail)
+
+
+def test_the_form_is_what_the_file_ends_in(hpctrain, run, tmp_path):
+    assert hpctrain("report", "digits", "-o", "digits.md").returncode == 0
+    assert (tmp_path / "digits.md").read_text().startswith("# digits: COMPLETED\n")
+    assert hpctrain("report", "digits", "--format", "md").stdout == (tmp_path / "digits.md").read_text()
+    assert hpctrain("report", "digits", "-o", "-").stdout.startswith("<!doctype html>")
+
+
+def test_a_comparison_has_to_be_told_where_to_go(hpctrain, run, tmp_path):
+    done = hpctrain("report", "digits", "digits")
+    assert done.returncode == 2
+    assert "--output comparison.html" in done.stderr
+    assert hpctrain("report", "digits", "digits", "-o", "both.html").returncode == 0
+    assert "2 runs side by side" in (tmp_path / "both.html").read_text()
+    assert len(json.loads(hpctrain("report", "digits", "digits", "--json").stdout)) == 2
+
+
+def test_a_run_that_is_not_there(hpctrain, run):
+    done = hpctrain("report", "digit")
+    assert done.returncode == 2
+    assert "There is no run 'digit'" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written(hpctrain, run):
+    done = hpctrain("report", "digits", "-o", "nowhere/report.html")
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+
+
+def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
+    submitted = hpctrain("submit", "--backend", "local", "--array", "0-1", "--run-dir", "a", "train.py")
+    assert submitted.returncode == 0, submitted.stderr
+    assert hpctrain("wait", "a").returncode == 0
+    documents = json.loads(hpctrain("report", "a", "--json").stdout)
+    assert [document["run_id"] for document in documents] == ["a/task-0", "a/task-1"]
+    assert {document["state"] for document in documents} == {"COMPLETED"}
+    assert hpctrain("report", "a/task-1").returncode == 0
+    assert RunDir(tmp_path / "a").task(1).report.exists()
+
+
+def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """What `submit` would write into `spec.yaml` on a cluster that has all of it, but for the run's name."""
+    given = submit.command.make_context("submit", list(words)).params
+    asked = {name: given[name] for name in known_options()}
+    settings = resolve(asked, source=COMMAND_LINE, assignments=(), environ={}, cwd=folder)
+    spec = build_spec(
+        given["script"],
+        given["args"],
+        settings.options,
+        backend="slurm",
+        cwd=folder,
+        python="/usr/bin/python3",
+    )
+    return {**asdict(spec), "run_id": "", "run_dir": ""}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--nodes", "2", "--gpus-per-node", "h100:4", "--cpus-per-task", "3", "--time", "1-02:03:04"],
+        ["--tasks-per-node", "3", "--name", "a b", "--env", "X=1 2", "--env", "Y=$(touch z)"],
+        ["--module", "cuda", "--setup", "echo 'hi'", "--signal-lead", "33", "--max-failures", "7"],
+        [
+            "--partition",
+            "gpu",
+            "--exclusive",
+            "--sbatch",
+            "hint=x",
+            "--constraint",
+            "a&b",
+            "--mem",
+            "4G",
+            "--comment",
+            "it's",
+        ],
+        ["--launcher", "torchrun", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379"],
+        ["--array", "0-3%2", "--continue-by", "successor", "--gpu-directive", "gpus-per-node"],
+    ],
+)
+def test_the_command_that_runs_it_again_asks_for_the_same(tmp_path, options):
+    first = spec_of([*options, "train.py", "--lr", "0.1", "a 'b' $c", "", "--name=x"], tmp_path)
+    cd, command = command_again(first)[-2:]
+    assert shlex.split(cd) == ["cd", str(tmp_path)]
+    assert shlex.split(command)[:2] == ["hpctrain", "submit"]
+    assert spec_of(shlex.split(command)[2:], tmp_path) == first
+
+
+@pytest.mark.parametrize("spec", [{}, {"script": 3, "workdir": "/"}, {"script": "/a.py"}])
+def test_there_is_no_command_where_too_little_is_known(spec):
+    assert command_again(spec) == []

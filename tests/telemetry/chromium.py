@@ -1,0 +1,163 @@
+"""A headless Chromium, spoken to over its DevTools pipe: loads a page, tells what it says, takes pictures."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Self
+
+_LIMIT_S = 30.0
+_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+
+
+def find() -> str | None:
+    """Path of a Chromium of this machine."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+class Chromium:
+    """One page in a browser of its own. Use as a context manager."""
+
+    def __init__(self, profile: Path) -> None:
+        self._profile = profile
+        self._number = 0
+        self._rest = b""
+        self._session: str | None = None
+        self.said: list[str] = []
+        """What the page wrote to its console, and what was refused or went wrong in it."""
+        self.requests: list[str] = []
+        """What the page wanted to have from anywhere."""
+
+    def __enter__(self) -> Self:
+        here_reads, it_writes = os.pipe()
+        it_reads, here_writes = os.pipe()
+        # The browser reads commands from descriptor 3 and answers on descriptor 4.
+        shell = f'exec 4>&{it_writes} 3<&{it_reads}; exec "$@"'
+        program = find()
+        assert program is not None
+        self._process = subprocess.Popen(
+            [
+                *("bash", "-c", shell, "bash", program, "--headless", "--no-sandbox", "--disable-gpu"),
+                *("--remote-debugging-pipe", "--hide-scrollbars", "--no-first-run"),
+                *("--disable-dev-shm-usage", f"--user-data-dir={self._profile}"),
+            ],
+            pass_fds=(it_reads, it_writes),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(it_reads)
+        os.close(it_writes)
+        self._in, self._out = here_reads, here_writes
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session = None
+        try:
+            self.call("Browser.close")
+            self._process.wait(_LIMIT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Call a method of the DevTools protocol and return its result."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + _LIMIT_S
+        while (answer := self._read(deadline)).get("id") != self._number:
+            self._note(answer)
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of an expression of JavaScript in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def open(self, page: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+        """Load a page and wait until it is there."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.look(dark=dark)
+        self.call("Page.navigate", url=page.absolute().as_uri())
+        deadline = time.monotonic() + _LIMIT_S
+        ready = "document.readyState == 'complete' && document.documentElement.dataset.ready == 'yes'"
+        while not self.evaluate(ready):
+            assert time.monotonic() < deadline, f"the page is not ready after {_LIMIT_S} s: {self.said}"
+            time.sleep(0.02)
+
+    def look(self, *, dark: bool = False, media: str = "screen") -> None:
+        """Let the page think that it is looked at in the dark, or printed."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """Move, press or release the mouse at a place of the window."""
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def drag(self, x: float, y: float, to_x: float) -> None:
+        """Drag with the left button."""
+        self.mouse("mouseMoved", x, y)
+        self.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+        self.mouse("mouseMoved", to_x, y, button="left", buttons=1)
+        self.mouse("mouseReleased", to_x, y, button="left", clickCount=1)
+
+    def picture(self, path: Path) -> None:
+        """All of the page, as far as it goes down."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def paper(self, path: Path) -> None:
+        """The page as it would be printed."""
+        path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"]))
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"Chromium has not answered within {_LIMIT_S} s"
+            if not (new := os.read(self._in, 1 << 20)):
+                raise OSError("Chromium has ended")
+            self._rest += new
+        line, self._rest = self._rest.split(b"\0", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _note(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.consoleAPICalled":
+                self.said.append(str([each.get("value") for each in params["args"]]))
+            case "Runtime.exceptionThrown":
+                self.said.append(json.dumps(params["exceptionDetails"]))
+            case "Log.entryAdded":
+                self.said.append(params["entry"]["text"])
+            case "Page.javascriptDialogOpening":
+                self.said.append(f"dialog: {params['message']}")
+            case "Network.requestWillBeSent":
+                self.requests.append(params["request"]["url"])

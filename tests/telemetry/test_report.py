@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+from run_stories import START, Story, disturbed, submitted, write_run
+
+from hpctrain.rundir import RunDir
+from hpctrain.telemetry.report.comparison import render_comparison
+from hpctrain.telemetry.report.facts import Facts, State, read_facts
+from hpctrain.telemetry.report.markdown import comparison_text, report_text
+from hpctrain.telemetry.report.page import render_report
+from hpctrain.telemetry.report.story import figures, story
+
+SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
+
+
+def facts_of(run: RunDir, state: str | None = None, **options) -> Facts:
+    return read_facts(run, State(state, **options), now=START + 5000)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    return write_run(tmp_path / "digits", disturbed(), **SPEC)
+
+
+def data_of(page: str) -> dict:
+    """What the page's script reads."""
+    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(block[1])
+
+
+def test_a_newcomer_can_say_what_happened_and_what_it_cost(run):
+    facts = facts_of(run)
+    ends = [(one.end, one.followed_by, one.lost_us / 1e6) for one in facts.attempts]
+    assert ends == [
+        ("failure", "restart", pytest.approx(11.2)),
+        ("stop", "requeue", 0.0),
+        ("vanished", "requeue", 10.0),
+        ("completed", None, 0.0),
+    ]
+    assert [one.away_us / 1e6 for one in facts.attempts[:3]] == pytest.approx([6.6, 127.0, 96.0])
+    text = " ".join(story(facts))
+    assert "1 failure, 1 stop, 1 lost job" in text
+    assert "40 steps that had to be trained again" in text
+    assert facts.attempts[0].host == "n2"
+
+
+def test_figures_are_those_of_the_run_folder(run):
+    facts = facts_of(run)
+    document = facts.document()
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert (document["step"], document["loss"]) == (last["step"], last["loss"])
+    assert sum(row["us"] for row in document["ledger"]) == document["wall_us"] == facts.ledger.wall_us
+    assert document["wall_us"] == round((document["end"] - document["start"]) * 1e6)
+    data = data_of(render_report(facts))
+    loss = data["charts"][0]["series"][0]
+    counting = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
+    assert dict(zip(loss["x"], loss["y"], strict=True)) == counting
+    assert [mark["x"] for mark in data["charts"][0]["marks"]] == [100, 200, 200]
+
+
+def test_the_page_needs_nothing_else(run):
+    page = render_report(facts_of(run))
+    own = page.replace("http://www.w3.org/2000/svg", "")
+    # Addresses stand in the remarks of the chart library only.
+    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", own)
+    assert "default-src 'none'" in page
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    '"><svg onload=alert(3)>',
+    "<!--<script>",
+    "{{ 7 * 7 }}${alert(4)}",
+    "javascript:alert(5)",
+    "' onmouseover='alert(6)",
+    "\u2028\u2029\x00\ud800".encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
+    "]]>--></style><b>",
+]
+
+
+def hostile_run(folder: Path) -> RunDir:
+    """Every text that a run's files can hold is one that wants to be executed."""
+    story = Story()
+    for place, text in enumerate(HOSTILE):
+        story.after(1, "submitted", job_id=text, backend=text)
+        story.after(1, "started", hosts=[text], nodes=1, world_size=1)
+        story.after(1, "resumed", step=place, checkpoint=text, broken=[text])
+        story.steps(place + 1, place + 6, every=1, **{text: 1.5})
+        story.after(1, "checkpoint", step=place + 6, path=text, tier=text, bytes=1, seconds=0.1)
+        story.after(1, "failure", rank=0, host=text, cause=text, log=text)
+        story.after(0, "restart", by=text)
+    story.after(1, "signal", signal=HOSTILE[0], step=HOSTILE[1]).after(1, "requeue", by=HOSTILE[0])
+    story.after(1, "finished", state=HOSTILE[0], cause=HOSTILE[1])
+    run = write_run(folder, story, script=HOSTILE[0], args=HOSTILE, env={HOSTILE[1]: HOSTILE[2]})
+    run.code.mkdir()
+    (run.code / "submission-000.json").write_text(
+        json.dumps({"commit": HOSTILE[0], "changed": True, "new_files": HOSTILE, "source": HOSTILE[1]})
+    )
+    (run.code / "submission-000.diff").write_text("\n".join(f"+{text}" for text in HOSTILE))
+    run.telemetry(0).parent.mkdir()
+    run.telemetry(0).write_text(
+        json.dumps({"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, "2", None]})
+    )
+    return run
+
+
+def hostile_page(folder: Path) -> str:
+    return render_report(facts_of(hostile_run(folder), HOSTILE[0], words=HOSTILE[1], again=HOSTILE))
+
+
+def test_hostile_texts_are_texts(tmp_path):
+    page = hostile_page(tmp_path / "run")
+    assert page.count("<script") == page.count("</script>") == 3
+    assert page.count("<style") == page.count("</style>") == 1
+    for word in ("alert(1)", "alert(2)", "alert(3)"):
+        assert word in unescape(page)
+    assert not re.search(r"<(img|b)\b|<svg onload", page)
+    assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|49\$", page)
+    charts = data_of(page)["charts"]
+    assert HOSTILE[0] in [series["name"] for chart in charts for series in chart["series"]]
+
+
+def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
+    facts = facts_of(hostile_run(tmp_path / "run"), again=[*HOSTILE, "echo ```"])
+    text = report_text(facts)
+    outside = text.split("````bash")[0]
+    assert not re.search(r"(?<!\\)<", outside)
+    rows = [line for line in outside.split("## What happened")[1].splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + len(HOSTILE)
+    assert {row.count(" | ") for row in rows} == {4}
+    assert not re.search(r"(?<!\\)<", comparison_text([facts, facts]))
+    page = render_comparison([facts, facts])
+    assert page.count("<script") == page.count("</script>") == 3
+    assert not re.search(r"<(img|b)\b|<svg onload", page)
+
+
+@pytest.mark.parametrize("damage", range(40))
+def test_a_damaged_folder_is_told_of(tmp_path, damage):
+    generator = random.Random(damage)
+    run = hostile_run(tmp_path / "run") if damage % 2 else write_run(tmp_path / "run", disturbed(), **SPEC)
+    for path in [path for path in run.path.rglob("*") if path.is_file()]:
+        content = bytearray(path.read_bytes())
+        match generator.randrange(4):
+            case 0:
+                path.unlink()
+            case 1:
+                path.write_bytes(content[: generator.randrange(len(content))])
+            case 2:
+                for _ in range(20):
+                    content[generator.randrange(len(content))] = generator.randrange(256)
+                path.write_bytes(content)
+    facts = facts_of(run)
+    assert sum(facts.ledger.totals_us.values()) == facts.ledger.wall_us
+    data_of(render_report(facts))
+    report_text(facts)
+    json.dumps(facts.document())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "started", "hosts": "n1", "nodes": "two", "attempt": "0"},
+        {"kind": "started", "hosts": [None, 3], "world_size": 2.5},
+        {"kind": "checkpoint", "step": "6", "bytes": "many", "seconds": "long", "attempt": None},
+        {"kind": "failure", "rank": "first"},
+        {"kind": ["finished"], "state": {}},
+        {"kind": "resumed", "step": -3},
+    ],
+)
+def test_values_of_another_type_are_told_of(tmp_path, line):
+    story = submitted(1).steps(1, 5, every=1)
+    story.events.append({"time": story.now, "attempt": 0, **line})
+    run = write_run(tmp_path / "run", story)
+    with run.metrics.open("a") as file:
+        for value in ("high", None, math.nan, math.inf, [], {}, True, 10**400):
+            file.write(json.dumps({"step": 6, "loss": value, "time": story.now + 1, "attempt": 0}) + "\n")
+    facts = facts_of(run)
+    data_of(render_report(facts))
+    report_text(facts)
+
+
+def test_a_folder_with_nothing_in_it(tmp_path):
+    facts = facts_of(RunDir(tmp_path))
+    assert "Nothing is on record" in render_report(facts)
+    assert "Nothing is on record" in report_text(facts)
+
+
+def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
+    run = write_run(tmp_path / "run", submitted(60).steps(1, 10, every=1))
+    facts = facts_of(run, "RUNNING")
+    assert facts.end == START + 5000
+    assert "so far" in " ".join(story(facts))
+    assert "now" in {name: meaning for name, _, meaning in figures(facts)}["Time"]
+
+
+def test_a_run_without_metrics(tmp_path):
+    run = write_run(tmp_path / "run", submitted(60).after(100, "finished", state="COMPLETED"))
+    page = render_report(facts_of(run))
+    assert data_of(page)["charts"] == []
+    assert "No step was logged" in page
+
+
+def test_gpus_are_drawn_row_by_row(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    for node, host in enumerate(("n1", "n2")):
+        file = run.telemetry(node)
+        file.parent.mkdir(exist_ok=True)
+        lines = [
+            {
+                "time": START + second,
+                "host": host,
+                "gpu_util": [100 * (second < 50), 50 * node],
+                "gpu_temp_c": [None, 60],
+            }
+            for second in range(0, 100, 2)
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = facts_of(run)
+    assert facts.devices.rows == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
+    util, temperature = facts.devices.maps
+    assert util.means == [50.0, 0.0, 50.0, 50.0]
+    assert temperature.means == [None, 60.0, None, 60.0]
+    assert util.cells[0] == 254
+    assert util.cells[-1] in (127, 255)
+    heat = data_of(render_report(facts))["heat"]
+    assert heat["rows"] == facts.devices.rows
+
+
+def test_runs_are_compared_by_what_differs(tmp_path):
+    runs = [
+        facts_of(write_run(tmp_path / name, disturbed(last_step=last), **SPEC, max_failures=number))
+        for name, last, number in (("one", 240, 3), ("two", 300, 5))
+    ]
+    text = comparison_text(runs)
+    assert "| max\\_failures | 3 | 5 |" in text
+    assert "script" not in text
+    page = render_comparison(runs)
+    loss = data_of(page)["charts"][0]
+    assert [series["name"] for series in loss["series"]] == ["one", "two"]
+    assert [series["x"][-1] for series in loss["series"]] == [240, 300]

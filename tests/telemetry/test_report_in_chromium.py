@@ -1,0 +1,147 @@
+"""Reports in a real browser: drawn, without a word of complaint, and with the figures of the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from chromium import Chromium, find
+from run_stories import disturbed, write_run
+from test_report import SPEC, facts_of, hostile_page
+
+from hpctrain.telemetry.report.comparison import render_comparison
+from hpctrain.telemetry.report.page import render_report
+
+pytestmark = pytest.mark.skipif(
+    find() is None, reason="needs a Chromium: scripts/install_for_tests.sh installs one"
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def quiet(browser) -> Iterator[Chromium]:
+    """The browser; the page may neither complain nor ask for anything but itself."""
+    browser.said.clear()
+    browser.requests.clear()
+    yield browser
+    assert browser.said == []
+    assert {url.split(":")[0] for url in browser.requests} <= {"file"}
+    assert len(set(browser.requests)) == 1
+
+
+@pytest.fixture
+def page(tmp_path):
+    run = write_run(tmp_path / "digits", disturbed(), **SPEC)
+    run.telemetry(0).parent.mkdir()
+    lines = [
+        {"time": 1_764_000_100.0 + second, "host": "n1", "gpu_util": [90.0, 10.0]} for second in range(60)
+    ]
+    run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = facts_of(run)
+    run.report.write_text(render_report(facts))
+    return run, facts
+
+
+def legend(browser: Chromium, chart: str) -> list[str]:
+    return browser.evaluate(
+        f"[...document.querySelectorAll('#{chart} .u-legend .u-value')].map(each => each.textContent)"
+    )
+
+
+def place(browser: Chromium, selector: str) -> dict[str, float]:
+    browser.evaluate(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+    return browser.evaluate(
+        f"(({{x, y, width, height}}) => ({{x, y, width, height}}))"
+        f"(document.querySelector('{selector}').getBoundingClientRect())"
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1200, 360])
+def test_it_is_drawn(quiet, page, dark, width):
+    run, facts = page
+    quiet.open(run.report, width=width, dark=dark)
+    assert quiet.evaluate("document.querySelectorAll('.uplot canvas').length") == 3
+    # Nothing is wider than the window, and every chart has been drawn on.
+    assert quiet.evaluate("document.documentElement.scrollWidth") <= width
+    drawn = quiet.evaluate(
+        "[...document.querySelectorAll('canvas')].map(c => new Set(new Uint32Array("
+        "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size > 1)"
+    )
+    assert drawn == [True] * 4
+    rows = quiet.evaluate(
+        "[...document.querySelectorAll('#ledger tbody tr')].map(r => [r.dataset.what, +r.dataset.us])"
+    )
+    assert dict(rows) == {what.value: us for what, us in facts.ledger.totals_us.items()}
+
+
+def test_hovering_tells_the_value_and_dragging_zooms(quiet, page):
+    run, _ = page
+    quiet.open(run.report)
+    box = place(quiet, "#loss-chart .u-over")
+    middle = box["y"] + box["height"] / 2
+    quiet.mouse("mouseMoved", box["x"] + box["width"] / 2, middle)
+    step, loss, before = legend(quiet, "loss-chart")
+    losses = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
+    assert float(loss) == float(f"{losses[int(step)]:.7g}")
+    assert before == "–"
+    quiet.drag(box["x"] + box["width"] * 0.5, middle, box["x"] + box["width"] * 0.6)
+    quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
+    zoomed, _, _ = legend(quiet, "loss-chart")
+    assert int(step) < int(zoomed) < 200
+    for clicks in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            quiet.mouse(kind, box["x"] + 5, middle, button="left", clickCount=clicks)
+    quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
+    assert legend(quiet, "loss-chart")[0] == "300"
+
+
+def test_a_scale_of_logarithms_and_the_heat_map(quiet, page):
+    run, _ = page
+    quiet.open(run.report)
+    quiet.evaluate("document.getElementById('loss-chart-log').click()")
+    assert quiet.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
+    box = place(quiet, "#heat canvas")
+    quiet.mouse("mouseMoved", box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.75)
+    assert "n1 · GPU 1" in quiet.evaluate("document.getElementById('heat-words').textContent")
+    # A cell is one of 255 values.
+    assert "9.84 %" in quiet.evaluate("document.getElementById('heat-words').textContent")
+
+
+def test_nothing_hostile_is_run(quiet, tmp_path):
+    # Any script of theirs would be refused, which the browser says, or would open a dialog.
+    path = tmp_path / "hostile.html"
+    path.write_text(hostile_page(tmp_path / "run"))
+    quiet.open(path)
+    assert quiet.evaluate("document.querySelectorAll('script').length") == 3
+    assert (
+        quiet.evaluate("document.querySelectorAll('img, b, [onload], [onerror], [onmouseover]').length") == 0
+    )
+
+
+def test_the_policy_refuses_scripts_that_are_not_ours(browser, tmp_path):
+    path = tmp_path / "page.html"
+    page = hostile_page(tmp_path / "run")
+    path.write_text(page.replace("<footer>", "<script>document.title = 'executed'</script><footer>"))
+    browser.said.clear()
+    browser.open(path)
+    assert browser.evaluate("document.title") != "executed"
+    assert any("Content Security Policy" in text for text in browser.said)
+
+
+def test_a_comparison_is_drawn(quiet, tmp_path):
+    runs = [facts_of(write_run(tmp_path / str(last), disturbed(last_step=last))) for last in (230, 300)]
+    path = tmp_path / "comparison.html"
+    path.write_text(render_comparison(runs))
+    quiet.open(path)
+    assert quiet.evaluate("document.querySelectorAll('.uplot canvas').length") == 2
+    box = place(quiet, "#metric-0 .u-over")
+    quiet.mouse("mouseMoved", box["x"] + box["width"] / 4, box["y"] + 50)
+    step, one, other = legend(quiet, "metric-0")
+    assert one == other == f"{1 / int(step):.7g}"
