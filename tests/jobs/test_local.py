@@ -14,6 +14,7 @@ from helpers import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.jobs import submit as submit_module
+from hpctrain.jobs.backends import local
 from hpctrain.jobs.follow import follow
 from hpctrain.jobs.reading import Notice, Text, describe
 from hpctrain.jobs.runs import find_run, list_runs
@@ -63,6 +64,25 @@ def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_
     assert run.cancel().state is RunState.CANCELLED
     with pytest.raises(SpecError, match="CANCELLED"):
         run.requeue()
+
+
+def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, script):
+    """The signal would end a job script that still readies things, and the run with it."""
+    script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
+    run = hand_over(prepared(python=sys.executable))
+    run.requeue()
+    assert run.wait(timeout=60).attempt == 1
+
+
+def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(prepared, monkeypatch):
+    monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
+    run = hand_over(prepared(setup=["sleep 60"]))
+    with pytest.raises(SchedulerError, match="being started"):
+        run.requeue()
+    assert run.status().state is RunState.RUNNING
+    run.cancel()
+    with pytest.raises(RunFailed, match="cancelled"):
+        run.wait(timeout=20)  # Whatever the script started would still hold the lock.
 
 
 def test_an_ended_run_is_continued(prepared):

@@ -17,7 +17,7 @@ from hpctrain.files import is_locked
 from hpctrain.jobs.array import Array
 from hpctrain.jobs.backends import Outlook
 from hpctrain.jobs.environment import outer_environment
-from hpctrain.jobs.record import Job
+from hpctrain.jobs.record import Job, read_record
 from hpctrain.jobs.site.facts import Site
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.states import JobView, RunState
@@ -27,6 +27,8 @@ from hpctrain.rundir import RunDir
 _RANKS_PER_CPU, _LEAST_RANKS = 4, 32
 #: The number of a supervisor's process is written within milliseconds of its start.
 _NUMBER_LIMIT_S = 2.0
+#: A supervisor starts the ranks within a second, where what the job script readies takes no longer.
+_START_LIMIT_S = 5.0
 
 
 class LocalBackend:
@@ -107,6 +109,7 @@ class LocalBackend:
 
     def requeue(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
+            _await_start(job.run)
             _signal_supervisor(job.run, signal.SIGUSR2)
 
     def lift_hold(self, jobs: Sequence[Job]) -> bool:  # noqa: ARG002
@@ -133,10 +136,28 @@ def _waits_in_array(run: RunDir) -> bool:
     return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
+def _await_start(run: RunDir) -> None:
+    """Wait until the supervisor knows what a signal means: it would end what its script does before.
+
+    Raises:
+        SchedulerError: that takes too long.
+    """
+    deadline = time.monotonic() + _START_LIMIT_S
+    while is_locked(run.lock) and read_record(run).started is None:
+        if time.monotonic() > deadline:
+            raise SchedulerError(
+                f"No rank of the run {run.path} is running: they are being started. "
+                "Try again in some seconds."
+            )
+        time.sleep(0.05)
+
+
 def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
     pid = _supervisor_of(run)
     try:
-        os.kill(pid, number)
+        # A program by which the job script readies something would go on without it, and hold the lock.
+        is_script = read_record(run).started is None and os.getpgid(pid) == pid
+        (os.killpg if is_script else os.kill)(pid, number)
     except ProcessLookupError:
         raise SchedulerError(
             f"The supervisor of the run {run.path}, process {pid}, has just ended."
