@@ -53,7 +53,10 @@ def build_spec(
     path = cwd / script
     name = given.get("name", CONTROL_CHARACTER.sub("-", path.stem))
     gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
-    time_limit = given.get("time")
+    time_limit_s, directives = _time(given), _directives(given)
+    if "time" in given and time_limit_s is None and backend == "slurm":
+        # Without the option the partition's default counts.
+        directives["time"] = "UNLIMITED"
     nodes = _nodes(given.get("nodes", JobSpec.nodes))
     shell = _shell(given, cwd)
     return JobSpec(
@@ -74,11 +77,11 @@ def build_spec(
         cpus_per_task=given.get("cpus_per_task"),
         python=shell.python or python,
         workdir=str(cwd),
-        time_limit_s=None if time_limit is None else parse_duration(str(time_limit)),
+        time_limit_s=time_limit_s,
         signal_lead_s=_positive("signal-lead", given.get("signal_lead")),
         max_failures=given.get("max_failures", JobSpec.max_failures),
         continue_by=given.get("continue_by", JobSpec.continue_by),
-        directives=_directives(given),
+        directives=directives,
         template=_template(given.get("template"), cwd),
         shell=shell,
         torchrun=_torchrun(given),
@@ -133,6 +136,11 @@ def _gpus(value: int | str) -> tuple[str | None, int]:
     if not gpu_type or not (number.isascii() and number.isdecimal()):
         raise SpecError(f"--gpus-per-node is {value!r}, but it takes a number, such as 8 or h100:8.")
     return gpu_type, int(number)
+
+
+def _time(given: SubmitOptions) -> float | None:
+    """Seconds until the job's time is over; None where no number of them is given."""
+    return None if (limit := given.get("time")) is None else parse_duration(str(limit))
 
 
 def _directives(given: SubmitOptions) -> dict[str, str]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.array import MOST_TASKS, Array
+from hpctrain.jobs.build import build_spec
 from hpctrain.jobs.directives import directive_lines, directives_of, quote_directive
 from hpctrain.jobs.extra_directives import check_extra
 
@@ -104,6 +105,20 @@ def test_directives_of_a_job(make_spec):
 def test_gpus_are_asked_for_as_the_site_wants_it(make_spec, fields, lines):
     asked = directive_lines(directives_of(make_spec(**fields)))
     assert [line.removeprefix("#SBATCH --") for line in asked if "gpu" in line or "gres" in line] == lines
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "directives"),
+    [
+        ("slurm", {"time": "unlimited"}, {"time": "UNLIMITED"}),
+        ("slurm", {}, {}),
+        ("local", {"time": "unlimited"}, {}),
+    ],
+)
+def test_no_limit_is_another_thing_than_the_partitions(backend, asked, directives, tmp_path):
+    spec = build_spec("x.py", [], asked, backend=backend, cwd=tmp_path, python="/p")
+    assert (spec.time_limit_s, spec.directives) == (None, directives)
+    assert directives_of(spec).get("time") == directives.get("time")
 
 
 def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):

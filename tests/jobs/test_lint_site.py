@@ -81,6 +81,10 @@ pytestmark = pytest.mark.slurm
             r"01:00:00 is asked for \(--time\), but partition short allows 00:30:00 \(MaxTime\)\.",
         ),
         (
+            {"partition": "short", "time": "unlimited"},
+            r"No time limit is asked for \(--time\), but partition short allows 00:30:00 \(MaxTime\)\.",
+        ),
+        (
             {"partition": "short", "time": "60"},
             r"\nAs it is, the job fits partition preemptible or urgent or wh",
         ),

@@ -33,7 +33,7 @@ def limit_problems(request: Request, partition: Partition, site: Site) -> Iterat
 
 def _time(request: Request, partition: Partition) -> Iterator[Problem]:
     limit, asked, lead_s = partition.max_time_s, request.time_limit_s, request.spec.signal_lead_s
-    if asked is None:
+    if not request.gives("time"):
         if (given := partition.time_without_option_s) is not None and given <= lead_s:
             option = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
             yield Problem(
@@ -42,9 +42,10 @@ def _time(request: Request, partition: Partition) -> Iterator[Problem]:
                 "told to save (--signal-lead), so nothing would be trained. Give a longer --time or a "
                 "shorter --signal-lead."
             )
-    elif limit is not None and asked > limit:
+    elif limit is not None and (asked is None or asked > limit):
+        what = "No time limit" if asked is None else f"A time limit of {duration(asked)}"
         yield Problem(
-            f"A time limit of {duration(asked)} is asked for ({request.origin('time')}), but partition "
+            f"{what} is asked for ({request.origin('time')}), but partition "
             f"{partition.name} allows {duration(limit)} (MaxTime). Give --time {duration(limit)} or less: "
             "the run saves before it, and goes on in the next attempt.",
             lifted_by="PartitionTimeLimit",
