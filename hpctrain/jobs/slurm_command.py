@@ -12,6 +12,8 @@ from hpctrain.errors import SchedulerError
 
 #: Limit for one call: longer than the time that Slurm's commands themselves give a busy controller.
 COMMAND_LIMIT_S = 60.0
+#: What a command that has ended left behind is read in less.
+_READING_S = 5.0
 #: What is said where no answer came in time.
 NO_ANSWER = "gave no answer within"
 #: What is said where a request may have arrived and only the answer is missing.
@@ -68,8 +70,10 @@ class Question:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._process as process:
             try:
-                left_s = max(0.0, self._begun + limit_s - time.monotonic())
-                out, err = process.communicate(timeout=left_s)
+                left_s = self._begun + limit_s - time.monotonic()
+                # It may have answered in time, to somebody who comes late.
+                least_s = 0.0 if process.poll() is None else _READING_S
+                out, err = process.communicate(timeout=max(left_s, least_s))
             except BaseException as error:
                 process.kill()
                 if not isinstance(error, subprocess.TimeoutExpired):
@@ -145,6 +149,8 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sub
         )
     except FileNotFoundError as error:
         raise SchedulerError(f"there is no {command[0]} on the PATH") from error
+    except OSError as error:
+        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from error
     finally:
         if text:
             os.close(stdin)

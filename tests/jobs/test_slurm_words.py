@@ -104,6 +104,17 @@ def test_a_question_that_nobody_waits_for_is_ended(tmp_path):
     assert process.returncode == -signal.SIGKILL
 
 
+def test_an_answer_that_came_in_time_is_read_however_late():
+    question = Question(["echo", "a"], dict(os.environ), timeout_s=0.2)
+    time.sleep(0.3)
+    assert question.answer() == ("a\n", "")
+
+
+def test_a_command_that_cannot_be_run_is_named():
+    with pytest.raises(SchedulerError, match="echo cannot be run: Argument list too long"):
+        run_slurm(["echo", "x" * 2**18], dict(os.environ))
+
+
 def test_a_question_may_be_long_and_read_late():
     text = "x" * 10**6
     question = Question(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
