@@ -31,6 +31,8 @@ RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 #: Seconds that each stop signal leaves to the ranks: `SIGTERM=30,SIGUSR2=120`.
 STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
+#: What stands there for the signal, whichever it is, of a requeue that the user asked for.
+GRACE_OF_REQUEUE = "requeue"
 #: Mean time between two interruptions of a node, in seconds, as far as the site knows.
 NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
 #: The number of the task of a job array that a rank belongs to.
@@ -144,6 +146,18 @@ class RunDir:
     def cancel_request(self) -> Path:
         """Exists once the user asked to cancel: a saved stop is then the end, not a requeue."""
         return self.path / "cancel-requested"
+
+    @property
+    def requeue_request(self) -> Path:
+        """Holds the number of the attempt that the user asked to save, for another to go on."""
+        return self.path / "requeue-requested"
+
+    def is_asked_to_requeue(self, attempt: int) -> bool:
+        """Whether it was the user who had this attempt told to stop: then nobody is about to end it."""
+        try:
+            return self.requeue_request.read_text() == f"{attempt}\n"
+        except OSError:
+            return False
 
     def succession(self, job_id: str) -> Path:
         """Holds the id of the job that has taken over after that job. Made once, by whoever comes first."""

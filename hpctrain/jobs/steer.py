@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
+from hpctrain.files import write_atomic
 from hpctrain.jobs.backends import Backend, open_backend
 from hpctrain.jobs.record import Job, read_record
 from hpctrain.jobs.spec import BackendName
@@ -46,7 +48,16 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     running = [part for part, its in parts.items() if its.state is RunState.RUNNING]
     if not running:
         raise SpecError(f"Run {run.run_id} is {status.state}; only a running one can be requeued.")
-    _ask(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
+    # The ranks are told by the signal of a preemption, after which they would be ended soon.
+    for part in running:
+        with suppress(OSError):  # then they take the time for as short as that
+            write_atomic(part.requeue_request, f"{parts[part].attempt}\n", durable=False)
+    try:
+        _ask(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
+    except SchedulerError:
+        for part in running:
+            part.requeue_request.unlink(missing_ok=True)
+        raise
     return status
 
 

@@ -19,7 +19,7 @@ _LAST_WORDS_S = 3.0
 #: After the first rank left to be continued, the others have this long to follow: their state is saved.
 _FOLLOW_S = 60.0
 #: Ranks that are told to stop have this long to save, where no scheduler sets a limit.
-_GRACE_S = 300.0
+STOP_GRACE_S = 300.0
 #: Ranks of a cancelled run have this long; a second request to cancel ends them at once.
 CANCEL_GRACE_S = 60.0
 #: A step that was ended by force must be gone by then.
@@ -82,7 +82,7 @@ class Watch:
                     self._kill(step)
                     return
                 step.signal(forward)
-                grace = CANCEL_GRACE_S if cancels else _GRACE_S
+                grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
                 self._limit(grace, f"the ranks to stop after {number.name}")
 
     def _task_ended(self, task: TaskExit) -> None:

@@ -11,18 +11,25 @@ from hpctrain.jobs.site import words
 from hpctrain.jobs.site.read import parse_config
 from hpctrain.jobs.slurm_command import run_slurm
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import STOP_GRACE_VARIABLE
-from hpctrain.supervisor.attempt import CANCEL_GRACE_S
+from hpctrain.rundir import GRACE_OF_REQUEUE, STOP_GRACE_VARIABLE
+from hpctrain.supervisor.attempt import CANCEL_GRACE_S, STOP_GRACE_S
 
 log = logging.getLogger(__name__)
 
 
 def grace_variables(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks are told of it, unless the user tells them: `SIGTERM=30,SIGUSR2=120`."""
+    """What the ranks are told of it, unless the user tells them: `SIGTERM=30,SIGUSR2=120`.
+
+    A requeue that the user asked for has no limit under Slurm; without it, the supervisor sets one.
+    """
     if STOP_GRACE_VARIABLE in spec.env:
         return {}
-    term_s = _slurm_term_s(environ) if spec.backend == "slurm" else CANCEL_GRACE_S
-    known = {"SIGTERM": term_s, "SIGUSR2": float(spec.signal_lead_s)}
+    in_slurm = spec.backend == "slurm"
+    known = {
+        "SIGTERM": _slurm_term_s(environ) if in_slurm else CANCEL_GRACE_S,
+        "SIGUSR2": float(spec.signal_lead_s),
+        GRACE_OF_REQUEUE: None if in_slurm else STOP_GRACE_S,
+    }
     return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in known.items() if s is not None)}
 
 

@@ -181,7 +181,8 @@ class Checkpointing:
     def _save_before_the_end(self, saves: Saves) -> bool:
         """Tells, on rank 0, whether the state after this very step lies in the run folder."""
         saves.settle()
-        left_s = self._team.lowest(self._grace.left_s())
+        for_requeue = self._team.from_main(self._log is not None and self._log.is_asked_to_requeue())
+        left_s = self._team.lowest(self._grace.left_s(for_requeue=for_requeue))
         ends_at = time.monotonic() + min(left_s, LONGEST_SAVE_S)
         signal_name, write_s = self._stop.signal_name, saves.write_s
         plan = self._team.from_main(plan_last_save(left_s, write_s, saves.in_flight_s))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from hpctrain.errors import UserError
-from hpctrain.rundir import STOP_GRACE_VARIABLE
+from hpctrain.rundir import GRACE_OF_REQUEUE, STOP_GRACE_VARIABLE
 from hpctrain.runtime.signals import StopFlag
 
 #: What a save may take longer than the one that was measured: this much, and this many times.
@@ -19,7 +19,7 @@ class Grace:
     """The time that a stop signal leaves to the ranks."""
 
     def __init__(self, environ: Mapping[str, str], stop: StopFlag) -> None:
-        """Read how long each signal leaves, such as `SIGTERM=30,SIGUSR2=120` in seconds.
+        """Read how long each signal leaves, such as `SIGTERM=30,SIGUSR2=120,requeue=300` in seconds.
 
         Raises:
             UserError: the variable says something else.
@@ -27,11 +27,16 @@ class Grace:
         self._stop = stop
         self._seconds = _parse(environ.get(STOP_GRACE_VARIABLE, ""))
 
-    def left_s(self) -> float:
-        """Seconds until this rank is ended; infinite where that is not known, or it was told nothing."""
+    def left_s(self, *, for_requeue: bool = False) -> float:
+        """Seconds until this rank is ended; infinite where that is not known, or it was told nothing.
+
+        Args:
+            for_requeue: whether it was the user who had it told, by a signal that means less time otherwise.
+        """
         if self._stop.signal_name is None:
             return math.inf
-        return self._stop.noted_at + self._seconds.get(self._stop.signal_name, math.inf) - time.monotonic()
+        name = GRACE_OF_REQUEUE if for_requeue else self._stop.signal_name
+        return self._stop.noted_at + self._seconds.get(name, math.inf) - time.monotonic()
 
 
 class LastSave(Enum):

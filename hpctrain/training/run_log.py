@@ -26,6 +26,7 @@ class RunLog:
         record_samples: bool,
         say: Say,
         spent: Spent,
+        last_step: int | None,
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
         rank = team.ranks.rank
@@ -33,10 +34,14 @@ class RunLog:
         self._attempt: int = team.from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
-        self._log_every, self._spent = log_every, spent
+        self._run, self._log_every, self._spent = run, log_every, spent
         self._events = PatientLines(run.events, say) if rank == 0 else None
-        self._metrics = MetricsFile(run, self._attempt, say) if rank == 0 else None
+        self._metrics = MetricsFile(run, self._attempt, say, last_step) if rank == 0 else None
         self._samples = SamplesFile(run.samples(self._attempt, rank), say) if record_samples else None
+
+    def is_asked_to_requeue(self) -> bool:
+        """Whether the user asked this attempt to save, for another to go on."""
+        return self._run.is_asked_to_requeue(self._attempt)
 
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Write an event."""

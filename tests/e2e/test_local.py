@@ -30,12 +30,16 @@ def test_undisturbed_run_trains_every_sample_once(reference):
 
 
 def test_preempted(reference, tmp_path):
-    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
+    # A preemption would leave no time to save; nobody ends a run that the user requeues.
+    options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
+    run = submit(tmp_path / "run", {}, SHAPE, options=options, step_s=0.1)
     run.wait_for_step(16)
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert len(run.events("requeue")) == 1
-    assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"] < LAST_STEP
+    (stop,) = run.events("signal")
+    assert stop["saved"] is True
+    assert run.events("resumed")[0]["step"] == stop["step"] < LAST_STEP
     assert_undisturbed(run, reference)
     assert_no_process_left(run.path)
 

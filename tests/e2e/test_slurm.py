@@ -61,6 +61,19 @@ def check_preemption(slurm, shape: list[str], reference: Run, tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_a_requeue_leaves_the_time_that_saving_takes(slurm, tmp_path):
+    options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
+    run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, options=options, step_s=0.1)
+    run.wait_for_step(16)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    (stop,) = run.events("signal")
+    assert (stop["signal"], stop["saved"]) == ("SIGTERM", True)
+    assert run.events("resumed")[0]["step"] == stop["step"] < LAST_STEP
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
 def test_kill_9_of_any_rank(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(20)

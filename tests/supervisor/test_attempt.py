@@ -40,7 +40,7 @@ class PretendStep:
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch):
-    for name in ("_LAST_WORDS_S", "_FOLLOW_S", "_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
+    for name in ("_LAST_WORDS_S", "_FOLLOW_S", "STOP_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
         monkeypatch.setattr(attempt, name, 0.05)
 
 

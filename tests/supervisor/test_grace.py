@@ -30,5 +30,7 @@ def test_without_an_answer_of_slurm_only_the_lead_is_known():
 
 
 def test_without_slurm_the_supervisor_gives_a_minute_and_the_user_overrules():
-    assert grace_variables(spec(backend="local"), {}) == {STOP_GRACE_VARIABLE: "SIGTERM=60,SIGUSR2=120"}
+    assert grace_variables(spec(backend="local"), {}) == {
+        STOP_GRACE_VARIABLE: "SIGTERM=60,SIGUSR2=120,requeue=300"
+    }
     assert grace_variables(spec(env={STOP_GRACE_VARIABLE: "SIGTERM=5"}), {}) == {}

@@ -410,6 +410,10 @@ def test_what_is_left_of_the_grace_counts_from_the_signal():
     assert grace.left_s() == math.inf
     flag.note(15, None)
     assert 29 < grace.left_s() <= 30
+    assert grace.left_s(for_requeue=True) == math.inf
+    assert (
+        299 < Grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,requeue=300"}, flag).left_s(for_requeue=True) <= 300
+    )
     assert Grace({}, flag).left_s() == math.inf
     with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
         Grace({"HPCTRAIN_STOP_GRACE": "soon"}, flag)
