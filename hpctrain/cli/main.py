@@ -19,6 +19,7 @@ _COMMANDS = (
     "list",
     "logs",
     "report",
+    "top",
     "checkpoints",
     "wait",
     "cancel",

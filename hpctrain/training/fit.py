@@ -106,6 +106,7 @@ class Fit:
                 record_samples=settings.record_samples,
                 say=self._progress.say,
                 spent=self._spent,
+                last_step=self._feed.last_step,
             )
         )
         self._checkpoints = Checkpointing(

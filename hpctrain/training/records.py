@@ -14,12 +14,15 @@ from hpctrain.training.patient import PatientLines, Say
 class MetricsFile:
     """`metrics.jsonl`: one object a logged step, written by rank 0."""
 
-    def __init__(self, run: RunDir, attempt: int, say: Say) -> None:
+    def __init__(self, run: RunDir, attempt: int, say: Say, last_step: int | None) -> None:
         self._lines, self._attempt = PatientLines(run.metrics, say), attempt
+        # Stands in the first line of an attempt, which may have been told another than the one before.
+        self._once = {} if last_step is None else {"last_step": last_step}
 
     def write(self, step: int, epoch: int, scalars: Mapping[str, float], spent: Mapping[str, float]) -> None:
         place = {"step": step, "epoch": epoch, "time": time.time(), "attempt": self._attempt}
-        record = {**scalars, **place, "spent": spent}
+        record = {**scalars, **place, "spent": spent, **self._once}
+        self._once = {}
         self._lines.append(record)
 
     def flush(self) -> None:

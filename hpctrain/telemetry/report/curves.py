@@ -10,7 +10,9 @@ from typing import Any
 from hpctrain.telemetry.marks import is_finite
 
 #: Fields of a line that are no metrics of the training.
-_NO_METRICS = frozenset({"step", "epoch", "time", "attempt", "spent", "model_flops", "peak_flops"})
+_NO_METRICS = frozenset(
+    {"step", "epoch", "time", "attempt", "spent", "last_step", "model_flops", "peak_flops"}
+)
 
 #: Lines that a rate is the mean of, at the least, and how many rates a long run has.
 _LEAST_STRETCH, _STRETCHES = 4, 2000

@@ -1,0 +1,86 @@
+"""A report about a run that was through a lot, on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from e2e_runs import LAST_STEP, Run
+from helpers import run_command, wait_for
+
+from hpctrain.files import read_json_lines
+
+LIMIT_S = 150.0
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def nodes_back(slurm):
+    """Start what was killed."""
+    yield
+    for node, state in slurm.node_states().items():
+        if "down" in state:
+            slurm.start_node(node)
+
+
+def new_steps(run: Run, attempt: int) -> None:
+    """Wait until an attempt has trained a few steps."""
+    run_steps = lambda: [  # noqa: E731
+        record["step"] for record in read_json_lines(run.dir.metrics) if record["attempt"] == attempt
+    ]
+    wait_for(lambda: len(run_steps()) >= 4, LIMIT_S, f"steps of attempt {attempt} of {run.path}")
+
+
+def preempt(slurm) -> None:
+    urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"]
+    run_command(["sbatch", *urgent], slurm.env)
+
+
+def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
+    run = Run(tmp_path / "run", slurm.env)
+    script = __file__.replace("test_report.py", "slow_job.py")
+    shape = ["--nodes", "2", "--gpus-per-node", "1"]
+    run.hpctrain("submit", *shape, "--run-dir", str(run.path), script, "0.4")
+    new_steps(run, 0)
+    run.kill_rank(1)
+    for attempt in (1, 2):
+        new_steps(run, attempt)
+        preempt(slurm)
+        wait_for(lambda n=attempt: len(run.events("requeue")) == n, LIMIT_S, f"requeue {attempt}")
+        wait_for(lambda: run.status()["state"] != "COMPLETING", LIMIT_S, "the job to leave")
+        run.hpctrain("status", str(run.path))  # which lifts the hold
+        wait_for(
+            lambda n=attempt: run.status() and len(run.events("started")) == n + 2, LIMIT_S, "another start"
+        )
+    new_steps(run, 3)
+    slurm.kill_node(run.events("started")[-1]["hosts"][1])
+    assert run.wait() == 0
+
+    document = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    assert (document["state"], document["step"]) == ("COMPLETED", LAST_STEP)
+    ends = [attempt["end"] for attempt in document["attempts"]]
+    assert ends[:3] == ["failure", "stop", "stop"]
+    assert ends[3] in ("failure", "stop", "vanished")
+    assert ends[-1] == "completed"
+    shares = {row["what"]: row["us"] / 1e6 for row in document["ledger"]}
+    events = list(run.dir.read_events())
+    assert sum(row["us"] for row in document["ledger"]) == document["wall_us"]
+    assert document["wall_us"] / 1e6 == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.001)
+    # By hand: the time in the queue, and the steps that were trained twice.
+    waits = [event for event in events if event["kind"] in ("submitted", "requeue", "started")]
+    queued = sum(
+        follower["time"] - event["time"]
+        for event, follower in pairwise(waits)
+        if event["kind"] != "started" and follower["kind"] == "started"
+    )
+    assert shares["queued"] == pytest.approx(queued, abs=1) or ends[3] == "vanished"
+    records = list(read_json_lines(run.dir.metrics))
+    assert document["lost_steps"] == len(records) - len({record["step"] for record in records})
+    assert document["lost_steps"] > 0
+    assert shares["lost work"] > 0.4 * document["lost_steps"]
+    assert document["again"][-1].endswith(f"{script} 0.4")
+    run.hpctrain("report", str(run.path))
+    page = run.dir.report.read_text()
+    assert all(word in page for word in ("SIGKILL", "SIGTERM", "lost work"))

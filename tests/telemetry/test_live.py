@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from run_stories import START, Story, submitted
+
+from hpctrain.telemetry.live import Live, Snapshot, as_lines
+
+
+def look(story: Story, state: str = "RUNNING", lines: list[dict] | None = None) -> Snapshot:
+    live = Live()
+    # In two parts, as a run writes them.
+    for part in (slice(None, 5), slice(5, None)):
+        live.take(story.events[part], story.metrics[part])
+    return live.snapshot("digits", state, "", lines or [])
+
+
+def text_of(snapshot: Snapshot, width: int = 100, height: int = 30) -> str:
+    return "\n".join(line for _, line in as_lines(snapshot, width, height))
+
+
+def test_time_left_goes_by_the_speed_of_the_last_minute():
+    story = submitted(0).steps(1, 100, every=5, last_step=400).steps(101, 200, every=2)
+    told = look(story)
+    assert (told.step, told.last_step, told.loss) == (200, 400, 1 / 200)
+    assert told.steps_per_s == pytest.approx(0.5)
+    assert told.left_s == pytest.approx(400)
+    assert "200 of 400" in text_of(told)
+    assert "6 min 40 s left" in text_of(told)
+
+
+def test_a_run_that_ended_has_no_speed():
+    told = look(submitted(0).steps(1, 100, every=1, last_step=100), "COMPLETED")
+    assert (told.steps_per_s, told.left_s) == (None, None)
+
+
+def test_the_speed_is_that_of_the_attempt():
+    story = submitted(0).steps(1, 50, every=1).after(0, "failure", rank=0).after(30, "started")
+    assert look(story.steps(41, 60, every=0.1)).steps_per_s == pytest.approx(10)
+
+
+def test_failures_and_stops_are_counted_but_not_saves_that_failed():
+    story = submitted(0).after(0, "failure", cause="disk full").after(0, "failure", rank=1, cause="SIGKILL")
+    story.after(0, "started").after(0, "signal", signal="SIGTERM", step=3)
+    told = look(story)
+    assert (told.failures, told.stops, told.attempt) == (1, 1, 1)
+    assert "start 1, 1 failure, 1 stop" in text_of(told)
+
+
+def test_waiting_for_data():
+    story = submitted(0).steps(1, 20, every=1, spent={"all": 1.0, "data": 0.25})
+    assert look(story).waiting_for_data == pytest.approx(0.25)
+    assert "25.0 % of the time" in text_of(look(story))
+
+
+def test_gpus_are_bars_of_their_nodes():
+    lines = [
+        {"host": "n1", "gpu_util": [100.0, 0.0, None], "gpu_memory": [2**30, 2**31, None]},
+        {"host": "n2", "gpu_util": [None], "time": "soon"},
+        {"host": "n3"},
+    ]
+    text = text_of(look(submitted(0).steps(1, 2, every=1), lines=lines))
+    assert "n1  █▁    50 %  3 GiB" in text
+    assert "n2       – %" in text
+    assert "n3" not in text
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 80, 200])
+@pytest.mark.parametrize("height", [5, 24])
+def test_no_line_is_wider_than_the_terminal(width, height):
+    story = submitted(0).after(0, "failure", rank=0, cause="because " * 50).after(0, "started")
+    story.steps(1, 500, every=1, last_step=123456)
+    lines = [{"host": "n" * 80, "gpu_util": [50] * 64, "gpu_memory": [10] * 64}] * 40
+    told = as_lines(look(story, lines=lines), width, height)
+    assert max(len(line) for _, line in told) <= max(width, 20)
+    assert len(told) < height + 12
+
+
+def test_the_terminal_obeys_no_name():
+    story = submitted(0).after(0, "failure", rank=0, cause="\x1b]0;title\x07\x1b[2J\n\rnew line")
+    text = text_of(look(story, lines=[{"host": "\x1b[31m", "gpu_util": [1]}]))
+    assert "\x1b" not in text
+    assert "\r" not in text
+
+
+@pytest.mark.parametrize("value", [None, "x", [], True, float("nan"), 10**400])
+def test_values_of_another_type(value):
+    story = Story().after(0, "failure", rank=value, step=value, cause=value)
+    story.metrics += [
+        {"step": value, "time": START, "loss": 1.0},
+        {"step": 1, "time": value, "loss": 1.0},
+        {"step": 1, "time": START, "loss": value, "spent": value, "last_step": value},
+        {"step": 2, "time": START + 1, "loss": value, "spent": {"all": value, "data": value}},
+    ]
+    told = look(story, lines=[{"gpu_util": [value], "gpu_memory": value}])
+    json.dumps(told.document())
+    text_of(told)
+
+
+def test_a_run_that_has_written_nothing():
+    assert "nothing has happened yet" in text_of(look(Story()))
