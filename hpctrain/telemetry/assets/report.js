@@ -31,6 +31,8 @@
         context.strokeStyle = color("restarting");
         context.fillStyle = color("restarting");
         context.font = 11 * ratio + "px system-ui, sans-serif";
+        context.textAlign = "left";
+        context.textBaseline = "alphabetic";
         context.lineWidth = ratio;
         context.setLineDash([3 * ratio, 3 * ratio]);
         let free = -Infinity;
@@ -57,7 +59,8 @@
     const zoom = chart.plot && chart.zoomed ? { min: chart.plot.scales.x.min, max: chart.plot.scales.x.max } : null;
     if (chart.plot) chart.plot.destroy();
     const many = chart.series.length > 1;
-    const columns = many ? uPlot.join(chart.series.map((s) => [s.x, s.y])) : [chart.series[0].x, chart.series[0].y];
+    // 2: a gap of one series goes on where only the others have points.
+    const columns = many ? uPlot.join(chart.series.map((s) => [s.x, s.y]), chart.series.map(() => [0, 2])) : [chart.series[0].x, chart.series[0].y];
     const byTime = chart.axis === "time";
     const axis = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1, size: 4 },
       font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif" };
@@ -83,7 +86,6 @@
           stroke: color(series.faint ? "lost" : palette[index % palette.length]),
           width: series.faint ? 1 : 1.4,
           dash: series.faint ? [4, 3] : undefined,
-          // A join has holes where only another series has a point; a null of its own is a gap.
           spanGaps: chart.join === true,
           points: { show: series.x.length < 60, size: 4, fill: color("raised") },
           value: (_, v) => number(v) + (series.unit && v != null ? " " + series.unit : ""),
