@@ -6,9 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+#: A look at a lock takes microseconds; others may come in between.
+_LOOK_S = 0.1
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
@@ -114,7 +118,7 @@ def try_lock(path: Path) -> int | None:
     """
     fd = _beyond_standard_streams(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(fd)
     except BlockingIOError:
         os.close(fd)
         return None
@@ -132,7 +136,7 @@ def lock_folder(folder: Path) -> int:
     """
     fd = _beyond_standard_streams(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(fd)
     except BaseException:
         os.close(fd)
         raise
@@ -144,6 +148,23 @@ def _beyond_standard_streams(fd: int) -> int:
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(fd)
     return moved
+
+
+def _take(fd: int) -> None:
+    """Lock what is open as `fd`. Whoever looks with `is_locked` holds it for a moment, which is waited for.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S / 20)
 
 
 def is_locked(path: Path) -> bool:

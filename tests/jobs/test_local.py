@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ import pytest
 from helpers import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.files import is_locked, try_lock
 from hpctrain.jobs import submit as submit_module
 from hpctrain.jobs.backends import local
 from hpctrain.jobs.follow import follow
@@ -139,7 +141,7 @@ def test_of_two_submissions_at_once_one_is_refused(prepared):
     assert len(outcomes) == 4
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     run.cancel()
-    wait_for(lambda: run.status().state.ended, 20, "the end")
+    run.wait_for_end(timeout=20)
 
 
 def test_following_shows_every_attempt_and_ends_with_the_status(prepared):
@@ -211,6 +213,20 @@ def test_the_python_api_submits_with_this_interpreter(script, tmp_path, monkeypa
     assert "--partition changes nothing here" in caplog.text
 
 
+def test_whoever_looks_at_a_lock_keeps_nobody_from_taking_it(tmp_path):
+    """A task of an array whose lock cannot be taken is going already, and is not started."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    looks = os.open(lock, os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)  # as `is_locked` does, but for so long that it is met
+    timer = threading.Timer(0.02, os.close, [looks])
+    timer.start()
+    held = try_lock(lock)
+    assert (try_lock(lock), is_locked(lock)) == (None, True)
+    os.close(held)
+    timer.join()
+
+
 def test_the_lock_names_the_supervisor(prepared):
     run = hand_over(prepared("sleep"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
@@ -218,7 +234,7 @@ def test_the_lock_names_the_supervisor(prepared):
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
     run.cancel()
-    wait_for(lambda: run.status().state.ended, 20, "the end")
+    run.wait_for_end(timeout=20)
 
 
 @pytest.mark.parametrize(
