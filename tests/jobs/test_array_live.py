@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from helpers import environment, run_command, wait_for
 
+from hpctrain.errors import SchedulerError
 from hpctrain.jobs.prepare import prepare
 from hpctrain.jobs.runs import Run
 from hpctrain.jobs.states import RunState
@@ -77,6 +78,17 @@ def test_a_requeue_and_a_cancellation_meet_one_task_alone(submit):
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
     again = submit(array="1")
     assert again.wait_for_end(timeout=40).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
+
+
+def test_a_requeue_names_the_task_that_has_no_rank_yet_and_meets_the_others(submit):
+    run = submit(array="0-1", setup=["while [ $SLURM_ARRAY_TASK_ID = 1 ]; do sleep 0.2; done"])
+    first, last = run.tasks()
+    wait_for(lambda: started(first) and last.status().state is RunState.RUNNING, 40, "both tasks to start")
+    with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The others are told"):
+        run.requeue()
+    assert first.wait(timeout=40).attempt == 1
+    run.cancel()
+    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
 
 
 def test_a_task_is_preempted_alone(submit, environ):

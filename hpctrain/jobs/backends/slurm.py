@@ -91,27 +91,30 @@ class SlurmBackend:
         # The ranks save, the supervisor sees them leave and asks for the requeue. The steps are named, and
         # not the jobs: where other tasks of an array still wait, Slurm 22.05 refuses after it has sent the
         # signal, and scancel sends it again and again for a minute.
-        named = [job.job_id for job in jobs]
+        left = {job.job_id for job in jobs}
+        tried: dict[str, str] = {}
         deadline = time.monotonic() + _STEP_LIMIT_S
-        told: set[str] = set()
-        while time.monotonic() < deadline:
-            steps = steps_of(named, self._outer)
-            if told and told.isdisjoint(steps):
-                return
+        while left and time.monotonic() < deadline:
+            steps = {step.rpartition(".")[0]: step for step in steps_of(sorted(left), self._outer)}
+            left -= {job for job, step in tried.items() if steps.get(job) != step}
+            steps = {job: step for job, step in steps.items() if job in left}
             try:
                 if steps:
-                    self._run(["scancel", "--signal=TERM", *steps])
-                    return
+                    self._run(["scancel", "--signal=TERM", *steps.values()])
+                    left -= steps.keys()
             except SchedulerError as error:
                 # Scancel signals twice, and the second time the step may be gone.
                 if "Invalid job id" not in str(error):
                     raise
-                told.update(steps)
-            time.sleep(0.2)
-        raise SchedulerError(
-            f"No rank of job {', '.join(named)} is running: they are being started, or have just left. "
-            "Try again in some seconds."
-        )
+                tried = steps
+            if left:
+                time.sleep(0.2)
+        if left:
+            others = " The others are told." if len(left) < len(jobs) else ""
+            raise SchedulerError(
+                f"No rank of job {', '.join(sorted(left))} is running: they are being started, or have just "
+                f"left. Try again in some seconds.{others}"
+            )
 
     def lift_hold(self, jobs: Sequence[Job]) -> bool:
         from hpctrain.jobs.slurm_status import REQUEUE_PAUSE_S
