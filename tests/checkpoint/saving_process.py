@@ -2,8 +2,9 @@
 
     saving_process.py        then one line on stdin for each process: MODE FOLDER
 
-Answers with the process's id. That one makes two checkpoints, says "ready" in FOLDER/said, waits for
-FOLDER/go, and saves on. After each save that is known to have ended it appends the step to FOLDER/said.
+Says "ready", and answers each line with the process's id. That one makes two checkpoints, says "ready" in
+FOLDER/said, waits for FOLDER/go, and saves on. After each save that is known to have ended it appends the
+step to FOLDER/said.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def save(mode: str, folder: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    print("ready", flush=True)
     for line in sys.stdin:
         mode, folder = line.split()
         pid = os.fork()

@@ -43,6 +43,8 @@ def server() -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     )
+    # Until it runs, it has no command line by which the watch for leftover processes knows it.
+    assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
     process.wait(10)
