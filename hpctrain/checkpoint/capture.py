@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 import xxhash
 
 from hpctrain.checkpoint.agreement import Agreement
-from hpctrain.checkpoint.image import Image
+from hpctrain.checkpoint.image import Image, allocate
 from hpctrain.checkpoint.shares import Piece, share
 from hpctrain.checkpoint.tree import split_tree
 
@@ -43,6 +44,7 @@ class Camera:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._image: Image | None = None
+        self._memory: mmap.mmap | None = None
         self._preparing: threading.Thread | None = None
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
@@ -55,9 +57,8 @@ class Camera:
         self._join()
         if self._image is not None and self._image.pieces == pieces:
             return
-        self._image = None
         self._preparing = threading.Thread(
-            target=self._allocate, args=(pieces, _is_on_gpu(data)), name="hpctrain-checkpoint-memory"
+            target=self._lay_out, args=(pieces, _gpu_of(data)), name="hpctrain-checkpoint-memory"
         )
         self._preparing.start()
 
@@ -70,8 +71,7 @@ class Camera:
         plain, pieces, data, alike = self._look(state, rank_state)
         self._join()
         if self._image is None or self._image.pieces != pieces:
-            self._image = None  # so that the old memory goes before the new comes
-            self._allocate(pieces, _is_on_gpu(data))
+            self._lay_out(pieces, _gpu_of(data))
         image = self._image
         assert image is not None
         return Captured(image, image.fill(data), plain, alike)
@@ -88,8 +88,15 @@ class Camera:
         found += share(own, 0, 1)
         return plain, tuple(piece for piece, _ in found), [data for _, data in found], alike
 
-    def _allocate(self, pieces: Sequence[Piece], pinned: bool) -> None:
-        self._image = Image(pieces, pinned=pinned)
+    def _lay_out(self, pieces: Sequence[Piece], gpu: torch.device | None) -> None:
+        """Make the image anew, in the same memory if that is enough."""
+        self._image = None
+        image = Image(pieces)
+        if self._memory is None or len(self._memory) < image.num_bytes:
+            self._memory = None  # so that the old memory goes before the new comes
+            self._memory = allocate(image.num_bytes, gpu)
+        image.lie_in(self._memory)
+        self._image = image
 
     def _join(self) -> None:
         if self._preparing is not None:
@@ -97,5 +104,5 @@ class Camera:
             self._preparing = None
 
 
-def _is_on_gpu(data: Sequence[torch.Tensor]) -> bool:
-    return any(tensor.device.type == "cuda" for tensor in data)
+def _gpu_of(data: Sequence[torch.Tensor]) -> torch.device | None:
+    return next((tensor.device for tensor in data if tensor.device.type == "cuda"), None)

@@ -23,6 +23,10 @@ from hpctrain.checkpoint.shares import Piece, nbytes
 #: The data of archives that begin at multiples of this is aligned for every type.
 _ALIGNMENT = 64
 _RECORD = b"archive/data/0"
+#: Room for what is longer in another save, such as the random state in its digits.
+_SLACK_BYTES = 1 << 20
+#: cudaHostRegisterPortable (CUDA Runtime API, memory management).
+_PORTABLE = 1
 
 
 @dataclass(frozen=True)
@@ -36,30 +40,33 @@ class Span:
 class Image:
     """The file of one rank, for pieces of given types and shapes."""
 
-    def __init__(self, pieces: Sequence[Piece], *, pinned: bool) -> None:
-        """Allocate all of it, and touch it, so that no save has to.
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        """Lay it out; `lie_in` gives it memory.
 
         Args:
             pieces: what the file holds.
-            pinned: make the memory such that GPUs copy into it without waiting.
         """
         self.pieces = tuple(pieces)
-        envelopes = [_envelope(piece.dtype, piece.sizes) for piece in pieces]
         self.spans: list[Span] = []
-        end = 0
-        for piece, (head, tail) in zip(pieces, envelopes, strict=True):
-            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            self.spans.append(Span(offset, len(head) + nbytes(piece) + len(tail)))
-            end = offset + self.spans[-1].length
-        self.num_bytes = end
-        memory = _allocate(max(1, end), pinned)
-        self.content = memoryview(memory)[:end]
-        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        self.num_bytes = 0
         self._targets: list[torch.Tensor] = []
-        for piece, span, (head, tail) in zip(pieces, self.spans, envelopes, strict=True):
+        for piece in pieces:
+            offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            head, tail = _envelope(piece.dtype, piece.sizes)
+            self.spans.append(Span(offset, len(head) + nbytes(piece) + len(tail)))
+            self.num_bytes = offset + self.spans[-1].length
+
+    def lie_in(self, memory: mmap.mmap) -> None:
+        """Take `memory`, of `num_bytes` at the least, and write there what surrounds the data."""
+        self.content = memoryview(memory)[: self.num_bytes]
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        end = 0
+        for piece, span in zip(self.pieces, self.spans, strict=True):
+            head, tail = _envelope(piece.dtype, piece.sizes)
             begin, stop = span.offset + len(head), span.offset + span.length - len(tail)
-            self.content[span.offset : begin] = head
-            self.content[stop : stop + len(tail)] = tail
+            self.content[end:begin] = bytes(span.offset - end) + head
+            end = stop + len(tail)
+            self.content[stop:end] = tail
             self._targets.append(everything[begin:stop].view(piece.dtype).view(piece.sizes))
 
     def fill(self, data: Sequence[torch.Tensor]) -> Any:
@@ -81,7 +88,14 @@ class Image:
         return event
 
 
-def _allocate(num_bytes: int, pinned: bool) -> mmap.mmap:
+def allocate(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
+    """Memory for images, which is touched, so that no save has to.
+
+    Args:
+        num_bytes: how much.
+        gpu: make it such that this GPU, and any other, copies into it without waiting.
+    """
+    num_bytes += _SLACK_BYTES
     # Private, so that no limit of shared memory counts. Children of this process do not get it: else each
     # fork, such as that of a data worker, would make every page of the next save a new one.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -90,11 +104,13 @@ def _allocate(num_bytes: int, pinned: bool) -> mmap.mmap:
         memory.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     everything.zero_()
-    if pinned:
-        # Registered, since torch's own pinned memory comes in powers of two.
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = everything.data_ptr()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
+    if gpu is not None:
+        # Registered, since torch's own pinned memory comes in powers of two. In a thread of its own the first
+        # GPU is the current one, where each rank of the node would open a context.
+        with torch.cuda.device(gpu):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            address = everything.data_ptr()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)))
         weakref.finalize(memory, runtime.cudaHostUnregister, address)
     return memory
 

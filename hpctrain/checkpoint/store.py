@@ -25,13 +25,13 @@ from hpctrain.checkpoint.agreement import Agreement, LostTouch, reason
 from hpctrain.checkpoint.capture import Camera, Captured
 from hpctrain.checkpoint.commit import Contribution, Site, commit_together
 from hpctrain.checkpoint.dcp_format import Stored, file_name, stored, tables
-from hpctrain.checkpoint.image import Image
 from hpctrain.checkpoint.loading import STATE_NAME, Loaded, load
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, entry_of
 from hpctrain.checkpoint.newest import newest_whole
 from hpctrain.checkpoint.parts import GivenUp, Writing, of_memory
 from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.shares import Piece
 from hpctrain.checkpoint.tier import Tier
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import step_name
@@ -133,7 +133,7 @@ class CheckpointStore:
         self._lock = threading.Lock()
         self._layouts: dict[int, list[Stored]] = {}
         self._tables: dict[str, bytes] = {}
-        self._told: Image | None = None
+        self._told: tuple[Piece, ...] | None = None
         self._writing: Writing | None = None
         self._at_exit = functools.partial(_leave, weakref.ref(self))
         atexit.register(self._at_exit)  # before the process group is left, which was joined earlier
@@ -293,6 +293,7 @@ class CheckpointStore:
             save.outcome = error
         except Exception as error:  # noqa: BLE001 (it is the outcome)
             save.outcome = CheckpointError(f"checkpoint of step {save.step} was not written: {reason(error)}")
+        save.captured = None
         with self._lock:
             self._ended.append(save.outcome)
 
@@ -336,7 +337,7 @@ class CheckpointStore:
             [of_memory(file_name(rank), image.content)] if image.num_bytes else [],
             seal,
             # Rank 0 knows what lies where in our file, unless our tensors have changed their shapes.
-            remark=None if self._told is image else stored(image, rank),
+            remark=None if self._told == image.pieces else stored(image, rank),
             alike=captured.alike,
             ready=captured.ready,
             give_up=save.give_up,
@@ -344,8 +345,9 @@ class CheckpointStore:
         try:
             manifest = commit_together(site, save.step, own)
         finally:
-            self._writing = own.writing
-        self._told = image
+            # What has ended must not keep memory that a larger state makes superfluous.
+            self._writing = None if own.writing is None or own.writing.ended.is_set() else own.writing
+        self._told = image.pieces
         return manifest
 
     def _prune(self, newest: int) -> list[str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from helpers import environment, wait_for
 from saved_states import names, steps
 
-from hpctrain.checkpoint import parts
+from hpctrain.checkpoint import capture, parts
 from hpctrain.checkpoint.store import CheckpointStore, Saved
 from hpctrain.errors import CheckpointError
 
@@ -95,6 +97,42 @@ def test_memory_is_kept_from_save_to_save_and_changes_with_the_shapes_only(tmp_p
         images.append(store._camera._image)
     store.close()
     assert images[0] is images[1] is not images[2]
+
+
+def test_a_state_of_another_length_goes_into_the_same_memory(tmp_path):
+    """The random state is a text whose length varies; new memory would stall the training."""
+    store = CheckpointStore(tmp_path)
+    memories = []
+    for step, (length, own) in enumerate(((9, 70), (1000, 80), (9, 60)), 1):
+        store.begin(step, {"x": torch.ones(length), "y": torch.ones(3)}, {"rng": torch.ones(own)})
+        memories.append(store._camera._memory)
+    loaded = store.load_newest()[0]
+    store.close()
+    assert memories[0] is memories[1] is memories[2]
+    assert torch.equal(loaded.state["x"], torch.ones(9))
+    assert torch.equal(loaded.state["y"], torch.ones(3))
+    assert torch.equal(loaded.rank_state["rng"], torch.ones(60))
+
+
+def test_the_memory_of_a_smaller_state_goes_before_that_of_a_larger_one_comes(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    left = []
+    allocate = capture.allocate
+
+    def look_and_allocate(num_bytes, gpu):
+        gc.collect()
+        left.append([seen() is not None for seen in known])
+        memory = allocate(num_bytes, gpu)
+        known.append(weakref.ref(memory))
+        return memory
+
+    known: list[weakref.ref] = []
+    monkeypatch.setattr(capture, "allocate", look_and_allocate)
+    for step, size in enumerate((1, 1 << 20), 1):
+        store.begin(step, {"x": torch.ones(size)}, {})
+        store.finish(10)
+    store.close()
+    assert left == [[], [False]]
 
 
 def test_memory_is_prepared_in_the_background(tmp_path):
