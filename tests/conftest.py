@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,9 @@ _SANDBOX_PREFIX = "pytest-"
 
 #: Variables that pytest and torch set in passing.
 _SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+#: How long a process that has done its work may take to end, on a busy machine.
+_LAST_BREATH_S = 5.0
 
 #: Helpers that Python and torch keep for the life of the process, so that a test cannot end them.
 _RESIDENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor")
@@ -96,7 +100,11 @@ def _leaves_nothing_behind() -> Iterator[None]:
         os.environ.pop(key, None)
         if key in variables:
             os.environ[key] = variables[key]
-    left = {pid: argv for pid, argv in _children().items() if pid not in children}
+    deadline = time.monotonic() + _LAST_BREATH_S
+    while left := {pid: argv for pid, argv in _children().items() if pid not in children}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
     for pid in left:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)

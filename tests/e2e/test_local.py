@@ -56,7 +56,7 @@ def test_kill_9_of_any_rank(reference, tmp_path):
 
 
 def test_time_limit(reference, tmp_path):
-    run = submit(tmp_path / "run", {}, SHAPE, options=["--time", "0:30", "--signal-lead", "18"], step_s=0.7)
+    run = submit(tmp_path / "run", {}, SHAPE, options=["--time", "0:40", "--signal-lead", "20"], step_s=0.8)
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
     assert len(run.events("requeue")) >= 1
