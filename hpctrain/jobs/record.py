@@ -69,11 +69,16 @@ class Record:
 
 
 def read_record(run: RunDir) -> Record:
-    """Read the events since the last submission. An end that workers were started after is none."""
+    """Read the events since the last submission. An end that workers were started after is none.
+
+    Nor is such a failure the last one. One without a rank is of a checkpoint, and the run goes on after it.
+    """
     last: dict[str, dict[str, Any]] = {}
     for event in last_records(run.events, unless=_PASSED_OVER, whole=True):
         kind = str(event.get("kind"))
-        if kind in ("finished", "seen", "handover") and "started" in last:
+        if kind in ("finished", "failure", "seen", "handover") and "started" in last:
+            continue
+        if kind == "failure" and event.get("rank") is None:
             continue
         last.setdefault(kind, event)
         if kind == "submitted":

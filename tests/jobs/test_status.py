@@ -368,3 +368,16 @@ def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word
     assert doubt.left_s == float("inf")
     now += 500
     assert "that does not end it" in doubt.words(unknown)
+
+
+def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):
+    fake_slurm.answer("squeue", queued("17", "NODE_FAIL", workdir=str(run.dir.path)))
+    run.dir.log_event("started", 0, nodes=1)
+    run.dir.log_event("failure", 0, rank=3, host="n1", cause="rank 3 crashed", log="/a log")
+    assert run.status().cause == "rank 3 crashed"
+    run.dir.log_event("restart", 0)
+    run.dir.log_event("started", 1, nodes=1)
+    run.dir.log_event("failure", 1, cause="no space for a checkpoint")
+    status = run.status()
+    assert (status.state, status.cause) == (RunState.FAILED, "Slurm says NODE_FAIL")
+    assert status.log == str(run.dir.slurm_log)
