@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import REPOSITORY, run_command
 
 from hpctrain.cli import submit
 from hpctrain.cli.again import command_again
@@ -146,3 +148,10 @@ def test_the_command_that_runs_it_again_asks_for_the_same(tmp_path, options):
 @pytest.mark.parametrize("spec", [{}, {"script": 3, "workdir": "/"}, {"script": "/a.py"}])
 def test_there_is_no_command_where_too_little_is_known(spec):
     assert command_again(spec) == []
+
+
+def test_the_benchmark_of_a_large_run_runs():
+    # No limit: a busy machine must not fail the tests.
+    words = ["--steps", "2000", "--nodes", "2", "--rounds", "1", "--limit", "inf"]
+    done = run_command([sys.executable, REPOSITORY / "benchmarks/report.py", *words])
+    assert "ratio" in done.stdout

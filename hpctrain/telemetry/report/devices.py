@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from hpctrain.telemetry.marks import is_finite
+from hpctrain.telemetry.report.lines import read_lines
 
 COLUMNS = 240
 #: Byte that stands for a stretch in which nothing was measured; the others are values from 0 to 1, times 254.
@@ -88,35 +87,24 @@ def read_devices(files: list[Path], start: float, end: float) -> Devices:
 def _read(file: Path, start: float, width: float) -> tuple[str, dict[str, list[list[list[object]]]]]:
     """The node's name, and of each quantity what its lines say in each column: values of all GPUs."""
     host = file.stem
-    columns: dict[str, list[list[list[object]]]] = {
-        each.field: [[] for _ in range(COLUMNS)] for each in QUANTITIES
+    lines: list[list[dict[str, Any]]] = [[] for _ in range(COLUMNS + 1)]
+    for line in read_lines(file):
+        if is_finite(time := line.get("time")) and 0 <= (column := int((time - start) / width)) <= COLUMNS:
+            lines[column].append(line)
+            host = line.get("host") or host
+    # What lies at the very end is of the last column.
+    lines[-2] += lines.pop()
+    return str(host), {
+        name: [
+            [
+                values
+                for line in column
+                if type(values := line.get(name)) is list and len(values) <= _MOST_GPUS
+            ]
+            for column in lines
+        ]
+        for name in (each.field for each in QUANTITIES)
     }
-    for line in _lines(file):
-        if (
-            not is_finite(time := line.get("time"))
-            or not 0 <= (column := int((time - start) / width)) <= COLUMNS
-        ):
-            continue
-        host = str(line.get("host") or host)
-        for name, lists in columns.items():
-            if isinstance(values := line.get(name), list):
-                lists[min(column, COLUMNS - 1)].append(values[:_MOST_GPUS])
-    return host, columns
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """As `read_json_lines`, which takes longer to decode each line by itself."""
-    try:
-        text = file.read_bytes()
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 def _rows(columns: list[list[list[object]]]) -> list[_Row]:

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir, steps_in
 from hpctrain.telemetry.goodput import Goodput, goodput_of
 from hpctrain.telemetry.ledger import Ledger
 from hpctrain.telemetry.report.attempts import Attempt, attempts_of
 from hpctrain.telemetry.report.curves import Curves, Point, as_number, rates
 from hpctrain.telemetry.report.devices import Devices, read_devices
+from hpctrain.telemetry.report.lines import read_lines
 
 #: A diff that is longer is cut: a report is to be looked at.
 _LONGEST_DIFF = 200_000
@@ -164,7 +164,7 @@ def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
         state: what is known besides.
         now: seconds since the epoch.
     """
-    events, metrics = list(run.read_events()), list(read_json_lines(run.metrics))
+    events, metrics = read_lines(run.events), read_lines(run.metrics)
     name = state.name or _state_on_record(events)
     going = name in _GOING
     ledger = Ledger.of(events, metrics, until=now if going else None, waits=name == "PENDING")
