@@ -82,7 +82,8 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
 
 def _directive(name: str, value: str) -> str:
     option = options().get(name.replace("-", "_"))
-    if option is None or not option.about.directive:
+    # A time is one only where there is to be no limit.
+    if option is None or not (option.about.directive or name == "time"):
         return f"--sbatch={name}={value}" if value else f"--sbatch={name}"
     if option.kind.flag:
         # On the command line it takes no word, as it may in a file.

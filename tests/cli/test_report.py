@@ -133,6 +133,7 @@ def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
             "--comment",
             "it's",
         ],
+        ["--time", "unlimited", "--sbatch", "profile=task"],
         ["--launcher", "torchrun", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379"],
         ["--array", "0-3%2", "--continue-by", "successor", "--gpu-directive", "gpus-per-node"],
     ],
