@@ -39,9 +39,9 @@ class LocalLauncher:
         """Start one process a rank. See `Launcher.start`."""
         spec = self._spec
         num_nodes = len(self.hosts)
-        count = num_nodes * spec.processes_per_node
+        count, num_ranks = num_nodes * spec.processes_per_node, num_nodes * spec.tasks_per_node
         defaults = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (num_nodes * spec.tasks_per_node))),
+            "OMP_NUM_THREADS": str(spec.cpus_per_task or max(1, (os.cpu_count() or 1) // num_ranks)),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
         job = {

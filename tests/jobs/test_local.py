@@ -76,6 +76,13 @@ def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, scri
     assert run.wait(timeout=60).attempt == 1
 
 
+def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
+    script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
+    run = hand_over(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
+    run.wait(timeout=60)
+    assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
+
+
 def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
     run = hand_over(prepared(setup=["sleep 60"]))
