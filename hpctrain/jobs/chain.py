@@ -118,7 +118,8 @@ def goes_on_elsewhere(record: Record, environ: Mapping[str, str]) -> bool:
         return False
     try:
         successor = find_successor(record.run, now.job_id, environ)
-        if successor is not None:
+        # It may have begun, and have written that down itself, while we were looking for it.
+        if successor is not None and read_record(record.run).job_id == now.job_id:
             record_successor(record.run, successor, now.job_id)
     except (SchedulerError, OSError):
         return False  # Nobody answers, or we may not write here: the next look may tell.

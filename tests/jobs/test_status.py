@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobs import chain
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.doubt import Doubt
 from hpctrain.jobs.record import Job
@@ -381,3 +382,20 @@ def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):
     status = run.status()
     assert (status.state, status.cause) == (RunState.FAILED, "Slurm says NODE_FAIL")
     assert status.log == str(run.dir.slurm_log)
+
+
+def test_a_successor_that_has_done_all_while_it_was_looked_for_is_not_recorded_anew(
+    fake_slurm, run, monkeypatch
+):
+    fake_slurm.answer("squeue", queued("17", "COMPLETED", workdir=str(run.dir.path)))
+    run.dir.log_event("handover", 0, job_id="17")
+
+    def find_late(its, job_id, environ):
+        its.log_event("submitted", 1, job_id="18", backend="slurm", after=job_id)
+        its.log_event("started", 1, nodes=1)
+        its.log_event("finished", 1, state="COMPLETED", exit_code=0, cause=None)
+        return "18"
+
+    monkeypatch.setattr(chain, "find_successor", find_late)
+    status = run.status()
+    assert (status.state, status.job_id) == (RunState.COMPLETED, "18")
