@@ -17,7 +17,9 @@ from torch.utils.data import Dataset, Subset
 import hpctrain
 from hpctrain.training import rng
 from hpctrain.training.data.feed import Until
+from hpctrain.training.data.fetch import find_fetcher
 from hpctrain.training.data.loading import Loading
+from hpctrain.training.data.randomness import SampleSeeds
 from hpctrain.training.data.sources import make_feed
 
 DRAWS = {
@@ -148,6 +150,23 @@ def test_the_rank_s_own_generators_are_not_disturbed():
     samples_of(Noisy(DRAWS["numpy's global generator"]), [(1, 1, 1)])
     after = rng.capture()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_collate_function_draws_depends_on_its_samples_and_not_on_what_was_fetched_before():
+    def noisy(samples: list[float]) -> torch.Tensor:
+        return torch.tensor(samples) + torch.rand(len(samples))
+
+    data = [float(i) for i in range(8)]
+    seeds = SampleSeeds(1, "training")
+    fetched = []
+    for before in (0, 3):
+        fetcher = find_fetcher(data, noisy, seeds, "train_dataset")
+        for _ in range(before):
+            fetcher.fetch(0, torch.tensor([1, 2]))
+        own = torch.get_rng_state()
+        fetched.append(fetcher.fetch(0, torch.tensor([5, 6])))
+        assert torch.equal(torch.get_rng_state(), own)
+    assert torch.equal(*fetched)
 
 
 def test_outside_of_a_training_a_generator_is_there_too():

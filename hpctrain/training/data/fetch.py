@@ -100,7 +100,8 @@ class _OfSamples:
     ) -> None:
         self._dataset, self._subset, self._collate = dataset, subset, collate
         self._seeds, self._name = seeds, name
-        self._is_plain = type(dataset) in (list, tuple)
+        # Nothing is drawn then: neither are the samples made, nor does a user's function join them.
+        self._is_plain = type(dataset) in (list, tuple) and collate is default_collate
         self.num_samples = num_samples if subset is None else len(subset)
 
     def _inner(self, indices: torch.Tensor) -> list[int]:
