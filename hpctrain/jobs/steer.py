@@ -27,7 +27,8 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     going = [part for part, its in parts.items() if not its.state.ended]
     waiting = [part for part, its in parts.items() if its.state is RunState.PENDING]
     jobs = _jobs_of(going)
-    for part in going:
+    asked_now = [part for part in going if not part.cancel_request.exists()]
+    for part in asked_now:
         part.cancel_request.touch()
     try:
         _ask(jobs, environ, lambda backend, these: backend.cancel(these))
@@ -38,6 +39,9 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     except SchedulerError:
         # It may have ended by itself in this moment, which is as good.
         if not Watcher([run], environ).look()[0].state.ended:
+            # What was refused must not come to pass at the next preemption.
+            for part in asked_now:
+                part.cancel_request.unlink(missing_ok=True)
             raise
     return status
 

@@ -65,6 +65,19 @@ def test_a_job_in_the_queue_is_still_going(fake_slurm, prepared):
     hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
 
 
+def test_a_cancellation_that_slurm_refuses_does_not_come_to_pass_later(fake_slurm, prepared):
+    """Where the request stayed, the supervisor would end the run at its next preemption."""
+    run = hand_over(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
+    fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
+    fake_slurm.answer("scancel", stderr="scancel: error: Kill job error on job id 17: Busy\n", code=1)
+    with pytest.raises(SchedulerError, match="Busy"):
+        run.cancel()
+    assert not run.dir.cancel_request.exists()
+    fake_slurm.answer("scancel")
+    run.cancel()
+    assert run.dir.cancel_request.exists()
+
+
 def test_sbatch_of_several_clusters_names_one(fake_slurm, prepared):
     fake_slurm.answer("sbatch", "sbatch: lua: hello\n17;north\n")
     assert hand_over(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
