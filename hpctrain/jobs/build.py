@@ -148,7 +148,7 @@ def _directives(given: SubmitOptions) -> dict[str, str]:
     named = {
         option.flag[2:]: "" if value is True else str(value)
         for name, option in options().items()
-        if option.about.directive and (value := values.get(name)) not in (None, False)
+        if option.about.directive and (value := values.get(name)) is not None and value is not False
     }
     return named | check_extra(given.get("sbatch", {}))
 

@@ -121,6 +121,12 @@ def test_no_limit_is_another_thing_than_the_partitions(backend, asked, directive
     assert directives_of(spec).get("time") == directives.get("time")
 
 
+def test_a_zero_is_a_value(tmp_path):
+    asked = {"mem": 0, "nice": 0, "exclusive": False}
+    spec = build_spec("x.py", [], asked, backend="slurm", cwd=tmp_path, python="/p")
+    assert spec.directives == {"mem": "0", "nice": "0"}
+
+
 def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
     directives = directives_of(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
     assert (directives["array"], directives["output"]) == (
