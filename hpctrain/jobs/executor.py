@@ -386,9 +386,9 @@ def _translated(name: str, value: Any) -> tuple[str, Any]:
     """
     plain, known = name.removeprefix("slurm_"), Executor._valid_parameters()
     if plain == "timeout_min":
-        return "time", format_duration(60 * value)
+        return "time", None if value is None else format_duration(60 * value)
     if plain == "mem_gb":
-        return "mem", f"{round(1024 * value)}M"
+        return "mem", None if value is None else f"{round(1024 * value)}M"
     if plain in known:
         return plain, value
     hint = _OURS.get(plain) or nearest(plain, sorted(known))

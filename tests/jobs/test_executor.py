@@ -123,7 +123,7 @@ def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executo
         "name": "n",
         "tasks_per_node": 2,
     }
-    executor.update_parameters(partition=None, time=None, mem=None)
+    executor.update_parameters(partition=None, timeout_min=None, mem_gb=None)
     job = executor.submit(add, 1)
     spec = spec_of(job)
     assert (spec.cpus_per_task, spec.name, spec.time_limit_s, spec.directives) == (2, "n", None, {})
