@@ -87,10 +87,13 @@ _MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
 _OVERRULED = frozenset(
     {
         "SBATCH_ARRAY_INX",
+        "SBATCH_CPUS_PER_GPU",
+        "SBATCH_ERROR",
         "SBATCH_GPUS",
         "SBATCH_GPUS_PER_NODE",
         "SBATCH_GPUS_PER_SOCKET",
         "SBATCH_GPUS_PER_TASK",
+        "SBATCH_INPUT",
         "SBATCH_NO_KILL",
         "SBATCH_NO_REQUEUE",
         "SBATCH_WAIT",

@@ -160,6 +160,9 @@ def test_what_the_script_says_wins_over_variables_of_sbatch():
         "SBATCH_PARTITION": "old",
         "SBATCH_TIMELIMIT": "1",
         "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_ERROR": "elsewhere",
+        "SBATCH_INPUT": "nowhere",
+        "SBATCH_CPUS_PER_GPU": "9",
         "SBATCH_ACCOUNT": "mine",
     }
     assert sbatch_environment(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
