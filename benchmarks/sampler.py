@@ -1,0 +1,61 @@
+"""How much of a core the process takes that measures a node.
+
+    python benchmarks/sampler.py [--seconds S] [--limit PER_CENT]
+
+Starts `hpctrain.telemetry.sampler` as a run does, and reads out of /proc what it took, its start not counted,
+next to a process that only sleeps and wakes as often. Exits with 1 where it took more than the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SLEEPS = "import select, sys\nwhile not select.select([sys.stdin], [], [], 1.0)[0]: pass"
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time of a process so far (proc(5): fields 14 and 15 of stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--limit", type=float, default=1.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder))
+        measures = [sys.executable, "-m", "hpctrain.telemetry.sampler", folder, "0"]
+        commands = [measures, [sys.executable, "-c", SLEEPS]]
+        processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for command in commands]
+        deadline = time.monotonic() + 60
+        while not run.telemetry(0).exists():
+            if time.monotonic() > deadline:
+                sys.exit("the sampler has written nothing within 60 s")
+            time.sleep(0.05)
+        time.sleep(1)
+        before = [cpu_s(process.pid) for process in processes]
+        time.sleep(options.seconds)
+        after = [cpu_s(process.pid) for process in processes]
+        for process in processes:
+            process.communicate()
+        (begin, *_) = read_json_lines(run.telemetry(0))
+    ours, sleeping = (100 * (b - a) / options.seconds for a, b in zip(before, after, strict=True))
+    print(f"GPUs                     {len(begin['gpu_names']):6d}")
+    print(f"a process that sleeps    {sleeping:6.2f} % of a core")
+    print(f"the sampler              {ours:6.2f} % of a core    (limit {options.limit:g})")
+    sys.exit(ours > options.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+from helpers import environment, wait_for
+
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+from hpctrain.telemetry import sampler
+from hpctrain.telemetry.gpus import GpuReader, GpuReading
+from hpctrain.telemetry.node import NodeReader
+from hpctrain.telemetry.report.devices import read_devices
+from hpctrain.telemetry.sampler import Sampler
+
+STAT = "cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1\n"
+MEMORY = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    400 kB\n"
+DISKS = "".join(
+    f"   8  {n} {name} 1 0 {{sectors}} 0 1 0 {{sectors}} 0 0 0 0\n" for n, name in enumerate(["sda", "sda1"])
+)
+NETWORK = (
+    "a\nb\n    lo: 99999 1 0 0 0 0 0 0 99999 1 0 0 0 0 0 0\n  eth0: {rx} 1 0 0 0 0 0 0 {tx} 1 0 0 0 0 0 0\n"
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_proc(proc: Path, *, busy: int, idle: int, sectors: int, rx: int, tx: int) -> None:
+    (proc / "net").mkdir(parents=True, exist_ok=True)
+    (proc / "stat").write_text(STAT.format(busy=busy, idle=idle))
+    (proc / "meminfo").write_text(MEMORY)
+    (proc / "diskstats").write_text(DISKS.format(sectors=sectors))
+    (proc / "net/dev").write_text(NETWORK.format(rx=rx, tx=tx))
+
+
+def test_a_node_is_read_out_of_proc(tmp_path):
+    clock = Clock()
+    write_proc(tmp_path, busy=100, idle=100, sectors=10, rx=1000, tx=2000)
+    node = NodeReader(tmp_path, clock)
+    clock.now += 2
+    write_proc(tmp_path, busy=130, idle=170, sectors=20, rx=3000, tx=2000)
+    told = node.read()
+    assert told.cpu == pytest.approx(30)
+    assert told.memory == 600 * 1024
+    assert (told.disk_read, told.disk_write) == (10 * 512 / 2, 10 * 512 / 2)
+    assert (told.net_rx, told.net_tx) == (1000, 0)
+    assert node.memory_bytes == 1000 * 1024
+
+
+@pytest.mark.parametrize("text", [None, "", "garbage\n", "cpu x y\nMemTotal: many\n"])
+def test_what_the_kernel_does_not_tell_is_not_known(tmp_path, text):
+    if text is not None:
+        (tmp_path / "net").mkdir()
+        for name in ("stat", "meminfo", "diskstats", "net/dev"):
+            (tmp_path / name).write_text(text)
+    told = NodeReader(tmp_path).read()
+    assert (told.cpu, told.memory) == (None, None)
+    assert (told.disk_read or 0, told.net_rx or 0) == (0, 0)
+
+
+def test_this_node():
+    node = NodeReader()
+    sum(number * number for number in range(3_000_000))
+    told = node.read()
+    assert told.cpu is None or 0 <= told.cpu <= 100
+    assert 0 < told.memory < node.memory_bytes
+
+
+class PretendGpus(GpuReader):
+    """Two GPUs, the second of which tells little, as one in parts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.util, self.sent = 0.0, 0
+
+    @property
+    def names(self) -> list[str]:
+        return ["H100", "H100 MIG 1g"]
+
+    @property
+    def memory_bytes(self) -> list[int | None]:
+        return [80 * 2**30, None]
+
+    def read(self, *, traffic: bool = False) -> list[GpuReading]:
+        self.util, self.sent = self.util + 10, self.sent + 1000
+        first = GpuReading(
+            util=self.util,
+            memory=int(self.util),
+            power_w=500.0,
+            temp_c=60,
+            throttled=("power cap",) if self.util > 50 else (),
+            ecc_errors=0,
+            pcie_rx=5e6 if traffic else None,
+            nvlink_tx=self.sent if traffic else None,
+        )
+        return [first, GpuReading(memory=7)]
+
+
+def sampled(path: Path, seconds: int, gpus: GpuReader) -> list[dict]:
+    clock = Clock()
+    measured = Sampler(path, gpus, NodeReader(), host="n1", clock=clock, now=clock)
+    measured.begin()
+    for _ in range(seconds):
+        clock.now += 1
+        measured.read()
+    measured.flush()
+    return list(read_json_lines(path))
+
+
+def test_a_line_sums_up_what_pretended_gpus_said_in_its_time(tmp_path):
+    begin, line, *_ = sampled(tmp_path / "node-000.jsonl", 5, PretendGpus())
+    assert begin["gpu_names"] == ["H100", "H100 MIG 1g"]
+    assert begin["cpus"] == os.cpu_count()
+    assert line["time"] == 1005.0
+    assert (line["host"], line["seconds"]) == ("n1", 5)
+    assert line["gpu_util"] == [40.0, None]  # the mean of 20 to 60; 10 was read at the beginning
+    assert line["gpu_memory"] == [60, 7]
+    assert line["gpu_throttled"] == [["power cap"], []]
+    assert line["gpu_ecc_errors"] == [0, None]
+    assert line["gpu_pcie_rx"] == [5e6, None]
+    assert line["gpu_nvlink_tx"] == [1000, None]
+    assert "gpu_clock_mhz" not in line
+    assert line["memory"] > 0
+
+
+def test_lines_grow_longer_in_a_long_run(tmp_path):
+    path = tmp_path / "node-000.jsonl"
+    lines = sampled(path, 1200, PretendGpus())[1:]
+    assert {line["seconds"] for line in lines[:119]} == {5}
+    assert {line["seconds"] for line in lines[125:-1]} == {30}
+    assert len(lines) < 150
+    devices = read_devices([path], 1000.0, 2200.0)
+    assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1"]
+
+
+def test_without_a_driver_the_node_alone_is_measured(tmp_path):
+    with GpuReader([]) as gpus:
+        lines = sampled(tmp_path / "telemetry" / "node-000.jsonl", 11, gpus)
+    assert len(lines) == 4
+    assert not any(name in line for line in lines[1:] for name in ("gpu_util", "gpu_memory"))
+    assert all("memory" in line for line in lines[1:])
+
+
+def start(run: RunDir) -> subprocess.Popen:
+    words = [sys.executable, "-m", sampler.__name__, str(run.path), "3"]
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+    )
+    wait_for(run.telemetry(3).exists, 20, "the first line")
+    return process
+
+
+@pytest.mark.parametrize("end", ["its starter ends", "it is told to stop"])
+def test_the_process_ends_with_whoever_started_it(tmp_path, end):
+    run = RunDir(tmp_path / "run")
+    with start(run) as process:
+        if end == "its starter ends":
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr.read() == ""
+    (begin, *_) = read_json_lines(run.telemetry(3))
+    assert begin["cpus"] == os.cpu_count()
+
+
+def test_a_folder_that_is_gone_ends_it_with_a_sentence(tmp_path, monkeypatch):
+    blocked = tmp_path / "run"
+    blocked.write_text("a file")
+    done = subprocess.run(
+        [sys.executable, "-m", sampler.__name__, str(blocked), "0"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=environment(),
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 1
+    assert "is not measured any more" in done.stderr
+
+
+class PretendDriver:
+    """Answers as NVML does for one GPU in two parts, one that is whole, and one that is another job's."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*args: object) -> None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+        return fail
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        if index == 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return f"GPU-{'ab'[index]}"
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
+        return [int(handle == "GPU-a")] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: str) -> int:  # noqa: N802
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> str:  # noqa: N802
+        if index >= 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return f"MIG-{index}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(used=5 if handle == "MIG-1" else 9, total=10)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        return {"GPU-a": 300_000, "GPU-b": 600_000}[handle]
+
+
+@pytest.mark.parametrize(
+    ("listed", "memory"),
+    [
+        (None, [9, 5, 9]),
+        (["1"], [9]),
+        (["GPU-b"], [9]),
+        (["MIG-1"], [5]),
+        (["0"], [9, 5]),
+        (["7"], []),
+        ([], []),
+    ],
+)
+def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memory):
+    driver = PretendDriver()
+    for name in dir(pynvml):
+        if name.startswith("nvml") and callable(getattr(pynvml, name)):
+            monkeypatch.setattr(pynvml, name, getattr(driver, name))
+    with GpuReader(listed) as gpus:
+        readings = gpus.read(traffic=True)
+        assert [reading.memory for reading in readings] == memory
+        assert gpus.memory_bytes == [10] * len(memory)
+    if listed is None:
+        assert [reading.power_w for reading in readings] == [300, 300, 600]
+    assert all(reading.util is None and reading.throttled == () for reading in readings)
+
+
+@pytest.mark.gpu
+def test_real_gpus_tell_of_themselves():
+    import torch
+
+    with GpuReader() as gpus:
+        torch.ones(2**28, device="cuda")
+        readings = gpus.read(traffic=True)
+    assert len(readings) >= torch.cuda.device_count()
+    assert max(reading.memory for reading in readings) >= 2**30
+    for reading in readings:
+        assert 0 <= reading.util <= 100
+        assert 10 < reading.temp_c < 110
+        assert reading.power_w > 5
