@@ -16,6 +16,7 @@ from hpctrain.telemetry.report.facts import Facts, State, read_facts
 from hpctrain.telemetry.report.markdown import comparison_text, report_text
 from hpctrain.telemetry.report.page import render_report
 from hpctrain.telemetry.report.story import figures, story
+from hpctrain.telemetry.report.timeline import draw
 
 SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
 
@@ -246,3 +247,13 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     loss = data_of(page)["charts"][0]
     assert [series["name"] for series in loss["series"]] == ["one", "two"]
     assert [series["x"][-1] for series in loss["series"]] == [240, 300]
+
+
+def test_of_many_nodes_those_in_trouble_are_in_sight(tmp_path):
+    hosts = [f"n{number:03d}" for number in range(200)]
+    story = submitted(0).after(0, "started", nodes=200, world_size=200, hosts=hosts).steps(1, 5, every=1)
+    story.after(0, "failure", rank=150, host="n150", cause="SIGKILL")
+    timeline = draw(facts_of(write_run(tmp_path / "run", story)))
+    assert timeline.hosts[0].name == "n150"
+    assert [point.kind for point in timeline.hosts[0].points] == ["fault"]
+    assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_left_out == 200

@@ -72,7 +72,7 @@
       cursor: { drag: { x: true, y: false }, sync: byTime ? undefined : { key: "step", setSeries: false }, points: { size: 6 } },
       legend: { live: true },
       scales: {
-        x: { time: false },
+        x: { time: false, range: byTime ? (_, low, high) => [chart.zoomed ? low : 0, high] : undefined },
         y: { distr: chart.log ? 3 : 1, range: byTime ? (_, low, high) => [0, high * 1.1 || 1] : undefined },
       },
       axes: [

@@ -86,9 +86,9 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
         last.log = _text(event.get("log"))
     elif kind == "signal":
         saved = "" if event.get("saved") is True else "; nothing new was saved"
-        signal, step = event.get("signal") or "a request to stop", event.get("step")
+        signal, step = event.get("signal"), event.get("step")
         last.ended, last.end = time, "stop"
-        last.cause = f"told to stop by {signal} after step {step}{saved}"
+        last.cause = f"told to stop{f' by {signal}' if signal else ''} after step {step}{saved}"
     elif kind in ("restart", "shrink", "requeue"):
         last.followed_by = _text(event.get("by")) or kind
         if last.end is None:

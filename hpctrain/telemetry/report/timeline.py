@@ -12,7 +12,8 @@ from hpctrain.telemetry.report.words import clock, duration
 
 #: Units of the drawing from left to right; what is narrower than one is not drawn by itself.
 WIDTH = 1000
-_MOST_HOSTS = 64
+#: Nodes that are seen at once, and those that are seen where somebody asks.
+_HOSTS_IN_SIGHT, _MOST_HOSTS = 12, 128
 _STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
@@ -53,6 +54,8 @@ class Timeline:
     time: Lane
     attempts: Lane
     hosts: list[Lane]
+    """Those on which something went wrong come first, where not all can be in sight."""
+    more_hosts: list[Lane]
     hosts_left_out: int
     ticks: list[tuple[float, str]]
 
@@ -81,7 +84,9 @@ def draw(facts: Facts) -> Timeline:
         if attempt.interrupted:
             attempts.points.append(Point(x(ended), "stop" if attempt.end == "stop" else "fault", words))
     # Nodes on which something went wrong are not left out.
-    shown = sorted(hosts.values(), key=lambda lane: not lane.points)[:_MOST_HOSTS]
+    shown = list(hosts.values())
+    if len(shown) > _HOSTS_IN_SIGHT:
+        shown = sorted(shown, key=lambda lane: not lane.points)[:_MOST_HOSTS]
     saves = Lane("time")
     saves.bars = _bars(facts.ledger.spans)
     saves.points = [
@@ -92,7 +97,8 @@ def draw(facts: Facts) -> Timeline:
     return Timeline(
         time=saves,
         attempts=attempts,
-        hosts=sorted(shown, key=lambda lane: list(hosts).index(lane.name)),
+        hosts=shown[:_HOSTS_IN_SIGHT],
+        more_hosts=shown[_HOSTS_IN_SIGHT:],
         hosts_left_out=len(hosts) - len(shown),
         ticks=_ticks(end - start),
     )
