@@ -10,7 +10,8 @@ import hpctrain
 
 PUBLIC = {
     "submit", "Executor", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
-    "Module", "Trainer", "sample_generator", "should_stop", "detect", "Ranks", "expand_hostlist", "compress_hostlist",
+    "Module", "Trainer", "sample_generator", "should_stop",
+    "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
     "RunFailed", "WaitTimeout", "MeetingFailed", "CheckpointError",
     "BrokenCheckpoint",

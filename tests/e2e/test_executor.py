@@ -24,7 +24,6 @@ from hpctrain.jobs.runs import list_runs
 pytestmark = pytest.mark.timeout(300)
 
 _SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
-BOTH = pytest.mark.parametrize("backend", ["local", _SLURM], indirect=True)
 LOCAL = pytest.mark.parametrize("backend", ["local"], indirect=True)
 SLURM = pytest.mark.parametrize("backend", [_SLURM], indirect=True)
 #: On Slurm, and on pretend nodes where there is time.
@@ -70,7 +69,7 @@ def wait_for_step(job: Job[Any], step: int) -> None:
     wait_for(lambda: file.exists() and int(file.read_text() or 0) >= step, 60, f"step {step} of {job}")
 
 
-@BOTH
+@SLURM_FIRST
 def test_every_rank_has_a_result_and_the_process_group(executor, backend):
     executor.update_parameters(gpus_per_node=2)
     job = executor.submit(functions.introduce, base=10)

@@ -131,9 +131,9 @@ def test_kill_9_of_a_rank(script, place, tmp_path):
 @pytest.mark.parametrize(
     ("script", "place"),
     [
-        long(PLAIN, "local"),
+        (PLAIN, "local"),
         long(LIGHTNING, "local"),
-        (ACCELERATE, "local"),
+        long(ACCELERATE, "local"),
         long(PLAIN, "slurm"),
         long(LIGHTNING, "slurm"),
         long(ACCELERATE, "slurm"),
@@ -183,7 +183,7 @@ def _state(pid: int) -> str:
     return next(line for line in text.splitlines() if line.startswith("State:"))
 
 
-@pytest.mark.parametrize("script", [PLAIN, LIGHTNING, long(ACCELERATE)], ids=lambda it: it.name)
+@pytest.mark.parametrize("script", [long(PLAIN), LIGHTNING, long(ACCELERATE)], ids=lambda it: it.name)
 def test_under_srun_by_way_of_exec(script, slurm, tmp_path):
     """Without a supervisor: the ranks agree on a port themselves."""
     step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]

@@ -55,6 +55,7 @@ def test_kill_9_of_any_rank(reference, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_time_limit(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, options=["--time", "0:40", "--signal-lead", "20"], step_s=0.8)
     assert run.wait() == 0

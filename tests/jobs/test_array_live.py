@@ -91,6 +91,7 @@ def test_a_requeue_names_the_task_that_has_no_rank_yet_and_meets_the_others(subm
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
 
 
+@pytest.mark.long
 def test_a_task_is_preempted_alone(submit, environ):
     run = submit(array="0-1", exclusive=True)
     wait_for(lambda: all(started(task) for task in run.tasks()), 40, "all tasks to start")
