@@ -3,6 +3,9 @@
 import os
 import sys
 
+from hpctrain.supervisor.local import end_session
 from hpctrain.supervisor.main import main
 
-sys.exit(main(sys.argv[1:], os.environ))
+exit_code = main(sys.argv[1:], os.environ)
+end_session(os.environ)
+sys.exit(exit_code)

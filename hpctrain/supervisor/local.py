@@ -78,6 +78,16 @@ class LocalLauncher:
         return task
 
 
+def end_session(environ: Mapping[str, str]) -> None:
+    """End what the job script has left in the background, as Slurm does when a job is over.
+
+    It would hold the run's lock. Nothing is done in a session that is another's, such as a shell's.
+    """
+    if "SLURM_JOB_ID" not in environ and os.getsid(0) == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+
+
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     count = count_gpus(environ)

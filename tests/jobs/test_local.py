@@ -83,6 +83,15 @@ def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
 
 
+def test_what_a_job_script_leaves_in_the_background_ends_with_the_run(prepared):
+    run = hand_over(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
+    assert run.wait(timeout=60).state is RunState.COMPLETED
+    left = Path("/proc", (run.dir.path / "pid").read_text().strip())
+    wait_for(lambda: not (left / "exe").exists(), 10, "its end")
+    again = hand_over(prepared(run_dir="r"))  # which takes the lock
+    again.wait(timeout=20)
+
+
 def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
     run = hand_over(prepared(setup=["sleep 60"]))
