@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from chromium import Chromium, find
 from run_stories import disturbed, write_run
-from test_report import SPEC, facts_of, hostile_page
+from test_report_page import SPEC, facts_of, hostile_page
 
 from hpctrain.telemetry.report.comparison import render_comparison
 from hpctrain.telemetry.report.page import render_report
