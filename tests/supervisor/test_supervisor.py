@@ -15,7 +15,7 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import submission
 from hpctrain.supervisor.decide import Fate
-from hpctrain.supervisor.main import Supervisor
+from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.step import StepEnded, TaskExit
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]

@@ -1,0 +1,92 @@
+"""Giving an allocation back and asking for another: a requeue, or a successor job."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Iterable
+from dataclasses import dataclass
+from signal import Signals
+
+from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.decide import Fate, Way, Will, ways_on, will_of
+from hpctrain.supervisor.scheduler import Scheduler
+from hpctrain.supervisor.step import Event
+
+log = logging.getLogger(__name__)
+
+#: After a requeue Slurm ends this process, which waits for that, lest the batch script end by itself.
+_REQUEUE_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """No other allocation is to be had."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class Mover:
+    """Has a run go on in another allocation."""
+
+    run: RunDir
+    spec: JobSpec
+    scheduler: Scheduler
+    events: queue.SimpleQueue[Event]
+
+    def move(self, attempt: int, will: Will, seconds: float) -> int | Refused | None:
+        """Give the allocation back and ask for another.
+
+        Args:
+            attempt: the start of the ranks that is to be continued.
+            will: what is wanted with the job.
+            seconds: how long that attempt lasted.
+
+        Returns:
+            The job's exit code; None where the run goes on here.
+        """
+        ways = ways_on(self.spec.continue_by, will, requeues=self._requeues())
+        self.run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value)
+        refusals = []
+        for way in ways:
+            try:
+                if way is Way.SUCCESSOR:
+                    log.info("job %s continues the run", self.scheduler.hand_on(attempt))
+                    return EXIT_CONTINUE
+                return self._wait_for_the_end() if self.scheduler.requeue() else None
+            except SchedulerError as error:
+                if self.will() is Will.LEAVE:
+                    return EXIT_CONTINUE  # Slurm was faster, and has taken over.
+                log.warning("no %s: %s", way.value, error)
+                refusals.append(f"the {way.value} failed: {error}")
+        return Refused("; ".join(refusals))
+
+    def will(self, signals: Iterable[Signals] = ()) -> Will:
+        """What is wanted with the job, of whose supervisor these are the signals."""
+        cancelled = self.run.cancel_request.exists() or bool(self.scheduler.cancels.intersection(signals))
+        fate = Fate.STAYS
+        if not cancelled:
+            try:
+                fate = self.scheduler.fate()
+            except SchedulerError as error:
+                log.warning("%s Taking the job for one that goes on.", error)
+        return will_of(cancelled=cancelled, fate=fate, continue_by=self.spec.continue_by)
+
+    def _requeues(self) -> bool:
+        try:
+            return self.scheduler.requeues()
+        except SchedulerError as error:
+            log.warning("%s Taking the site for one that requeues.", error)
+            return True
+
+    def _wait_for_the_end(self) -> int:
+        """Wait for Slurm to end this process, which it does to requeue the job."""
+        log.info("requeued; waiting for Slurm to end this job")
+        try:
+            self.events.get(timeout=_REQUEUE_LIMIT_S)
+        except queue.Empty:
+            log.warning("Slurm has not ended this job within %.0f s of its requeue", _REQUEUE_LIMIT_S)
+        return EXIT_CONTINUE

@@ -1,0 +1,95 @@
+"""One start of the ranks: a store at which they meet, a step that they are in, and the watch over it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.last_words import size_of
+from hpctrain.rundir import (
+    ARRAY_TASK_VARIABLE,
+    ATTEMPT_VARIABLE,
+    CODE_SOURCE_VARIABLE,
+    CODE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDir,
+)
+from hpctrain.supervisor.attempt import Watch
+from hpctrain.supervisor.command import command_of
+from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.rendezvous import Rendezvous
+from hpctrain.supervisor.scheduler import Scheduler
+from hpctrain.supervisor.script_checkpoints import ScriptCheckpoints
+from hpctrain.supervisor.step import Event, Launcher
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A start of the ranks that is over."""
+
+    attempt: int
+    outcome: Outcome
+    watch: Watch
+    ranks_met: bool
+    """Whether the ranks have used the store."""
+    said: int
+    """How long the job's own log was, in bytes, when the attempt began."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Starts the ranks of a run on the nodes that the launcher has."""
+
+    run: RunDir
+    spec: JobSpec
+    launcher: Launcher
+    scheduler: Scheduler
+    events: queue.SimpleQueue[Event]
+    grace: Mapping[str, str]
+    """Variables that tell the ranks how long each signal leaves them."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on the nodes that the job has now."""
+        return len(self.launcher.hosts) * self.spec.tasks_per_node
+
+    def start(self, attempt: int) -> Ended:
+        """Start the ranks and watch them to their end."""
+        watch = Watch(
+            events=self.events,
+            scheduler=self.scheduler,
+            ends_at=self.scheduler.ends_job_at,
+            signal_lead_s=self.spec.signal_lead_s,
+            process="rank" if self.spec.torchrun is None else "agent",
+        )
+        hosts = self.launcher.hosts
+        scripts_own = ScriptCheckpoints(self.run.checkpoints)
+        with Rendezvous(self.launcher.address) as rendezvous:
+            variables = {**rendezvous.variables, **self._variables(attempt)}
+            self.run.log_event("started", attempt, nodes=len(hosts), world_size=self.world_size, hosts=hosts)
+            said = size_of(self.run.slurm_log)
+            log.info("attempt %d: starting %d ranks on %s", attempt, self.world_size, hosts)
+            step = self.launcher.start(command_of(self.spec, len(hosts)), variables, self.events.put)
+            try:
+                rendezvous.serve()
+                outcome = watch.until_end(step)
+                ranks_met = rendezvous.was_used()
+            finally:
+                step.close()
+        if (path := scripts_own.newest_since()) is not None:
+            self.run.log_event("checkpoint", attempt, step=None, path=str(path))
+        return Ended(attempt, outcome, watch, ranks_met, said)
+
+    def _variables(self, attempt: int) -> dict[str, str]:
+        spec = self.spec
+        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt), **self.grace}
+        if spec.code is not None:
+            variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
+        if spec.array_task is not None:
+            variables[ARRAY_TASK_VARIABLE] = str(spec.array_task)
+        return variables
