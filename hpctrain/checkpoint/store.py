@@ -333,11 +333,14 @@ class CheckpointStore:
             manifest = Manifest(save.step, size, save.time, save.score, tuple(entries))
             return {**files, MANIFEST_NAME: manifest.encode()}
 
+        is_known = self._told == image.pieces
+        # Where this fails, rank 0 may have heard it or not.
+        self._told = None
         own = Contribution(
             [of_memory(file_name(rank), image.content)] if image.num_bytes else [],
             seal,
             # Rank 0 knows what lies where in our file, unless our tensors have changed their shapes.
-            remark=None if self._told == image.pieces else stored(image, rank),
+            remark=None if is_known else stored(image, rank),
             alike=captured.alike,
             ready=captured.ready,
             give_up=save.give_up,

@@ -29,6 +29,8 @@ def split_tree(tree: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
+        while path in tensors:  # {"a/b": …, "a": {"b": …}}, or the keys 1 and "1"
+            path += "+"
         tensors[path] = value.detach()
         return {_TENSOR: path}
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,0 +1,54 @@
+"""What lies where in a checkpoint, through changes of the state and saves that fail in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+from saved_states import equal
+
+from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.tree import split_tree
+from hpctrain.errors import CheckpointError
+
+
+def test_a_save_that_failed_at_its_last_moment_leaves_no_trace_in_the_next(tmp_path, monkeypatch):
+    """The layout of its files was told to rank 0 already; the next state looks like the one before again."""
+    store = CheckpointStore(tmp_path)
+    first, other = ({"x": torch.ones(n), "y": torch.arange(5.0)} for n in (3, 1000))
+    store.save(1, first, {})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Place, "commit", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(2, other, {})
+    store.save(3, first, {})
+    loaded, broken = store.load_newest()
+    assert (loaded.step, broken) == (3, [])
+    assert equal(loaded.state, first)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a/b": torch.tensor(1.0), "a": {"b": torch.tensor(2.0)}},
+        {1: torch.tensor(1.0), "1": torch.tensor(2.0)},
+        {"a": [torch.tensor(1.0)], "a/0": torch.tensor(2.0), "a/0+": torch.tensor(3.0)},
+        {False: [torch.zeros(2)], "False": [torch.ones(2)]},
+    ],
+)
+def test_names_that_meet_in_one_path_do_not_take_each_others_values(tmp_path, state):
+    store = CheckpointStore(tmp_path)
+    store.save(1, state, {})
+    assert equal(store.load_newest()[0].state, state)
+
+
+def test_paths_are_as_before_where_none_meet():
+    _, tensors = split_tree({"a": {"b": torch.zeros(1)}, "c": [torch.zeros(1)]}, "state")
+    assert list(tensors) == ["state/a/b", "state/c/0"]
