@@ -42,6 +42,8 @@ CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
 CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
 #: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
+#: Set to 0, nodes are not measured.
+TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 #: The job that this one continues, where the site does not requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 

@@ -25,6 +25,7 @@ from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.log_times import note_log_times
+from hpctrain.runtime.node_sampler import NodeSampler, measure_node
 from hpctrain.runtime.output import make_lenient
 from hpctrain.runtime.signals import leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> NoReturn:
     log = run.rank_log(attempt, ranks.rank)
     _redirect_output(log)
     note_log_times(run.log_times(attempt, ranks.node_rank), ranks.rank)
+    sampler = measure_node(run, ranks, os.environ)
     faulthandler.enable()
     script, *args = json.loads(words)
     sys.argv = [script, *args]
@@ -73,18 +75,18 @@ def main(argv: list[str]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 (a rank ends here, and says of what)
         traceback.print_exception(error)
         write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
-        _exit_now(1)
+        _exit_now(1, sampler)
     code = _exit_code(words_of_exit)
     if code == EXIT_CONTINUE:
-        _exit_now(code)
+        _exit_now(code, sampler)
     if (told := told_to_stop()) and code in _LEFT_AS_TOLD:
         print(f"hpctrain: {told.name} came, and the script left with exit code {code}: to be continued.")
-        _exit_orderly(EXIT_CONTINUE)
+        _exit_orderly(EXIT_CONTINUE, sampler)
     if code != 0:
         problem = RuntimeError(f"the script called sys.exit({words_of_exit!r})")
         write_failure(run.failure(attempt, ranks.rank), problem, log, os.environ)
-        _exit_now(code)
-    _exit_orderly(0)
+        _exit_now(code, sampler)
+    _exit_orderly(0, sampler)
 
 
 def _redirect_output(log: Path) -> None:
@@ -105,15 +107,19 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _exit_orderly(code: int) -> NoReturn:
+def _exit_orderly(code: int, sampler: NodeSampler | None) -> NoReturn:
     """Leave as any script of Python does."""
+    if sampler is not None:
+        sampler.end()
     if "torch" in sys.modules:
         time.sleep(_LETTING_GO_S)
     sys.exit(code)
 
 
-def _exit_now(code: int) -> NoReturn:
+def _exit_now(code: int, sampler: NodeSampler | None) -> NoReturn:
     """Leave without the interpreter's clean-up, which may wait for peers that will not answer any more."""
+    if sampler is not None:
+        sampler.end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from hpctrain.cluster.devices import visible_devices
 
+#: Errors that are taken in at once: a GPU that is broken may report without an end.
+_MOST_ERRORS = 100
+
 
 def count_gpus(environ: Mapping[str, str]) -> int:
     """The number of GPUs that processes with these variables can use; 0 where there is no driver."""
@@ -109,6 +112,8 @@ class GpuReading:
     """Memory errors that could not be corrected, since the driver was loaded."""
     processes: int | None = None
     """Processes that compute on it."""
+    xids: tuple[int, ...] = ()
+    """Numbers of the errors that the driver has reported of it since the last reading (Xid)."""
     pcie_rx: float | None = None
     """Bytes a second that it gets over PCIe."""
     pcie_tx: float | None = None
@@ -130,10 +135,13 @@ class GpuReader:
         # A part, or the GPU itself, and the GPU.
         self._handles: list[tuple[Any, Any]] = []
         self._is_open = False
+        self._errors: Any = None
 
     def __enter__(self) -> Self:
-        import pynvml
-
+        try:
+            import pynvml
+        except ImportError:  # An image of a container may hold no more than Python and PyTorch.
+            return self
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
@@ -143,21 +151,26 @@ class GpuReader:
             if (handle := _ask(pynvml.nvmlDeviceGetHandleByIndex, index)) is None:
                 continue  # another job's, fenced off by a cgroup
             for part in list(_parts(handle)) or [handle]:
-                uuids = [str(_ask(pynvml.nvmlDeviceGetUUID, each)) for each in (handle, part)]
+                uuids = [_uuid(each) for each in (handle, part)]
                 if self._listed is None or any(_means(entry, index, uuids) for entry in self._listed):
                     self._handles.append((part, handle))
+        self._errors = _listen_for_errors([whole for _, whole in self._handles])
         return self
 
     def __exit__(self, *_: object) -> None:
-        import pynvml
-
         if self._is_open:
+            import pynvml
+
+            if self._errors is not None:
+                _ask(pynvml.nvmlEventSetFree, self._errors)
             _ask(pynvml.nvmlShutdown)
-        self._handles, self._is_open = [], False
+        self._handles, self._is_open, self._errors = [], False, None
 
     @property
     def names(self) -> list[str]:
         """The kind of each."""
+        if not self._handles:
+            return []
         import pynvml
 
         return [str(_ask(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
@@ -165,6 +178,8 @@ class GpuReader:
     @property
     def memory_bytes(self) -> list[int | None]:
         """How much memory each has."""
+        if not self._handles:
+            return []
         import pynvml
 
         return [
@@ -177,10 +192,46 @@ class GpuReader:
         Args:
             traffic: ask for that over PCIe and NVLink, too, which takes the driver 40 ms a GPU.
         """
-        return [_read(handle, whole, traffic=traffic) for handle, whole in self._handles]
+        xids = self._new_errors()
+        return [
+            _read(handle, whole, xids=xids.get(_uuid(whole), ()), traffic=traffic)
+            for handle, whole in self._handles
+        ]
+
+    def _new_errors(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of the errors that the driver has reported since the last call, by the GPU's UUID."""
+        errors: dict[str, tuple[int, ...]] = {}
+        if self._errors is None:
+            return errors
+        import pynvml
+
+        for _ in range(_MOST_ERRORS):
+            # Does not wait: what has not happened yet is an error of another kind, a timeout.
+            if (event := _ask(pynvml.nvmlEventSetWait_v2, self._errors, 0)) is None:
+                break
+            uuid = _uuid(event.device)
+            errors[uuid] = (*errors.get(uuid, ()), int(event.eventData))
+        return errors
 
 
-def _read(handle: Any, whole: Any, *, traffic: bool) -> GpuReading:
+def _listen_for_errors(handles: Sequence[Any]) -> Any:
+    """What collects the errors that the driver reports of these GPUs; None where it reports none."""
+    import pynvml
+
+    if not handles or (errors := _ask(pynvml.nvmlEventSetCreate)) is None:
+        return None
+    for handle in handles:
+        _ask(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, errors)
+    return errors
+
+
+def _uuid(handle: Any) -> str:
+    import pynvml
+
+    return str(_ask(pynvml.nvmlDeviceGetUUID, handle))
+
+
+def _read(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -> GpuReading:
     import pynvml
 
     milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, whole)
@@ -211,6 +262,7 @@ def _read(handle: Any, whole: Any, *, traffic: bool) -> GpuReading:
             pynvml.NVML_VOLATILE_ECC,
         ),
         processes=None if processes is None else len(processes),
+        xids=xids,
         pcie_rx=pcie[0],
         pcie_tx=pcie[1],
         nvlink_rx=links[0],

@@ -2,8 +2,8 @@
 
     python -m hpctrain.telemetry.sampler RUN NODE
 
-writes `telemetry/node-NNN.jsonl` of the run until its standard input is closed or it is told to stop, so it
-ends with whoever started it.
+writes `telemetry/node-NNN.jsonl` of the run until its standard input is closed, so it ends with whoever
+started it, however that ends. Signals that tell ranks to save reach it as well, and mean nothing to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.devices import visible_devices
+from hpctrain.cluster.hosts import host_name
 from hpctrain.files import append_json_line, end_torn_line
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.gpus import GpuReader, GpuReading
@@ -33,6 +33,8 @@ FIRST_LINE_S, LATER_LINE_S, FIRST_LINES_FOR_S = 5.0, 30.0, 600.0
 #: How the readings of a stretch become one value; of the others, the last one counts.
 _MEANS = frozenset({"util", "power_w", "clock_mhz"})
 _HIGHEST = frozenset({"memory", "temp_c"})
+#: Everything that was told in the stretch.
+_ALL = frozenset({"throttled", "xids"})
 #: Counters since the driver was loaded, which become bytes a second.
 _COUNTERS = frozenset({"nvlink_rx", "nvlink_tx"})
 
@@ -129,8 +131,8 @@ def _summed_up(
 
 
 def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], seconds: float) -> Any:
-    if name == "throttled":
-        return sorted({reason for reasons in known for reason in reasons})
+    if name in _ALL:
+        return sorted({one for several in known for one in several})
     if not known:
         return None
     if name in _MEANS:
@@ -144,20 +146,17 @@ def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], secon
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Measure this node until told to stop."""
+    """Measure this node until nobody wants that any more."""
     run, node = RunDir(Path(argv[0])), int(argv[1])
-    # A signal becomes a byte in this pipe, so that one wait is enough for both ends.
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     with GpuReader(visible_devices(environ)) as gpus:
-        sampler = Sampler(run.telemetry(node), gpus, NodeReader(), host=socket.gethostname().split(".")[0])
+        sampler = Sampler(run.telemetry(node), gpus, NodeReader(), host=host_name(environ))
         try:
             sampler.begin()
-            while not select.select([told, sys.stdin], [], [], READ_EVERY_S)[0]:
+            while not select.select([sys.stdin], [], [], READ_EVERY_S)[0]:
                 sampler.read()
+            sampler.read()
             sampler.flush()
         except OSError as error:
             # A training does not depend on being measured.

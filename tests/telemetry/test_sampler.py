@@ -103,6 +103,7 @@ class PretendGpus(GpuReader):
             temp_c=60,
             throttled=("power cap",) if self.util > 50 else (),
             ecc_errors=0,
+            xids=(79, 43) if self.util == 30 else (),
             pcie_rx=5e6 if traffic else None,
             nvlink_tx=self.sent if traffic else None,
         )
@@ -130,6 +131,7 @@ def test_a_line_sums_up_what_pretended_gpus_said_in_its_time(tmp_path):
     assert line["gpu_memory"] == [60, 7]
     assert line["gpu_throttled"] == [["power cap"], []]
     assert line["gpu_ecc_errors"] == [0, None]
+    assert line["gpu_xids"] == [[43, 79], []]
     assert line["gpu_pcie_rx"] == [5e6, None]
     assert line["gpu_nvlink_tx"] == [1000, None]
     assert "gpu_clock_mhz" not in line
@@ -163,18 +165,17 @@ def start(run: RunDir) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("end", ["its starter ends", "it is told to stop"])
-def test_the_process_ends_with_whoever_started_it(tmp_path, end):
+def test_the_process_ends_with_whoever_started_it_and_not_by_signals_that_are_for_ranks(tmp_path):
     run = RunDir(tmp_path / "run")
     with start(run) as process:
-        if end == "its starter ends":
-            process.stdin.close()
-        else:
-            process.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(number)
+        process.stdin.close()
         assert process.wait(10) == 0
         assert process.stderr.read() == ""
-    (begin, *_) = read_json_lines(run.telemetry(3))
+    begin, last = read_json_lines(run.telemetry(3))
     assert begin["cpus"] == os.cpu_count()
+    assert last["seconds"] < 20
 
 
 def test_a_folder_that_is_gone_ends_it_with_a_sentence(tmp_path, monkeypatch):
@@ -213,6 +214,19 @@ class PretendDriver:
 
     def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
         return handle
+
+    def nvmlEventSetCreate(self) -> list[SimpleNamespace]:  # noqa: N802
+        return []
+
+    def nvmlDeviceRegisterEvents(self, handle: str, kinds: int, events: list[Any]) -> None:  # noqa: N802
+        assert kinds == pynvml.nvmlEventTypeXidCriticalError
+        events.append(SimpleNamespace(device=handle, eventData=79))
+
+    def nvmlEventSetWait_v2(self, events: list[Any], timeout: int) -> SimpleNamespace:  # noqa: N802
+        assert timeout == 0
+        if not events:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        return events.pop()
 
     def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
         return [int(handle == "GPU-a")] * 2
@@ -253,6 +267,8 @@ def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memo
         readings = gpus.read(traffic=True)
         assert [reading.memory for reading in readings] == memory
         assert gpus.memory_bytes == [10] * len(memory)
+        assert all(set(reading.xids) == {79} for reading in readings)
+        assert all(reading.xids == () for reading in gpus.read())
     if listed is None:
         assert [reading.power_w for reading in readings] == [300, 300, 600]
     assert all(reading.util is None and reading.throttled == () for reading in readings)
