@@ -18,7 +18,7 @@ from hpctrain.training import rng
 from hpctrain.training.checkpointing import Checkpointing
 from hpctrain.training.data.feed import MicroBatch, Step, Until
 from hpctrain.training.data.loading import Loading, to_device
-from hpctrain.training.data.plan import Deal, Share
+from hpctrain.training.data.plan import Share
 from hpctrain.training.data.sources import make_feed, make_validation_set
 from hpctrain.training.micro_batches import (
     find_micro_batch_size,
@@ -68,7 +68,8 @@ class Fit:
             timeout_s=settings.data_timeout_s,
             seed_samples=settings.seed_samples,
         )
-        deal = Deal(team.ranks.rank, team.ranks.world_size)
+        strategy = find_strategy(settings.strategy, environ)
+        deal = self._deal = strategy.deal(team.ranks)
         self._feed = make_feed(
             train_dataset,
             loading,
@@ -89,9 +90,9 @@ class Fit:
                 global_batch_size=settings.global_batch_size,
             )
         )
-        self._module = module.to(team.device)
-        self._strategy = find_strategy(settings.strategy, environ)(module, team)
-        self.state = TrainingState(module, configured(module), self._feed)
+        self._module = module
+        self._strategy = strategy(module, team, settings)
+        self.state = TrainingState(module, self._strategy.optimized(configured(module)), self._feed)
         self._scaler = self.state.scaler = make_scaler(settings.precision, team.device)
         self._spent = Spent(team.device)
         self._progress = make_progress(self._feed.last_step, team.ranks.is_main)
@@ -143,6 +144,8 @@ class Fit:
                     self._at_boundary(self._read(report, show=False), stop, save)
                     report = None
             self._team.barrier()
+        if sentence := self._strategy.finish():
+            self._progress.say(f"hpctrain: {sentence}")
 
     def _begin(self) -> None:
         """Load what there is to load, and make ready for the step after it."""
@@ -189,9 +192,9 @@ class Fit:
                 batch, share.batch_idx, micro_batch.num_samples
             )
         scalars = self._scalars(output)
-        # The strategy takes the mean over ranks, which is to be the mean over the global batch.
+        # The strategy takes the mean over those that share the batch; it is to be the mean over the batch.
         part = num_samples / share.batch_size
-        self._backward(scalars["loss"], part * team.ranks.world_size)
+        self._strategy.backward(self._weighted(scalars["loss"], part * self._deal.world_size))
         sums.add(scalars, part)
 
     def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
@@ -204,13 +207,14 @@ class Fit:
             )
         return scalars
 
-    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+    def _weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         weighted = loss if weight == 1.0 else loss * weight
-        torch.autograd.backward(weighted if self._scaler is None else self._scaler.scale(weighted))
+        return weighted if self._scaler is None else self._scaler.scale(weighted)
 
     def _update(self) -> None:
         """Let the optimizers and the schedules take their step."""
         state, scaler = self.state, self._scaler
+        self._strategy.before_update()
         if scaler is None:
             for optimizer in state.optimizers:
                 optimizer.step()
@@ -223,7 +227,7 @@ class Fit:
             for scheduler in state.schedulers:
                 scheduler.step()
         for optimizer in state.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            self._strategy.zero_grad(optimizer)
 
     def _report(self, share: Share, sums: ScalarSums) -> StepReport:
         return StepReport(
@@ -256,7 +260,7 @@ class Fit:
             with forward_context(self._settings.precision, self._team.device):
                 # Not through the strategy: no rank may wait for one that runs out of memory.
                 scalars = self._scalars(self._module.training_step_end(self._module.training_step(batch, 0)))
-            self._backward(scalars["loss"], 1.0)
+            torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
 
         if state.micro_batches is not None and state.micro_batches[0] == world_size:
             # Another size would add the same numbers in another order.
@@ -299,7 +303,7 @@ class Fit:
             return False
         with self._spent.on("validation"):
             state.validation = validate(
-                self._module, self._validation_set, self._team, precision=self._settings.precision
+                self._strategy, self._validation_set, self._team, precision=self._settings.precision
             )
         state.validated_step = state.step
         state.latest = {**state.latest, **state.validation}

@@ -113,7 +113,7 @@ class Settings:
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         check_precision(self.precision)
-        find_strategy(self.strategy, os.environ)
+        find_strategy(self.strategy, os.environ).check(self)
 
     @property
     def retention(self) -> Retention:

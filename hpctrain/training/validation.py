@@ -8,27 +8,35 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.loading import to_device
+from hpctrain.training.data.lockstep import in_lockstep
 from hpctrain.training.data.sources import ValidationSet
-from hpctrain.training.module import Module, as_scalars
+from hpctrain.training.module import as_scalars
 from hpctrain.training.precision import forward_context
+from hpctrain.training.strategies import Strategy
 
 
-def validate(module: Module, data: ValidationSet, team: Team, *, precision: str) -> dict[str, float]:
-    """Means of what `module.validation_step` returns over all samples of `data`, equal on every rank.
+def validate(strategy: Strategy, data: ValidationSet, team: Team, *, precision: str) -> dict[str, float]:
+    """Means of what the module's `validation_step` returns over all samples of `data`, equal on every rank.
 
     All ranks must call this. The module is in evaluation mode meanwhile, and in training mode afterwards.
 
     Raises:
         UserError: the steps of the ranks do not return the same names, or there was no sample.
     """
+    module = strategy.module
     origin = f"{type(module).__name__}.validation_step"
     sums: dict[str, torch.Tensor] = {}
     count = 0
     module.eval()
     with torch.no_grad():
-        for batch_idx, (num_samples, batch) in enumerate(data.batches()):
+        batches = in_lockstep(data.batches(), team) if strategy.in_lockstep else data.batches()
+        for batch_idx, (num_held, batch) in enumerate(batches):
             with forward_context(precision, team.device):
-                output = module.validation_step(to_device(batch, team.device), batch_idx)
+                output, num_samples = strategy.evaluation_step(
+                    "validation_step", to_device(batch, team.device), batch_idx, num_held
+                )
+            if num_samples == 0:
+                continue
             for name, mean in as_scalars(output, "val_loss", origin).items():
                 sums[name] = sums.get(name, 0.0) + mean.to(team.device).double() * num_samples
             count += num_samples

@@ -134,5 +134,7 @@ def test_auto_is_what_the_job_asks_for_and_ddp_otherwise():
     assert find_strategy("auto", {}) is DDP
     assert find_strategy("auto", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP2
     assert find_strategy("ddp", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP
-    with pytest.raises(UserError, match="HPCTRAIN_STRATEGY is 'dpp'; known are 'ddp', 'ddp2'"):
+    with pytest.raises(
+        UserError, match=r"HPCTRAIN_STRATEGY is 'dpp'; known are 'ddp', 'ddp2'.* Did you mean 'ddp2?'"
+    ):
         find_strategy("auto", {"HPCTRAIN_STRATEGY": "dpp"})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.module import Module
 from hpctrain.training.strategies.node import Node
 from hpctrain.training.strategies.replicas import Replicas
+
+if TYPE_CHECKING:
+    from hpctrain.training.settings import Settings
 
 
 class DDP2(Replicas):
@@ -19,13 +22,13 @@ class DDP2(Replicas):
     nodes' batches.
     """
 
-    def __init__(self, module: Module, team: Team) -> None:
+    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
         """Find who is on this node, and broadcast rank 0's parameters. All ranks must call this."""
         self._node = Node(team) if team.is_distributed else None
         self._gathers = type(module).training_step_end is not Module.training_step_end
-        super().__init__(module, team, self._batch_of_the_node)
+        super().__init__(module, team, settings)
 
-    def _batch_of_the_node(self, output: Any, num_samples: int) -> tuple[Any, float]:
+    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
         # A module without an end of its step takes its loss sample by sample: there is nothing to join.
         if self._node is None or not self._gathers:
             return output, num_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.module import Module
+from hpctrain.training.strategies.base import Strategy
 
-#: Makes of a rank's output and its number of samples those that a loss is taken over.
-Join = Callable[[Any, int], tuple[Any, float]]
+if TYPE_CHECKING:
+    from hpctrain.training.settings import Settings
 
 
-class Replicas:
+class Replicas(Strategy):
     """A replica of the module a rank, over torch's DistributedDataParallel.
 
     The first backward pass of a process makes DDP regroup its gradient buckets, which changes the order of
@@ -27,16 +28,10 @@ class Replicas:
     own that touches each parameter once and neither data, buffers nor random state.
     """
 
-    def __init__(self, module: Module, team: Team, join: Join) -> None:
-        """Broadcast rank 0's parameters and buffers. All ranks must call this.
-
-        Args:
-            module: what is trained, on this rank's device.
-            team: the ranks.
-            join: what lies between `training_step` and `training_step_end`.
-        """
-        self._team = team
-        self._step = _Step(module, join)
+    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
+        """Broadcast rank 0's parameters and buffers. All ranks must call this."""
+        super().__init__(module, team, settings)
+        self._step = _Step(module, self.join)
         self._forward: nn.Module = self._step
         if team.is_distributed and any(p.requires_grad for p in module.parameters()):
             self._forward = DistributedDataParallel(
@@ -46,17 +41,14 @@ class Replicas:
             )
             self._regroup_buckets()
 
-    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        """The module's training step; the backward pass that follows synchronises gradients.
+    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
+        """What lies between `training_step` and `training_step_end`.
 
-        Args:
-            batch: this rank's samples, or one that is not its own where it has none.
-            batch_idx: number of the global batch in its epoch, from 0.
-            num_samples: this rank's samples.
-
-        Returns:
-            What `training_step_end` returned, and the number of samples that it stands for.
+        Makes of a rank's output and its number of samples those that a loss is taken over.
         """
+        return output, num_samples
+
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         output, counted = self._forward(batch, batch_idx, num_samples)
         return output, counted
 
@@ -71,7 +63,7 @@ class Replicas:
 
         A forward pass does so too, before it changes them on each rank by its own samples.
         """
-        if self._team.is_distributed:
+        if self.team.is_distributed:
             for buffer in self._step.buffers():
                 dist.broadcast(buffer, src=0)
 
@@ -84,7 +76,7 @@ class Replicas:
 class _Step(nn.Module):
     """Turns a training step into the forward pass that DDP wraps."""
 
-    def __init__(self, module: Module, join: Join) -> None:
+    def __init__(self, module: Module, join: Callable[[Any, int], tuple[Any, float]]) -> None:
         super().__init__()
         self.module = module
         self._join = join

@@ -1,0 +1,126 @@
+"""What the loop asks of the way in which the ranks share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from hpctrain.cluster import Ranks
+from hpctrain.runtime.process_group import Team
+from hpctrain.training.data.plan import Deal
+from hpctrain.training.module import Module
+from hpctrain.training.optimization import Optimization
+
+if TYPE_CHECKING:
+    from hpctrain.training.settings import Settings
+
+
+class Strategy:
+    """One rank that trains alone; what others do differently, they override.
+
+    A strategy puts the module on this rank's device, and sees to it that before an update every parameter
+    has its gradient: the mean over the ranks among which the data is dealt.
+
+    Attributes:
+        module: what is trained; its parameters may have become parts of themselves.
+        team: the ranks.
+        in_lockstep: whether ranks wait for each other in every forward pass, also without a backward pass.
+    """
+
+    in_lockstep: ClassVar[bool] = False
+
+    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
+        """Put `module` on this rank's device. All ranks must call this.
+
+        Raises:
+            UserError: it cannot be trained in this way.
+        """
+        self.module, self.team, self.settings = module, team, settings
+        self.place()
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        """Look whether the settings go with this strategy, before anything is begun.
+
+        Raises:
+            UserError: they do not; the message says why.
+        """
+
+    @classmethod
+    def deal(cls, ranks: Ranks) -> Deal:
+        """Among how many the samples are dealt, and which part is this rank's."""
+        return Deal(ranks.rank, ranks.world_size)
+
+    def place(self) -> None:
+        """Move the module to this rank's device."""
+        self.module.to(self.team.device)
+
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        """The module's training step, through whatever synchronises gradients.
+
+        Args:
+            batch: this rank's samples, or one that is not its own where it has none.
+            batch_idx: number of the global batch in its epoch, from 0.
+            num_samples: this rank's samples.
+
+        Returns:
+            What `training_step_end` returned, and the number of samples that it stands for.
+        """
+        return self.module.training_step_end(self.module.training_step(batch, batch_idx)), num_samples
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add to the gradients those of `loss`, which `training_step` returned and which was weighted."""
+        torch.autograd.backward(loss)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Forward and backward passes meanwhile are not the last ones before an update."""
+        return nullcontext()
+
+    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, int]:
+        """Call a method of the module that takes no gradient, such as `validation_step`.
+
+        Args:
+            method: its name.
+            batch: this rank's samples, or others where it has none.
+            batch_idx: number of the batch.
+            num_samples: this rank's samples.
+
+        Returns:
+            What it returned, and the number of samples that it stands for.
+        """
+        return getattr(self.module, method)(batch, batch_idx), num_samples
+
+    def optimized(self, optimization: Optimization) -> Optimization:
+        """The optimizers and schedules to train with, made of those of the module."""
+        return optimization
+
+    def before_update(self) -> None:
+        """Complete the gradients, before anybody looks at them; once for every update or more often."""
+
+    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients taken together, on all ranks alike. All ranks must call this.
+
+        Args:
+            parameters: those of the optimizers.
+            p: which norm; infinity for the largest absolute value.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.team.device)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the gradients of what an optimizer updates."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def align_buffers(self) -> None:
+        """Make the module's buffers equal on all ranks, before it is validated or saved."""
+
+    def finish(self) -> str | None:
+        """Leave the module whole, at the end of the training. All ranks must call this.
+
+        Returns:
+            A sentence for the user where that cannot be done.
+        """
+        return None
