@@ -48,6 +48,11 @@ class Agreement:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def lost(self) -> str | None:
+        """Why this rank can agree on nothing any more; None where it still can."""
+        return self._lost
+
     def rank_of(self, global_rank: int) -> int:
         """The number among the ranks that save of the process with that rank of all."""
         return self._members.index(global_rank)

@@ -97,7 +97,8 @@ def commit_together(site: Site, step: int, own: Contribution[Any]) -> Manifest:
                 return None
             if site.private:  # it may hold a part of what an earlier attempt wrote after this step
                 place.withdraw(step)
-            place.commit(place.folder / name, step, files)
+            if not place.commit(place.folder / name, step, files) and site.private:
+                raise CheckpointError(f"{place.folder} has another checkpoint of this step")
             return Manifest.decode(files[MANIFEST_NAME], place.folder / name)
 
         try:

@@ -53,11 +53,12 @@ def newest_in(site: Site) -> Iterator[int]:
     """The steps in the folder that all ranks share, newest first. All ranks must call this.
 
     Raises:
-        CheckpointError: the folder cannot be looked through.
+        CheckpointError: on all ranks alike: the folder cannot be looked through.
     """
     agreement, folder = site.agreement, site.place.folder
-    steps = steps_in(folder) if agreement.is_main else []
-    return reversed(agreement.from_main(steps, f"looking for checkpoints in {folder}"))
+    failure = f"{folder} cannot be looked through"
+    steps = agreement.together(lambda: steps_in(folder) if agreement.is_main else [], failure)
+    return reversed(agreement.from_main(steps, failure))
 
 
 def check_shared(site: Site, step: int) -> Whole:

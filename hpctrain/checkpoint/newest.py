@@ -49,4 +49,4 @@ def _set_aside(site: Site, place: Place, step: int, problem: str) -> str:
 
     name = site.agreement.together(rename, f"{problem} It cannot be set aside")
     names = site.agreement.all(name, "setting a checkpoint aside")
-    return f"{problem} It was set aside as {next(filter(None, names))}."
+    return f"{problem} It was set aside as {next(filter(None, names), 'nothing: it is gone')}."

@@ -121,6 +121,9 @@ class Place:
 
         Returns:
             A sentence for each that should have gone and is still there.
+
+        Raises:
+            OSError: the folder cannot be looked through.
         """
         try:
             manifest = Manifest.read(self.folder / step_name(newest))
@@ -139,6 +142,8 @@ class Place:
             if step < newest:
                 try:
                     self.delete(step)
+                except FileNotFoundError:
+                    continue  # gone by another hand
                 except OSError as error:
                     path = self.folder / step_name(step)
                     notes.append(f"{path} is no longer needed, and cannot be deleted: {error.strerror}.")

@@ -354,7 +354,12 @@ class CheckpointStore:
         return manifest
 
     def _prune(self, newest: int) -> list[str]:
-        return self._site.place.prune(newest, self._retention) if self._agreement.is_main else []
+        if not self._agreement.is_main:
+            return []
+        try:
+            return self._site.place.prune(newest, self._retention)
+        except OSError as error:  # the new checkpoint is there all the same
+            return [f"No old checkpoint was deleted: {reason(error)}."]
 
     def _reached_shared(self, manifest: Manifest, begun: float) -> None:
         """A checkpoint was copied from the second tier."""

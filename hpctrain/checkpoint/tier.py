@@ -14,12 +14,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
-from hpctrain.checkpoint.agreement import Agreement
+from hpctrain.checkpoint.agreement import Agreement, LostTouch, reason
 from hpctrain.checkpoint.commit import Contribution, Site, commit_together
 from hpctrain.checkpoint.loading import Whole, check_files, judged
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, entry_of
@@ -147,9 +148,11 @@ class Tier:
         self.site.agreement.together(lambda: self._check_room(num_bytes), "nothing was written")
 
     def _check_room(self, num_bytes: int) -> None:
+        folder = self.site.place.folder
+        if lost := self._shared.agreement.lost:
+            raise CheckpointError(f"nothing is copied from {folder} any more: {lost}")
         if not self.site.leads:
             return
-        folder = self.site.place.folder
         disk = shutil.disk_usage(folder)
         used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         limit = disk.total // 2 if self._limit_bytes is None else self._limit_bytes
@@ -199,8 +202,10 @@ class Tier:
         if not clean:
             return []
         place, shared = self.site.place, self._shared.place.folder
-        newest = max(steps_in(place.folder), default=-1)
-        in_shared = max(steps_in(shared), default=-1)
+        try:
+            newest, in_shared = (max(steps_in(folder), default=-1) for folder in (place.folder, shared))
+        except OSError as error:
+            return [f"{place.folder} was not removed, for it is not known what was copied: {reason(error)}."]
         if newest > in_shared:
             return [f"Step {newest} lies in {place.folder} only; it could not be copied to {shared}."]
         if self.site.leads:
@@ -208,7 +213,18 @@ class Tier:
         return []
 
     def holdings(self) -> dict[int, list[_Holding | None]]:
-        """What every rank sees in its node's folder, by step. All ranks must call this."""
+        """What every rank sees in its node's folder, by step. All ranks must call this.
+
+        Raises:
+            CheckpointError: on all ranks alike: a rank cannot look through its folder.
+        """
+        agreement, folder = self.site.agreement, self.site.place.folder
+        own = agreement.together(self._own_holdings, f"{folder} cannot be looked through")
+        everyone = agreement.all(own, "looking through the second tier")
+        steps = {step for held in everyone for step in held}
+        return {step: [held.get(step) for held in everyone] for step in steps}
+
+    def _own_holdings(self) -> dict[int, _Holding]:
         own: dict[int, _Holding] = {}
         folder = self.site.place.folder
         for step in steps_in(folder):
@@ -224,9 +240,7 @@ class Tier:
             except (OSError, CheckpointError):
                 content, names = b"", frozenset()
             own[step] = _Holding(xxhash.xxh3_128_hexdigest(content), names)
-        everyone = self.site.agreement.all(own, "looking through the second tier")
-        steps = {step for held in everyone for step in held}
-        return {step: [held.get(step) for held in everyone] for step in steps}
+        return own
 
     def find(self, step: int, held: list[_Holding | None]) -> Whole:
         """The checkpoint of a step, if the parts that are there make up a whole. All ranks must call this.
@@ -243,7 +257,7 @@ class Tier:
         reads = agreement.rank == holders[0]
         own_small = judged(agreement, lambda: _small_files(path) if reads else None)
         small = next(each for each in agreement.all(own_small, f"reading {path}") if each is not None)
-        manifest = Manifest.decode(small[MANIFEST_NAME], path)
+        manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
         shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
         for entry in manifest.files:
             seeing = [rank for rank in holders if entry.name in _names(held[rank])]
@@ -278,8 +292,8 @@ class Tier:
             self.committed(step, may_skip=True)
 
     def _is_in_shared(self, step: int) -> bool:
-        path = self._shared.place.folder / step_name(step) / MANIFEST_NAME
-        return self.site.agreement.from_main(path.is_file(), f"looking for {path}")
+        path, agreement = self._shared.place.folder / step_name(step) / MANIFEST_NAME, self.site.agreement
+        return agreement.from_main(agreement.is_main and os.path.isfile(path), f"looking for {path}")
 
     def _begin_copying(self, step: int) -> None:
         if self._copying is not None:
@@ -295,19 +309,21 @@ class Tier:
         while step is not None:
             begun = time.monotonic()
             try:
-                manifest = self._copy(step, self._own_large_files(step), None)
-                self._on_copied(manifest, begun)
-                step = self._shared.agreement.from_main(self._next(), "the next step to copy")
+                manifest = self._copy_own(step)
             except CheckpointError as error:
                 self._on_failure(error)
-                step = self._after_failure()
+            else:
+                self._on_copied(manifest, begun)
+            try:
+                step = self._shared.agreement.from_main(self._next(), "the next step to copy")
+            except LostTouch:
+                return  # `make_room` tells of it
 
-    def _after_failure(self) -> int | None:
-        """The next step to copy after one could not be."""
-        try:
-            return self._shared.agreement.from_main(self._next(), "the next step to copy")
-        except CheckpointError:
-            return None
+    def _copy_own(self, step: int) -> Manifest:
+        """Copy what the ranks have written themselves. All ranks must call this."""
+        failure = f"step {step} was not copied from {self.site.place.folder}"
+        own = self._shared.agreement.together(lambda: self._own_large_files(step), failure)
+        return self._copy(step, own, None)
 
     def _next(self) -> int | None:
         if not self._shared.agreement.is_main:
@@ -354,10 +370,12 @@ class Tier:
         with self._lock:
             needed = self._in_use | {step for step, _ in self._pending}
         needed = self.site.agreement.from_main(needed, "clearing the second tier")
-        steps = self.site.place.steps()
-        for step in steps[: -1 if keep_newest else None] if self.site.leads else []:
-            if step not in needed:
-                self.site.place.withdraw(step)
+        if not self.site.leads:
+            return
+        with suppress(OSError):  # what stays is in the way of room alone
+            for step in self.site.place.steps()[: -1 if keep_newest else None]:
+                if step not in needed:
+                    self.site.place.withdraw(step)
 
 
 def _names(holding: _Holding | None) -> frozenset[str]:
