@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,7 +152,7 @@ def _load(agreement: Agreement, whole: Whole, like: Any) -> Loaded:
     same_ranks = whole.manifest.world_size == agreement.world_size
     distributed = _distributed(like)
     tensors: dict[str, Any] = {
-        key: torch.empty_like(distributed[key]) if key in distributed else reader.empty(key)
+        key: _empty_like(distributed, key, reader.empty(key))
         for key in reader.keys([STATE_KEY, *([own] if same_ranks else [])])
     }
     with _without_remark_on_single_process():
@@ -165,6 +165,18 @@ def _load(agreement: Agreement, whole: Whole, like: Any) -> Loaded:
 def _distributed(like: Any) -> dict[str, torch.Tensor]:
     _, tensors = split_tree(like, STATE_KEY)
     return {key: value for key, value in tensors.items() if isinstance(value, (DTensor, ShardedTensor))}
+
+
+def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.Tensor) -> torch.Tensor:
+    """Room for a tensor: distributed like that of its path, or one above that which has its size."""
+    if not distributed:
+        return whole
+    steps = key.split("/")
+    for length in range(len(steps), 0, -1):
+        similar = distributed.get("/".join(steps[:length]))
+        if similar is not None and similar.size() == whole.size():
+            return torch.empty_like(similar, dtype=whole.dtype)
+    return whole
 
 
 @contextlib.contextmanager

@@ -235,7 +235,8 @@ class CheckpointStore:
 
         Args:
             like: a state as it is saved. Where that holds distributed tensors, tensors of the same
-                distribution are loaded; all others come whole, on the CPU.
+                distribution are loaded: that of the same path or, where `like` has one in place of a
+                container, those in it that have its size. All others come whole, on the CPU.
 
         Returns:
             The checkpoint, or None where none is whole; and for each broken one a sentence that names it,

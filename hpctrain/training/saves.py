@@ -80,7 +80,7 @@ class Saves:
 
     def load(self) -> tuple[Loaded | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
-        return self._store.load_newest(self._state.tree())
+        return self._store.load_newest(self._state.like())
 
     def begin(self) -> None:
         """Copy the state as it is; it is written from now on.

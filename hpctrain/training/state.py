@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 from hpctrain.checkpoint.store import Loaded
 from hpctrain.errors import UserError
 from hpctrain.training.data.feed import Feed
@@ -65,6 +67,10 @@ class TrainingState:
             "latest": self.latest,
         }
 
+    def like(self) -> dict[str, Any]:
+        """`tree`, with parameters in place of what optimizers keep for them, which is cut as these are."""
+        return {**self.tree(), "optimizers": [_parameters(optimizer) for optimizer in self.optimizers]}
+
     def load(self, loaded: Loaded) -> None:
         """Put back what `tree` returned.
 
@@ -97,6 +103,12 @@ class TrainingState:
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.step, self.validated_step = loaded.step, tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The parameters of an optimizer, by the numbers that its `state_dict` has for them."""
+    groups = optimizer.param_groups
+    return {"state": dict(enumerate(parameter for group in groups for parameter in group["params"]))}
 
 
 def _load_each(what: str, things: Sequence[HasState], states: Sequence[dict[str, Any]] | None) -> None:

@@ -20,6 +20,11 @@ _HERE = __name__.rpartition(".")[0]
 _OURS = {
     "ddp": "ddp:DDP",
     "ddp2": "ddp2:DDP2",
+    "zero1": "zero1:ZeRO1",
+    "zero2": "sharded:ZeRO2",
+    "ddp_sharded": "sharded:ZeRO2",
+    "zero3": "sharded:ZeRO3",
+    "fsdp": "sharded:ZeRO3",
 }
 _REFUSED = {
     "tpu": "hpctrain is for clusters of GPUs, and TPUs are not among what it trains on. "

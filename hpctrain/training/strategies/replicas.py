@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.module import Module
 from hpctrain.training.strategies.base import Strategy
+from hpctrain.training.strategies.buffers import share_buffers
 
 if TYPE_CHECKING:
     from hpctrain.training.settings import Settings
@@ -64,8 +64,7 @@ class Replicas(Strategy):
         A forward pass does so too, before it changes them on each rank by its own samples.
         """
         if self.team.is_distributed:
-            for buffer in self._step.buffers():
-                dist.broadcast(buffer, src=0)
+            share_buffers(self.module)
 
     def _regroup_buckets(self) -> None:
         touched: torch.Tensor = self._forward(None, 0, 0, touch_only=True)
