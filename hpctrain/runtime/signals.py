@@ -8,6 +8,7 @@ there is nothing to save, and the rank leaves at once, asking to be continued.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -54,6 +55,7 @@ def listen() -> Iterator[StopFlag]:
         print("hpctrain: not in the main thread, so a stop signal cannot be noted here.", file=sys.stderr)
         yield flag
         return
+    _mind_forks()
     previous = {number: signal.signal(number, flag.note) for number in STOP_SIGNALS}
     try:
         yield flag
@@ -65,6 +67,7 @@ def listen() -> Iterator[StopFlag]:
 
 def leave_on_stop() -> None:
     """Until somebody listens, let a stop signal end this process with exit code 75."""
+    _mind_forks()
     for number in STOP_SIGNALS:
         signal.signal(number, _leave)
 
@@ -75,3 +78,32 @@ def _leave(number: int, _frame: FrameType | None) -> None:
     # Not print: the signal may have come in the middle of one.
     os.write(2, f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.\n".encode())
     raise LeftAtOnce(EXIT_CONTINUE)
+
+
+@functools.cache
+def _mind_forks() -> None:
+    """From now on, let forked children be ended by SIGTERM, and be deaf to a time limit's announcement.
+
+    A child is not the rank. With a handler of the rank's, it would ignore the SIGTERM by which a pool of
+    processes ends its own, and the pool would wait for it for ever. A signal that comes at the very fork is
+    held back until the child is ready for it: the interpreter would forget it.
+    """
+    held_back = threading.local()
+
+    def before() -> None:
+        held_back.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back.mask)
+
+    def in_child() -> None:
+        for number in STOP_SIGNALS:
+            if _is_ours(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
+
+
+def _is_ours(handler: object) -> bool:
+    return handler is _leave or getattr(handler, "__func__", None) is StopFlag.note

@@ -181,6 +181,33 @@ if __name__ == "__main__":
     assert "to be continued" not in log(run)
 
 
+@pytest.mark.parametrize("listening", [False, True])
+def test_a_pool_of_forked_processes_is_ended_at_once_whatever_they_are_at(run, listening):
+    text = f"""
+import contextlib, multiprocessing
+from hpctrain.runtime.signals import listen
+with listen() if {listening} else contextlib.nullcontext():
+    for _ in range(100):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(abs, [-1, 2])
+print("all ended")
+"""
+    assert start(run, text).wait(30) == 0
+    assert "all ended" in log(run)
+
+
+def test_a_forked_child_does_not_hear_of_the_time_limit(run):
+    text = """
+import os, signal, time
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os._exit(17)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+"""
+    assert start(run, text).wait(30) == 0
+
+
 def test_a_handler_that_waits_for_other_ranks_for_ever_is_left(run):
     """As Lightning's, which broadcasts while another rank is in another exchange."""
     text = """
