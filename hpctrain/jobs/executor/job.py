@@ -1,36 +1,24 @@
-"""Functions as jobs, through submitit's interface: an executor submits them, a job has their results.
-
-Only the interface is submitit's. A job is a run like any other, in a folder of its own and under the same
-supervisor; `hpctrain.jobs.functions` submits it and reads what it left.
-"""
+"""A function that was submitted, and how it ended."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar
 
 import submitit
-from submitit.core.core import InfoWatcher
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
-from hpctrain.errors import HpctrainError, RunFailed, SpecError, UserError
+from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.jobs.doubt import Doubt
-from hpctrain.jobs.duration import format_duration
-from hpctrain.jobs.functions import FunctionFailure, read_call, read_printed, read_result, submit_calls
-from hpctrain.jobs.given import nearest
-from hpctrain.jobs.options import SubmitOptions, options
-from hpctrain.jobs.record import read_record
-from hpctrain.jobs.runs import Run, find_run
+from hpctrain.jobs.executor.watcher import RunWatcher
+from hpctrain.jobs.functions import FunctionFailure, read_call, read_printed, read_result
+from hpctrain.jobs.runs import Run
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState
-from hpctrain.jobs.status import RunStatus
-from hpctrain.jobs.watch import Watcher
-from hpctrain.pickles import Call
 from hpctrain.rundir import RunDir
 
 log = logging.getLogger("hpctrain")
@@ -39,14 +27,6 @@ log = logging.getLogger("hpctrain")
 _LOOK_S = 0.2
 
 R = TypeVar("R", covariant=True)
-
-#: Options of a submission that an executor sets itself, and what to use in their place.
-_OURS = {
-    "run_dir": "Every job of an executor has a run folder of its own; give their parent as `folder`.",
-    "array": "Use map_array(), submit_array() or batch().",
-}
-#: How many tasks of an array may run at once, as submitit calls it.
-_AT_ONCE = "array_parallelism"
 
 
 class JobFailed(RunFailed, FailedJobError):
@@ -109,73 +89,6 @@ class RunPaths(JobPaths):
     @property
     def _attempt(self) -> int:
         return max(self._run.attempts(), default=0)
-
-
-class RunWatcher(InfoWatcher):
-    """Knows where runs stand. Each scheduler is asked once for all of them.
-
-    An end is read from the run's own record. Holds that Slurm puts on requeued jobs are lifted on the way.
-    Runs go by the paths of their folders: a scheduler gives its numbers again some day.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: Jobs are waited for in threads.
-        self._lock = threading.RLock()
-        self._runs: dict[str, Run] = {}
-        self._statuses: dict[str, RunStatus] = {}
-        self._watcher = Watcher([], {})
-        self._watched: list[str] = []
-
-    def follow(self, run: Run) -> None:
-        """Look at `run`, too, from now on."""
-        key = str(run.dir.path)
-        with self._lock:
-            self._runs.setdefault(key, run)
-            if key not in self._registered:
-                self.register_job(key)
-
-    def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
-        """Where the run stands, or stood at the last look where another would burden the scheduler."""
-        self.follow(run)
-        key = str(run.dir.path)
-        with self._lock:
-            self.update_if_long_enough(mode)
-            if mode != "cache" and key not in self._finished and read_record(run.dir).finished:
-                self._learn([key], Watcher([run.dir], run.environ))
-            return self._statuses.get(key)
-
-    def get_state(self, job_id: str, mode: str = "standard") -> str:
-        return self.get_info(job_id, mode).get("State", RunState.UNKNOWN.value)
-
-    def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
-        status = self.status(self._runs[job_id], mode)
-        return {} if status is None else {"JobID": status.job_id or "", "State": status.state.value}
-
-    def update_if_long_enough(self, mode: str) -> None:
-        if mode == "force" or (
-            mode == "standard" and time.time() - self._last_status_check >= self._watcher.poll_s
-        ):
-            self.update()
-
-    def update(self) -> None:
-        """Look at all runs that have not ended."""
-        with self._lock:
-            going = [key for key in self._runs if key not in self._finished]
-            if going != self._watched:
-                self._watcher = Watcher([self._runs[key].dir for key in going], os.environ)
-                self._watched = going
-            self._num_calls += 1
-            self._learn(going, self._watcher)
-            self._last_status_check = time.time()
-
-    def _learn(self, keys: Sequence[str], watcher: Watcher) -> None:
-        for key, status in zip(keys, watcher.look(), strict=True):
-            self._statuses[key] = status
-            if status.state.ended:
-                self._finished.add(key)
-            elif status.held:
-                self._runs[key].lift_hold()
 
 
 class Job(submitit.Job[R]):
@@ -306,90 +219,3 @@ class Job(submitit.Job[R]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "run": Run(state["run"].dir, os.environ)})
-
-
-class Executor(submitit.Executor):
-    """Submits functions. Every rank calls the function, with the process group ready.
-
-    Args:
-        folder: where the jobs' run folders are made.
-        **options: see `SubmitOptions`; they are named as on the command line.
-
-    Raises:
-        SpecError: there is no such option.
-    """
-
-    job_class = Job
-
-    def __init__(self, folder: str | os.PathLike[str] = "runs", **options: Unpack[SubmitOptions]) -> None:
-        super().__init__(os.fspath(folder))
-        self._told: set[str] = set()
-        self.update_parameters(**options)
-
-    @classmethod
-    def name(cls) -> str:
-        return "hpctrain"
-
-    def job(self, run_id: str) -> Job[Any]:
-        """The job of that run id, or of that run folder: for a program that did not submit it itself.
-
-        Raises:
-            RunNotFound: there is none.
-            UserError: it is a job array.
-        """
-        run = find_run(run_id, self.folder, os.environ)
-        if tasks := run.tasks():
-            raise UserError(
-                f"{run_id!r} is an array of {len(tasks)} jobs. Take one, such as {tasks[0].run_id!r}."
-            )
-        return Job.of(run)
-
-    @classmethod
-    def _valid_parameters(cls) -> set[str]:
-        return {*options(), _AT_ONCE} - _OURS.keys()
-
-    def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set options; None takes one back.
-
-        Raises:
-            SpecError: there is no such option.
-        """
-        for name, value in kwargs.items():
-            known, meant = _translated(name, value)
-            if meant is None:
-                self.parameters.pop(known, None)
-            else:
-                self.parameters[known] = meant
-
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[submitit.Job[Any]]:
-        calls = [Call(delayed.function, delayed.args, delayed.kwargs) for delayed in delayed_submissions]
-        asked = dict(self.parameters)
-        at_once = asked.pop(_AT_ONCE, 0)
-        runs, world_size = submit_calls(
-            calls,
-            cast(SubmitOptions, asked),
-            folder=self.folder,
-            at_once=at_once,
-            environ=dict(os.environ),
-            told=self._told,
-        )
-        return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
-
-
-def _translated(name: str, value: Any) -> tuple[str, Any]:
-    """An option and its value, out of what submitit or we call it.
-
-    Raises:
-        SpecError: there is no such option.
-    """
-    plain, known = name.removeprefix("slurm_"), Executor._valid_parameters()
-    if plain == "timeout_min":
-        return "time", None if value is None else format_duration(60 * value)
-    if plain == "mem_gb":
-        return "mem", None if value is None else f"{round(1024 * value)}M"
-    if plain in known:
-        return plain, value
-    hint = _OURS.get(plain) or nearest(plain, sorted(known))
-    raise SpecError(f"Executor has no parameter {name!r}. {hint}")
