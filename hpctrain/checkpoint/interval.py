@@ -56,20 +56,21 @@ class Interruptions:
         came to its end: it crashed, was killed, or lost its node. What it was told to do costs no work.
         """
         count, node_seconds = 0, 0.0
-        nodes, begun, last, orderly = 0, 0.0, 0.0, True
+        nodes, last, orderly = 0, 0.0, True
         for event in events:
             time = float(event.get("time", last))
             match event.get("kind"):
                 case "started":
-                    node_seconds += nodes * (last - begun)
                     count += not orderly
-                    nodes, begun, orderly = int(event.get("nodes", 1)), time, False
+                    nodes, last, orderly = int(event.get("nodes", 1)), time, False
                 case "signal":
                     orderly = bool(event.get("saved"))
                 case "finished":
                     orderly = event.get("state") != "FAILED"
+            # A clock may be set back.
+            node_seconds += nodes * max(0.0, time - last)
             last = time
-        return cls(count, node_seconds + nodes * (last - begun))
+        return cls(count, node_seconds)
 
     def node_mtbf_s(self, prior_s: float) -> float:
         """Mean time between interruptions of one node, after what happened.

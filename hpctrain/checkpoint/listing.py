@@ -68,12 +68,14 @@ def set_aside(run: RunDir) -> list[Path]:
 def _look(folder: Path, tier: Tier, *, verify: bool) -> Iterator[Listed]:
     for step in steps_in(folder):
         path = folder / step_name(step)
+        manifest: Manifest | None = None
         try:
             manifest = Manifest.read(path)
-        except CheckpointError as error:
-            yield Listed(step, path, tier, None, (str(error),))
-        else:
             problems = tuple(_problems(manifest, path)) if verify else ()
+        except CheckpointError as error:
+            problems = (str(error),)
+        # A run that goes on may have deleted it meanwhile.
+        if not problems or path.is_dir():
             yield Listed(step, path, tier, manifest, problems)
 
 

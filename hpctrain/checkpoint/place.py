@@ -12,13 +12,13 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import BrokenCheckpoint, CheckpointError
-from hpctrain.files import fsync_folder, is_locked, lock_folder
+from hpctrain.files import fsync_folder, is_locked, lock_folder, write_atomic
 from hpctrain.rundir import step_name, steps_in
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
@@ -148,6 +148,17 @@ class Place:
                     path = self.folder / step_name(step)
                     notes.append(f"{path} is no longer needed, and cannot be deleted: {error.strerror}.")
         return notes
+
+    def add_score(self, step: int, score: float) -> None:
+        """Write into the manifest of a step how good its state is.
+
+        Raises:
+            CheckpointError: the manifest cannot be read.
+            OSError: it cannot be written; the old one is untouched.
+        """
+        folder = self.folder / step_name(step)
+        content = replace(Manifest.read(folder), score=score).encode()
+        write_atomic(folder / MANIFEST_NAME, content, durable=self.durable)
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step.

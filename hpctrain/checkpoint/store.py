@@ -32,11 +32,11 @@ from hpctrain.checkpoint.parts import GivenUp, Writing, of_memory
 from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.shares import Piece
-from hpctrain.checkpoint.tier import Tier
+from hpctrain.checkpoint.tier import NotCopied, Tier
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import step_name
 
-__all__ = ["CheckpointStore", "Loaded", "Retention", "Saved"]
+__all__ = ["CheckpointStore", "Loaded", "NotCopied", "Retention", "Saved"]
 
 #: How long a disk may take nothing before the save is given up, in seconds.
 PATIENCE_S = 300.0
@@ -208,14 +208,13 @@ class CheckpointStore:
         if self._in_flight is not None:
             self._in_flight.give_up.set()
 
-    def close(self, *, run_is_over: bool = False, timeout_s: float | None = None) -> list[str]:
+    def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
         """End what goes on in the background. All ranks must call this, with the same arguments.
 
         The save in flight is waited for, and so is the copy from the second tier.
 
         Args:
-            run_is_over: nobody will resume from the second tier, so it is cleaned, if its newest has
-                reached `folder`.
+            clean: remove what lies in the second tier, if its newest has reached `folder`.
             timeout_s: after this time, in seconds, what is still going on is given up.
 
         Returns:
@@ -224,7 +223,7 @@ class CheckpointStore:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._in_flight is not None:
             self._join(self._in_flight, timeout_s)
-        notes = [] if self._tier is None else self._tier.close(deadline, clean=run_is_over)
+        notes = [] if self._tier is None else self._tier.close(deadline, clean=clean)
         atexit.unregister(self._at_exit)
         return notes
 
@@ -250,6 +249,15 @@ class CheckpointStore:
             self._join(self._in_flight)
         found, broken = newest_whole(self._site, self._tier)
         return load(self._agreement, found, like) if found else None, broken
+
+    def add_score(self, step: int, score: float) -> None:
+        """Say how good the checkpoint of a step in `folder` is, after it was written. On rank 0 alone.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            OSError: its manifest cannot be written; it stands as it was.
+        """
+        self._site.place.add_score(step, score)
 
     def _begin(
         self,
@@ -368,7 +376,7 @@ class CheckpointStore:
         with self._lock:
             self._ended.append(saved)
 
-    def _failed_to_reach_shared(self, error: CheckpointError) -> None:
+    def _failed_to_reach_shared(self, error: NotCopied) -> None:
         with self._lock:
             self._ended.append(error)
 

@@ -32,6 +32,10 @@ from hpctrain.rundir import step_name, steps_in
 _LARGE_SUFFIX = ".distcp"
 
 
+class NotCopied(CheckpointError):
+    """A checkpoint lies in the second tier only: it could not be copied."""
+
+
 @dataclass(frozen=True)
 class _Holding:
     """What a rank sees of one step in its node's folder."""
@@ -59,7 +63,7 @@ class Tier:
         machine: str,
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
-        on_failure: Callable[[CheckpointError], None],
+        on_failure: Callable[[NotCopied], None],
     ) -> None:
         """See `open`, which finds out `members`, the ranks that see the same folder, and `machine`."""
         self._shared = replace(shared, agreement=agreement)
@@ -92,7 +96,7 @@ class Tier:
         *,
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
-        on_failure: Callable[[CheckpointError], None],
+        on_failure: Callable[[NotCopied], None],
     ) -> tuple[Tier | None, str | None]:
         """Make the run's own folder in `base` on every node. All ranks must call this.
 
@@ -311,7 +315,7 @@ class Tier:
             try:
                 manifest = self._copy_own(step)
             except CheckpointError as error:
-                self._on_failure(error)
+                self._on_failure(NotCopied(str(error)))
             else:
                 self._on_copied(manifest, begun)
             try:

@@ -162,29 +162,40 @@ class Checkpointing:
         )
         self._progress.say(f"resumed after step {loaded.step} from {loaded.path}")
 
+    def add_score(self) -> None:
+        """Tell how good the resumed state is, where it was validated only now. All ranks must call this.
+
+        Raises:
+            UserError: the metric by which the best checkpoints are kept is not there.
+        """
+        if self._saves is not None:
+            self._saves.add_score()
+
     def leave(self) -> NoReturn:
         """Save what fits into the grace, and leave: the job was told to stop. All ranks must call this.
 
         Raises:
             SystemExit: with code 75, always.
         """
-        step, signal_name = self._state.step, self._stop.signal_name
+        # Which ranks a signal reaches is Slurm's affair; it may not have been this one.
+        told = self._team.gather(self._stop.signal_name)
+        step, signal_name = self._state.step, next(filter(None, told), None)
         if self._saves is None or self._log is None:
             self._progress.say(f"stopping after step {step}; nothing is saved without a run folder")
         else:
-            saved = self._save_before_the_end(self._saves)
+            saved = self._save_before_the_end(self._saves, signal_name)
             self._log.event("signal", signal=signal_name, step=step, saved=saved)
             if saved:
                 self._progress.say(f"stopping after step {step}, which is saved")
         raise SystemExit(EXIT_CONTINUE)
 
-    def _save_before_the_end(self, saves: Saves) -> bool:
+    def _save_before_the_end(self, saves: Saves, signal_name: str | None) -> bool:
         """Tells, on rank 0, whether the state after this very step lies in the run folder."""
         saves.settle()
         for_requeue = self._team.from_main(self._log is not None and self._log.is_asked_to_requeue())
         left_s = self._team.lowest(self._grace.left_s(for_requeue=for_requeue))
         ends_at = time.monotonic() + min(left_s, LONGEST_SAVE_S)
-        signal_name, write_s = self._stop.signal_name, saves.write_s
+        write_s = saves.write_s
         plan = self._team.from_main(plan_last_save(left_s, write_s, saves.in_flight_s))
         if plan in (LastSave.IN_ITS_PLACE, LastSave.NONE):
             saves.abandon()

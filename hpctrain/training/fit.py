@@ -86,6 +86,7 @@ class Fit:
                 val_dataset,
                 loading,
                 deal,
+                team,
                 seed=settings.seed,
                 global_batch_size=settings.global_batch_size,
             )
@@ -158,6 +159,7 @@ class Fit:
         self._module.train()
         if self._validate_if_due():  # A stop came before it.
             self._write(state.step, state.epoch, state.latest, always=True)
+            self._checkpoints.add_score()
         if state.finished:
             self._progress.say(f"nothing left to train: step {state.step} is done, the last one")
         else:

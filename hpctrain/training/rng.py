@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import sys
 from collections.abc import Mapping
@@ -26,26 +25,38 @@ def seed_all(seed: int) -> None:
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """This process's random state, as uint8 tensors."""
-    state = {"torch": torch.get_rng_state(), "python": _as_tensor(random.getstate())}
+    """This process's random state, as tensors whose shapes are always the same."""
+    version, words, gauss = random.getstate()
+    state = {"torch": torch.get_rng_state(), **_as_tensors("python", [version, *words], gauss)}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     if numpy := sys.modules.get("numpy"):
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = _as_tensor([str(kind), keys.tolist(), *rest])
+        _, words, position, has_gauss, gauss = numpy.random.get_state()
+        state |= _as_tensors("numpy", [*words.tolist(), position], gauss if has_gauss else None)
     return state
 
 
 def restore(state: Mapping[str, torch.Tensor]) -> None:
     """Put back what `capture` returned, as far as this process has those generators."""
     torch.set_rng_state(state["torch"])
-    version, keys, gauss = json.loads(bytes(state["python"].tolist()))
-    random.setstate((version, tuple(keys), gauss))
+    (version, *words), gauss = _from_tensors(state, "python")
+    random.setstate((version, tuple(words), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(tuple(json.loads(bytes(state["numpy"].tolist()))))
+        (*words, position), gauss = _from_tensors(state, "numpy")
+        numpy.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
 
 
-def _as_tensor(value: object) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+def _as_tensors(name: str, words: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
+    """A Mersenne Twister, and the normal number that it has drawn already for the next call, if any."""
+    kept = [0.0, 0.0] if gauss is None else [1.0, gauss]
+    return {
+        name: torch.tensor(words, dtype=torch.int64),
+        f"{name}-gauss": torch.tensor(kept, dtype=torch.float64),
+    }
+
+
+def _from_tensors(state: Mapping[str, torch.Tensor], name: str) -> tuple[list[int], float | None]:
+    has_gauss, gauss = state[f"{name}-gauss"].tolist()
+    return state[name].tolist(), gauss if has_gauss else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.checkpoint.store import CheckpointStore, Loaded, Saved
+from hpctrain.checkpoint.store import CheckpointStore, Loaded, NotCopied, Saved
 from hpctrain.checkpoint.tree import split_tree
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.rundir import RunDir
@@ -114,6 +115,22 @@ class Saves:
             raise
         self._note_saved(saved)
 
+    def add_score(self) -> None:
+        """Let this step's checkpoint take part among the best, where it was saved before it was validated.
+
+        Raises:
+            UserError: the metric by which the best checkpoints are kept is not there.
+        """
+        score = self._score()
+        if score is None or not self._is_main:
+            return
+        try:
+            self._store.add_score(self._state.step, score)
+        except (CheckpointError, OSError) as error:
+            self._progress.say(
+                f"hpctrain: the checkpoint of step {self._state.step} is not among the best: {error}"
+            )
+
     def finish(self, timeout_s: float = LONGEST_SAVE_S) -> bool:
         """Wait for the save in flight, and say whether there is none any more."""
         return self._store.finish(max(0.0, timeout_s))
@@ -139,7 +156,8 @@ class Saves:
         if self._closed:
             return []
         self._closed = True
-        for note in self._store.close(run_is_over=self._state.finished, timeout_s=timeout_s):
+        # The next start may be on other nodes, where nobody would remove what lies on these.
+        for note in self._store.close(clean=True, timeout_s=timeout_s):
             self._progress.say(f"hpctrain: {note}")
         return self.settle()
 
@@ -150,10 +168,16 @@ class Saves:
     def _look_for_the_others(self) -> None:
         """Say so where the folder that the earlier checkpoints were in is not there any more."""
         folder = self._run.checkpoints
-        if self._is_main and self.write_s is not None and not folder.exists():
+        if not self._is_main or self.write_s is None:
+            return
+        try:
+            os.stat(folder)
+        except FileNotFoundError:
             cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
             self._log.event("failure", cause=cause)
             self._progress.say(f"hpctrain: {cause}")
+        except OSError:
+            return  # The save says what is wrong.
 
     def _note_saved(self, saved: Saved) -> None:
         for note in saved.notes:
@@ -182,8 +206,10 @@ class Saves:
         )
 
     def _note_failure(self, error: CheckpointError, comfort: str) -> None:
-        self._in_flight = None
-        self._cadence.failed()
+        # What was not copied may be an earlier one than that which is being written.
+        if self._in_flight is None or not isinstance(error, NotCopied):
+            self._in_flight = None
+            self._cadence.failed()
         self._log.event("failure", cause=str(error))
         self._progress.say(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
 

@@ -303,7 +303,7 @@ def node_local(folder: Path, rank: int, world_size: int) -> None:
         (saved,) = (each for each in ended if "shared" not in each.path.parts)
         assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
         assert sorted(path.name for path in saved.path.glob("*.distcp")) == [f"__{rank}_0.distcp"]
-    assert stored.close(run_is_over=True) == []
+    assert stored.close(clean=True) == []
     copied += stored.finished()
     assert copied[-1].path == folder / "shared/run/checkpoints/step-00000002"
     assert list((folder / f"node-{rank}").iterdir()) == []
@@ -395,7 +395,7 @@ def one_node(folder: Path, rank: int, world_size: int) -> None:
     loaded, _ = again.load_newest()
     assert loaded.path.parent.parent == folder / "node"
     assert torch.equal(loaded.state["big"], state(2)["big"])
-    assert again.close(run_is_over=True) == []  # by then it was copied
+    assert again.close(clean=True) == []  # by then it was copied
     assert (shared / "step-00000002" / "manifest.json").exists()
     dist.barrier()
     assert list((folder / "node").iterdir()) == []

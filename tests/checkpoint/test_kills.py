@@ -89,7 +89,7 @@ def check_restart(folder: Path, mode: str) -> None:
     assert broken == [], "a save that was killed looked like a broken checkpoint"
     again.save(loaded.step + 1, state(loaded.step + 1), {})
     assert again.load_newest()[0].step == loaded.step + 1
-    again.close(run_is_over=True)
+    again.close(clean=True)
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 

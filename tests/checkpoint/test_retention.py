@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_states import names, steps
 
-from hpctrain.checkpoint.manifest import verified
+from hpctrain.checkpoint import listing
+from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.checkpoint.manifest import FileEntry, verified
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
+from hpctrain.rundir import RunDir
 
 SCORES = {5: 0.9, 10: 0.1, 15: None, 20: 0.5, 25: 0.4, 30: float("nan")}
 
@@ -108,3 +111,25 @@ def test_broken_ones_are_neither_deleted_nor_counted(tmp_path):
     for step in (3, 4):
         store.save(step, {"x": torch.zeros(2)}, {})
     assert names(tmp_path) == ["step-00000001.broken-0", *(f"step-0000000{n}" for n in (2, 3, 4))]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_a_run_deletes_while_it_is_listed_is_not_called_broken(tmp_path, monkeypatch, verify):
+    run = RunDir(tmp_path)
+    store = CheckpointStore(run.checkpoints)
+    for step in (1, 2, 3):
+        store.save(step, {"x": torch.zeros(2)}, {})
+    if verify:
+        check = FileEntry.verify
+
+        def delete_and_verify(entry, folder):
+            shutil.rmtree(run.checkpoint(1), ignore_errors=True)
+            check(entry, folder)
+
+        monkeypatch.setattr(FileEntry, "verify", delete_and_verify)
+    else:
+        steps_there = listing.steps_in(run.checkpoints)
+        monkeypatch.setattr(listing, "steps_in", lambda _: steps_there)
+        shutil.rmtree(run.checkpoint(1))
+    listed, _ = list_checkpoints(run, verify=verify)
+    assert [(one.step, one.problems) for one in listed] == [(2, ()), (3, ())]

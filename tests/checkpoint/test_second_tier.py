@@ -124,7 +124,7 @@ def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path):
 def test_a_blocking_save_is_in_the_shared_folder(tmp_path):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tmp_path / "tier")
     assert store.save(1, state(1), {}).path == tmp_path / "run" / "checkpoints" / "step-00000001"
-    store.close(run_is_over=True)
+    store.close(clean=True)
     assert names(tmp_path / "tier") == []
 
 
@@ -147,11 +147,11 @@ def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path):
     shared.write_text("in the way")
     store = CheckpointStore(shared, second_tier=tmp_path / "tier")
     store.begin(1, state(1), {})
-    (sentence,) = store.close(run_is_over=True)
+    (sentence,) = store.close(clean=True)
     assert "Step 1 lies in" in sentence
     shared.unlink()
     again = CheckpointStore(shared, second_tier=tmp_path / "tier")
     assert torch.equal(again.load_newest()[0].state["x"], state(1)["x"])
-    again.close(run_is_over=True)
+    again.close(clean=True)
     assert steps(shared) == [1]
     assert names(tmp_path / "tier") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 
@@ -54,6 +55,7 @@ DATA = {
     "shards": lambda: streams.Sharded([7, 0, 4, 12]),
     "stream": lambda: streams.Stateful(NUM_SAMPLES),
     "no-state": lambda: streams.Whole(NUM_SAMPLES),
+    "older copy on rank 1": lambda: [x[: NUM_SAMPLES - int(os.environ.get("RANK", 0))] for x in samples()],
 }
 
 if __name__ == "__main__":
@@ -70,7 +72,7 @@ if __name__ == "__main__":
         record_samples=True,
         **settings,
     )
-    trainer.fit(module, data)
+    trainer.fit(module, tuple(data) if isinstance(data, list) else data)
     parameters = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
     everyone = [parameters] * trainer.ranks.world_size
     if dist.is_initialized():

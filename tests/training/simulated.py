@@ -43,6 +43,10 @@ class _Member:
         return self.team.gather(self.rank, value)
 
 
+#: A team of one, for a rank that is tested by itself.
+ALONE = SimulatedTeam(1).of(0)
+
+
 @dataclass
 class Leg:
     """What some ranks trained from one start to the stop."""

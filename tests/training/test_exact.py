@@ -113,3 +113,10 @@ def test_float16_goes_on_with_the_scale_that_it_had(tmp_path):
     for last_step in (6, 8):
         parts = train(tmp_path / "parts", last_step, 6, *words)
     assert parts == whole
+
+
+def test_ranks_that_see_data_of_different_lengths_are_told_so_before_they_train(tmp_path):
+    """They would take different orders for the same, and repeat some samples and lose others."""
+    words = ["3", "5", "data=older copy on rank 1"]
+    with pytest.raises(AssertionError, match=r"UserError: .*'num_samples': 23.* on rank 0.*22.* on rank 1"):
+        run_forked(SCRIPT, words, variables(tmp_path), ranks=2)

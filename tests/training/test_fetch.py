@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from simulated import ALONE
 from streams import Sharded
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
@@ -104,7 +105,7 @@ def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
         seen = []
         for rank in range(world_size):
             data = make_validation_set(
-                dataset, Loading(num_workers), Deal(rank, world_size), seed=1, global_batch_size=4
+                dataset, Loading(num_workers), Deal(rank, world_size), ALONE, seed=1, global_batch_size=4
             )
             for num_samples, batch in data.batches():
                 assert len(batch) == num_samples <= 4

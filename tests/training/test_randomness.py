@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import train_leg
+from simulated import ALONE, train_leg
 from streams import Sharded
 from torch.utils.data import Dataset, Subset
 
@@ -91,7 +91,7 @@ def samples_of(dataset: Any, legs: list[tuple[int, int, int]], seed: int = 1) ->
 def ranked(make: Any, rank: int, world_size: int, step: int, num_steps: int) -> list[Any]:
     from hpctrain.training.data.plan import Deal
 
-    feed = make(Deal(rank, world_size), None)
+    feed = make(Deal(rank, world_size), ALONE)
     feed.begin(step)
     seen = []
     try:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import default_collate
 
+from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.feed import Feed, MapFeed, Until
 from hpctrain.training.data.fetch import find_fetcher
@@ -30,38 +31,61 @@ def make_feed(
     global_batch_size: int,
     until: Until,
 ) -> Feed:
-    """The feed for a training set, which has an index or is a stream.
+    """The feed for a training set, which has an index or is a stream. All ranks must call this.
 
     Raises:
-        UserError: it is empty, or can be neither.
+        UserError: it is empty, or can be neither; or the ranks do not have the same.
     """
+    feed: Feed
     if is_stream(dataset):
-        return StreamFeed(
+        feed = StreamFeed(
             dataset, loading, deal, team, seed=seed, global_batch_size=global_batch_size, until=until
         )
-    return MapFeed(dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until)
+    else:
+        feed = MapFeed(dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until)
+    _check_equal(team, feed.identity(), "train_dataset")
+    return feed
+
+
+def _check_equal(team: Team, own: dict[str, Any], name: str) -> None:
+    """See that all ranks have the same data: each works out alone what the others train.
+
+    Raises:
+        UserError: on all ranks alike: they have not.
+    """
+    first, *others = team.gather(own)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise UserError(
+                f"{name} is {first} on rank 0, but {other} on rank {rank}. All ranks of a run need the same: "
+                "see that their nodes have the same copy of the data, and the same settings."
+            )
 
 
 class ValidationSet(Protocol):
     """Samples each of which is seen once in a validation, however many ranks share the work."""
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal on all ranks."""
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         """Yield (number of samples, batch) of this rank's part; augmentation is the same every time."""
 
 
 def make_validation_set(
-    dataset: Any, loading: Loading, deal: Deal, *, seed: int, global_batch_size: int
+    dataset: Any, loading: Loading, deal: Deal, team: Team, *, seed: int, global_batch_size: int
 ) -> ValidationSet:
-    """The way to go through a validation set, which has an index or is a stream.
+    """The way to go through a validation set, which has an index or is a stream. All ranks must call this.
 
     Raises:
-        UserError: it is empty, or can be neither.
+        UserError: it is empty, or can be neither; or the ranks do not have the same.
     """
     seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
     batch_size = deal.largest(global_batch_size)
-    if is_stream(dataset):
-        return _ValidationStream(dataset, loading, deal, seeds, batch_size)
-    return _ValidationMap(dataset, loading, deal, seeds, batch_size)
+    make = _ValidationStream if is_stream(dataset) else _ValidationMap
+    data: ValidationSet = make(dataset, loading, deal, seeds, batch_size)
+    _check_equal(team, data.identity(), "val_dataset")
+    return data
 
 
 class _ValidationMap:
@@ -72,6 +96,9 @@ class _ValidationMap:
     ) -> None:
         self._loading, self._deal, self._batch_size = loading, deal, batch_size
         self._fetcher = find_fetcher(dataset, loading.collate_fn, seeds, "val_dataset")
+
+    def identity(self) -> dict[str, Any]:
+        return {"num_samples": self._fetcher.num_samples}
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         low, high = self._deal.part(self._fetcher.num_samples)
@@ -90,6 +117,9 @@ class _ValidationStream:
     ) -> None:
         self._stream = ShardedStream(dataset, "val_dataset")
         self._loading, self._deal, self._seeds, self._batch_size = loading, deal, seeds, batch_size
+
+    def identity(self) -> dict[str, Any]:
+        return {"num_shards": self._stream.num_shards}
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         lanes = Lanes(

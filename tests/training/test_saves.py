@@ -1,0 +1,176 @@
+"""What becomes of saves besides their being written: what is said, what is left, what is kept the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy
+import pytest
+import torch
+from helpers import wait_for
+from test_checkpointing import Line, events, fit, steps
+
+from hpctrain.checkpoint import parts
+from hpctrain.checkpoint.interval import Interruptions
+from hpctrain.checkpoint.tier import Tier
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.signals import StopFlag
+from hpctrain.training import rng
+
+
+def test_random_state_has_the_same_shape_whatever_it_is():
+    """Otherwise what lies where in a checkpoint would be another in every save."""
+    shapes = set()
+    for seed in range(5):
+        rng.seed_all(seed * 10**5)
+        for _ in range(seed):
+            random.gauss(0, 1)
+            numpy.random.standard_normal()
+        shapes.add(str({name: (part.shape, part.dtype) for name, part in rng.capture().items()}))
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 1000])
+def test_random_state_comes_back_exactly(draws):
+    def draw() -> tuple[object, ...]:
+        return (
+            [random.gauss(0, 1) for _ in range(3)],
+            numpy.random.standard_normal(3).tolist(),
+            torch.randn(3).tolist(),
+            random.random(),
+        )
+
+    rng.seed_all(7)
+    for _ in range(draws):
+        random.gauss(0, 1)
+        numpy.random.standard_normal()
+    state = rng.capture()
+    wanted = draw()
+    rng.seed_all(8)
+    rng.restore(state)
+    assert draw() == wanted
+
+
+def test_a_clock_that_was_set_back_makes_no_negative_time():
+    history = [
+        {"kind": "started", "time": 1e9, "nodes": 4},
+        {"kind": "checkpoint", "time": 1e9 + 500},
+        {"kind": "checkpoint", "time": 3.0},
+        {"kind": "started", "time": 5.0, "nodes": 4},
+        {"kind": "checkpoint", "time": 105.0},
+    ]
+    assert Interruptions.of(history) == Interruptions(1, 4 * 600.0)
+
+
+def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_path, monkeypatch):
+    """A stop in that moment has to know of the one in flight, and the run of the other."""
+    fast, gate, seen = tmp_path / "fast", threading.Event(), {}
+    fast.mkdir()
+
+    def no_copy(self, step):
+        gate.wait(20)
+        raise CheckpointError(f"step {step} was not copied")
+
+    write = parts.Writing._write
+
+    def write_late(writing, part):
+        if "step-00000004" in str(writing._folder):
+            gate.set()
+            wait_for(lambda: "in flight" in seen, 20, "a look at what is in flight")
+            writing.moved_at = 0.0
+        return write(writing, part)
+
+    monkeypatch.setattr(Tier, "_copy_own", no_copy)
+    monkeypatch.setattr(parts.Writing, "_write", write_late)
+    from hpctrain.training.saves import Saves
+
+    settle = Saves.settle
+
+    def watch(self):
+        ended = settle(self)
+        if gate.is_set() and any("not copied" in event["cause"] for event in events(tmp_path, "failure")):
+            seen.setdefault("in flight", self.in_flight_s)
+        return ended
+
+    monkeypatch.setattr(Saves, "settle", watch)
+    import time
+
+    module = Line(at={n: lambda: time.sleep(0.05) for n in range(1, 60)})
+    fit(tmp_path, 40, module, checkpoint_every=2, local_checkpoints=fast)
+    assert seen["in flight"] is not None
+
+
+def test_a_folder_of_which_nothing_can_be_told_has_not_vanished(tmp_path, capsys):
+    run = RunDir(tmp_path)
+
+    def wreck():
+        wait_for(lambda: steps(tmp_path) == [2], 10, "the first checkpoint")
+        run.checkpoints.rename(tmp_path / "away")
+        run.checkpoints.symlink_to("checkpoints")
+
+    def mend():
+        run.checkpoints.unlink()
+        (tmp_path / "away").rename(run.checkpoints)
+
+    fit(tmp_path, 20, Line(at={3: wreck, 6: mend}))
+    out = capsys.readouterr().out
+    assert "has vanished" not in out
+    assert "step 4 was not written" in out
+    assert steps(tmp_path)[-1] == 20
+
+
+def test_after_a_stop_nothing_is_left_in_the_memory_of_the_node(tmp_path):
+    """The next start may be elsewhere, and memory that nobody gives back is gone for all jobs of the node."""
+    import signal
+
+    fast = tmp_path / "fast"
+    fast.mkdir()
+    module = Line(at={5: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "run", 20, module, local_checkpoints=fast)
+    (stop,) = events(tmp_path / "run", "signal")
+    assert stop["saved"]
+    assert list(fast.iterdir()) == []
+    assert fit(tmp_path / "run", 20, local_checkpoints=fast).seen["steps"] == 20
+
+
+def test_the_signal_is_named_by_whichever_rank_was_told_by_a_fake(tmp_path, monkeypatch):
+    """Slurm may reach one node's ranks alone; rank 0 writes the record."""
+    from hpctrain.runtime.process_group import Team
+
+    monkeypatch.setattr(Team, "gather", lambda self, value: [value, "SIGUSR2"] if value is None else [value])
+    flags = []
+
+    def tell_by_another():
+        StopFlag.is_set = property(lambda flag: flags.append(flag) or True)
+
+    is_set = StopFlag.is_set
+    try:
+        with pytest.raises(SystemExit):
+            fit(tmp_path, 20, Line(at={3: tell_by_another}))
+    finally:
+        StopFlag.is_set = is_set
+    (stop,) = events(tmp_path, "signal")
+    assert stop["signal"] == "SIGUSR2"
+
+
+def test_a_step_that_was_validated_after_a_stop_counts_among_the_best(tmp_path):
+    """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""
+    import signal
+
+    words = {
+        "validate_every": 4,
+        "keep_best": 1,
+        "best_metric": "val_up",
+        "keep_checkpoints": 1,
+        "checkpoint_every": 100,
+    }
+    fit(tmp_path / "whole", 12, **words)
+    module = Line(at={3: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "parts", 12, module, **words)
+    assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
+    fit(tmp_path / "parts", 12, **words)
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
