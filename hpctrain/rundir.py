@@ -20,6 +20,9 @@ EventKind = Literal[
     "failure",
     "restart",
     "shrink",
+    "replace",
+    "excluded",
+    "straggler",
     "requeue",
     "handover",
     "seen",
@@ -124,6 +127,15 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def environment(self) -> Path:
+        """What each start of the ranks ran on, and the settings of its training."""
+        return self.path / "environment.jsonl"
+
+    def logger_memory(self, name: str) -> Path:
+        """What a logger has got so far, and what its tracker calls the run."""
+        return self.path / "loggers" / f"{name}.json"
 
     @property
     def logs(self) -> Path:

@@ -12,6 +12,7 @@ from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, JobSpec
 #: Fields that a specification has in any case, and that need not be said where they are as ever.
 _DEFAULTS = {
     "signal_lead_s": DEFAULT_SIGNAL_LEAD_S,
+    "spares": JobSpec.spares,
     "max_failures": JobSpec.max_failures,
     "continue_by": JobSpec.continue_by,
     "gpu_directive": JobSpec.gpu_directive,
@@ -60,6 +61,9 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{name.removesuffix('_s').replace('_', '-')}={spec[name]}"
     for name, value in _pairs(spec.get("env")):
         yield f"--env={name}={value}"
+    for kind, changes in _mapping(spec.get("restart")).items():
+        for name, value in _pairs(changes):
+            yield f"--restart={kind}.{name}={value}"
     for name, value in _pairs(spec.get("directives")):
         yield _directive(name, value)
     yield from _shell(_mapping(spec.get("shell")))

@@ -15,6 +15,7 @@ from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.extra_directives import check_extra
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.options import SubmitOptions, is_template_path, options
+from hpctrain.jobs.restart import read_changes
 from hpctrain.jobs.shell import Shell, is_folder_of_conda
 from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.jobs.spec_checks import CONTROL_CHARACTER
@@ -70,6 +71,7 @@ def build_spec(
         array=None if (array := given.get("array")) is None else str(array),
         nodes=nodes[1],
         min_nodes=nodes[0],
+        spares=given.get("spares", JobSpec.spares),
         gpus_per_node=gpus_per_node,
         gpu_type=gpu_type,
         gpu_directive=given.get("gpu_directive", JobSpec.gpu_directive),
@@ -80,6 +82,7 @@ def build_spec(
         time_limit_s=time_limit_s,
         signal_lead_s=_positive("signal-lead", given.get("signal_lead")),
         max_failures=given.get("max_failures", JobSpec.max_failures),
+        restart=read_changes(cast(Mapping[str, str], given.get("restart", {}))),
         continue_by=given.get("continue_by", JobSpec.continue_by),
         directives=directives,
         template=_template(given.get("template"), cwd),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.directives import directives_of
@@ -33,7 +33,14 @@ _PAUSE_S = 1.0
 _SEPARATOR = "\x1f"
 
 
-def hand_on(run: RunDir, spec: JobSpec, job_id: str, attempt: int, environ: Mapping[str, str]) -> str:
+def hand_on(
+    run: RunDir,
+    spec: JobSpec,
+    job_id: str,
+    attempt: int,
+    environ: Mapping[str, str],
+    left_out: Collection[str] = (),
+) -> str:
     """Have another job continue the run after this one, and return its id. To be called in the job itself.
 
     Args:
@@ -42,12 +49,13 @@ def hand_on(run: RunDir, spec: JobSpec, job_id: str, attempt: int, environ: Mapp
         job_id: this job.
         attempt: the start of the ranks that is to be continued.
         environ: the variables of this job's batch script.
+        left_out: nodes on which it is not to start.
 
     Raises:
         SchedulerError: the scheduler refused, or did not answer in time.
     """
     run.log_event("handover", attempt, job_id=job_id)
-    successor = _submit_once(run, spec, job_id, environ)
+    successor = _submit_once(run, spec, job_id, environ, left_out)
     record_successor(run, successor, job_id)
     _move_dependents(job_id, successor, environ)
     if run.cancel_request.exists():
@@ -130,12 +138,39 @@ def _marker(job_id: str) -> str:
     return f"continues-job-{job_id}"
 
 
-def _submit_once(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str]) -> str:
+def excluded_nodes(spec: JobSpec, left_out: Collection[str]) -> str:
+    """Nodes on which a job is not to start: those that the user excludes, and `left_out`."""
+    named = spec.directives.get("exclude")
+    return ",".join([*([named] if named else []), *sorted(left_out)])
+
+
+def can_start_without(
+    run: RunDir, spec: JobSpec, left_out: Collection[str], environ: Mapping[str, str]
+) -> bool:
+    """Whether the scheduler would ever start the run's job on other nodes than these, as `sbatch` tells.
+
+    Not where it does not answer: a run that waits for ever is worse than one that has a node at fault.
+    """
+    command = ["sbatch", "--test-only", f"--exclude={excluded_nodes(spec, left_out)}"]
+    if spec.array_task is not None:
+        command.append(f"--array={spec.array_task}")
+    command.append(str((run.array or run).job_script))
+    try:
+        run_slurm(command, sbatch_environment(environ, directives_of(spec)))
+    except SchedulerError as error:
+        log.info("the job could not start without %s: %s", ", ".join(left_out), error)
+        return False
+    return True
+
+
+def _submit_once(
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
+) -> str:
     """Submit the successor, unless it is there; the answer of the scheduler may have been lost."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ)
+            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, left_out)
         except SchedulerError as error:
             if not may_succeed_later(str(error)) or time.monotonic() > deadline:
                 raise
@@ -143,8 +178,12 @@ def _submit_once(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, 
             time.sleep(_PAUSE_S)
 
 
-def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str]) -> str:
+def _submit(
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
+) -> str:
     command = ["sbatch", "--parsable", f"--dependency=afterany:{job_id}"]
+    if left_out:
+        command.append(f"--exclude={excluded_nodes(spec, left_out)}")
     if "begin" in spec.directives:
         command.append("--begin=now")
     if spec.array_task is not None:

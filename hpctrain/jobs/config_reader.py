@@ -87,9 +87,18 @@ class _Reader:
         elif _is_null(node):
             yield Given(key, None, source)
         else:
-            for name, entry_line, entry in self._entries(node, key):
+            for name, entry_line, entry in self._named(node, key, grouped=option.kind.grouped):
                 where = Source("", self._path, entry_line, profile)
                 yield Given(f"{key}.{name}", self._text(f"{key}.{name}", entry, where), where)
+
+    def _named(self, node: yaml.Node, key: str, *, grouped: bool) -> Iterator[tuple[str, int, yaml.Node]]:
+        """Entries of an option that has several; those of a group have both parts of their names."""
+        for name, line, entry in self._entries(node, key):
+            if grouped and isinstance(entry, yaml.MappingNode):
+                for part, inner_line, inner in self._entries(entry, f"{key}.{name}"):
+                    yield f"{name}.{part}", inner_line, inner
+            else:
+                yield name, line, entry
 
     def _value(self, key: str, node: yaml.Node, source: Source, option: Option) -> Any:
         if option.kind.many and isinstance(node, yaml.SequenceNode):

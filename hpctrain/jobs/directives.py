@@ -25,9 +25,9 @@ def directives_of(spec: JobSpec) -> dict[str, str]:
     if spec.is_elastic:
         # With --ntasks-per-node the job would have as many tasks as MIN nodes hold, and no more nodes than
         # tasks (seen with Slurm 22.05). So it asks for one task a node, with the CPUs of all ranks.
-        directives["nodes"] = f"{spec.min_nodes}-{spec.nodes}"
+        directives["nodes"] = f"{spec.least_granted}-{spec.most_granted}"
     else:
-        directives |= {"nodes": str(spec.nodes), "ntasks-per-node": str(spec.tasks_per_node)}
+        directives |= {"nodes": str(spec.most_granted), "ntasks-per-node": str(spec.tasks_per_node)}
     if spec.gpus_per_node:
         directives |= _gpus(spec)
     if spec.is_elastic:

@@ -64,7 +64,7 @@ def submit_calls(
         SchedulerError: the scheduler refused, or cannot be reached.
     """
     # A function that raised is called again only where somebody asked for it.
-    again = "max_failures" in options
+    again = "max_failures" in options or "restart" in options
     parcels = [Parcel.pack(call, again=again).to_bytes() for call in calls]
     names = {call.name for call in calls}
     name = options.get("name") or (names.pop() if len(names) == 1 else "functions")

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -26,6 +26,8 @@ class Kind(NamedTuple):
     path: bool = False
     pairs: bool = False
     """Texts by name."""
+    grouped: bool = False
+    """Such names may have two parts, as in `oom.retries`: a mapping may stand for all of one first part."""
     many: bool = False
     """Several texts, in order."""
 
@@ -38,7 +40,7 @@ class Kind(NamedTuple):
         if origin is Literal:
             return cls(words=parts)
         if origin is Mapping:
-            return cls(pairs=True)
+            return cls(pairs=True, grouped=get_origin(parts[1]) is Mapping)
         if origin is Sequence:
             return cls(many=True)
         if origin is os.PathLike:
@@ -62,7 +64,7 @@ class Kind(NamedTuple):
                 return value
         elif isinstance(value, Mapping):
             if self.pairs:
-                return {_text(name): _text(entry) for name, entry in value.items()}
+                return {_text(name): _text(entry) for name, entry in self.entries(value)}
         elif isinstance(value, os.PathLike):
             if self.path and isinstance(path := os.fspath(value), str):
                 return path
@@ -73,6 +75,14 @@ class Kind(NamedTuple):
                 raise ValueError(value) from None
             return number if self.number else str(number)
         raise ValueError(value)
+
+    def entries(self, value: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        """The entries of a mapping, those of a group with both parts of their names."""
+        for name, entry in value.items():
+            if self.grouped and isinstance(entry, Mapping):
+                yield from ((f"{name}.{part}", inner) for part, inner in entry.items())
+            else:
+                yield name, entry
 
     def _read(self, text: str) -> str | int | bool:
         if text in self.words:

@@ -34,6 +34,14 @@ class _Size(TypedDict, total=False):
             help="Number of nodes; with MIN:MAX as many as there are, and the run goes on if it loses some.",
         ),
     ]
+    spares: Annotated[
+        int,
+        About(
+            metavar="N",
+            default=JobSpec.spares,
+            help="Nodes to have besides, which take the place of a lost one without a wait in the queue.",
+        ),
+    ]
     gpus_per_node: Annotated[
         int | str,
         About(
@@ -120,6 +128,14 @@ class _Run(TypedDict, total=False):
             metavar="N",
             default=JobSpec.max_failures,
             help="Crashes in a row, with no new checkpoint between them, that end the run.",
+        ),
+    ]
+    restart: Annotated[
+        Mapping[str, Mapping[str, str]],
+        About(
+            metavar="KIND.FIELD=N",
+            example="oom: {retries: 0}",
+            help="Another number in the table of what follows on which kind of failure.",
         ),
     ]
     continue_by: Annotated[

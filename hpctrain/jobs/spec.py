@@ -15,6 +15,7 @@ from hpctrain.jobs.container import Container
 from hpctrain.jobs.copied_code import Code
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.plain_yaml import to_yaml
+from hpctrain.jobs.restart import Policy
 from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec_checks import check_spec
 from hpctrain.rundir import RunDir
@@ -56,6 +57,8 @@ class JobSpec:
     """The number of nodes, or the most of them."""
     min_nodes: int = 0
     """The least nodes that the run goes on with; 0 takes `nodes`, so that their number is fixed."""
+    spares: int = 0
+    """Nodes besides, that wait to take the place of one that is lost."""
     gpus_per_node: int = 0
     """0 runs the ranks on CPUs."""
     gpu_type: str | None = None
@@ -76,6 +79,8 @@ class JobSpec:
     time limit where that is shorter."""
     max_failures: int = 3
     """Crashes in a row, with no new checkpoint between them, that end the run."""
+    restart: dict[str, dict[str, int]] = field(default_factory=dict)
+    """What the user changed in the table of what follows on which kind of end: by kind, by field."""
     continue_by: ContinueBy = "auto"
     """How a run that was stopped goes on: as the same job, requeued, or as a successor job; auto takes what
     the site allows."""
@@ -96,6 +101,21 @@ class JobSpec:
     def world_size(self) -> int:
         """The number of ranks on all nodes. Of an elastic run, fewer may have been granted."""
         return self.nodes * self.tasks_per_node
+
+    @property
+    def most_granted(self) -> int:
+        """The most nodes that the scheduler is asked for, spare ones included."""
+        return self.nodes + self.spares
+
+    @property
+    def least_granted(self) -> int:
+        """The nodes without which the job does not start: an elastic run waits for no spare ones."""
+        return self.min_nodes if self.is_elastic else self.most_granted
+
+    @property
+    def policy(self) -> Policy:
+        """What follows on which kind of end."""
+        return Policy.of(self.restart, self.max_failures)
 
     @property
     def is_elastic(self) -> bool:

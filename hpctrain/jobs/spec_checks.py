@@ -10,6 +10,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.array import Array
 from hpctrain.jobs.contradictions import check_directives
 from hpctrain.jobs.lengths import check_lengths
+from hpctrain.jobs.restart import Policy
 
 if TYPE_CHECKING:
     from hpctrain.jobs.spec import JobSpec
@@ -32,7 +33,7 @@ def check_spec(spec: JobSpec) -> None:
     _check_array(spec)
     _check_shape(spec)
     _check_time(spec)
-    check_directives(spec.directives, nodes=spec.nodes, gpus_per_node=spec.gpus_per_node)
+    check_directives(spec.directives, nodes=spec.most_granted, gpus_per_node=spec.gpus_per_node)
     spec.shell.check()
     if spec.torchrun is not None:
         spec.torchrun.check()
@@ -62,6 +63,8 @@ def _check_shape(spec: JobSpec) -> None:
             f"The least number of nodes is {spec.min_nodes}, and the most {spec.nodes} (--nodes), but it "
             "takes 1 ≤ MIN ≤ MAX, such as 2:4."
         )
+    if spec.spares < 0:
+        raise SpecError(f"The number of spare nodes cannot be negative, but it is {spec.spares} (--spares).")
     if spec.gpus_per_node < 0:
         raise SpecError(
             f"The number of GPUs cannot be negative, but gpus_per_node is {spec.gpus_per_node} "
@@ -97,6 +100,7 @@ def _check_shape(spec: JobSpec) -> None:
             f"max_failures is {spec.max_failures} (--max-failures), but it takes at least 1, "
             "which ends the run at its first crash."
         )
+    Policy.of(spec.restart, spec.max_failures)
 
 
 def _check_time(spec: JobSpec) -> None:

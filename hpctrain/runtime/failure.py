@@ -39,6 +39,7 @@ def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
         "node": environ.get("SLURMD_NODENAME"),
         "kind": "exception",
         "error": type(error).__name__,
+        "classes": [its.__name__ for its in type(error).__mro__],
         "message": str(error),
         "traceback": _traceback(error),
         "log": str(log),

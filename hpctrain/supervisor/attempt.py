@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.outcome import Outcome
 from hpctrain.supervisor.scheduler import Scheduler
 from hpctrain.supervisor.step import Ending, Event, Signalled, Step, StepEnded, TaskExit
 

@@ -1,130 +1,67 @@
-"""What to do after an attempt: pure functions of what happened so far."""
+"""What to do after an attempt: a pure function of what happened so far.
+
+What each kind of end is good for is a row of `hpctrain.jobs.restart`, and of docs/restart-policy.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-from hpctrain.jobs.spec import ContinueBy
+from hpctrain.jobs.restart import Kind, Policy
+from hpctrain.supervisor.history import History
+from hpctrain.supervisor.will import Will
 
-#: Short stops in a row, with no new checkpoint between them, after which a run is taken to get nowhere.
-MAX_STOPS = 10
-#: An attempt that lasted longer than this may have got somewhere: a script may save without our knowing.
-SHORT_ATTEMPT_S = 300.0
 #: Files that a script writes may say nothing of its progress: one that starts anew writes them anew.
 #: So the crashes between which it only wrote files are at most this many times as many as those in a row.
 CRASHES_PER_FAILURE = 10
 
 
 @dataclass(frozen=True)
-class History:
-    """What matters of a run's past, counted since it was submitted."""
-
-    failures: int = 0
-    """Crashes in a row, with no new checkpoint between them."""
-    stops: int = 0
-    """Short attempts in a row that ended with a stop, with no new checkpoint between them."""
-    crashes: int = 0
-    """Crashes since the last checkpoint of which the step is known."""
-
-    @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
-        """Count over the run's events, oldest first.
-
-        A successor job goes on with the counts; only a submission by the user starts them anew.
-        A step saved a second time is no new checkpoint. Of a script's own checkpoints the step is not known.
-        """
-        failures = stops = crashes = newest = 0
-        for event in events:
-            match event.get("kind"):
-                case "submitted" if "after" not in event:
-                    failures = stops = crashes = 0
-                case "checkpoint" if event["step"] is None:
-                    failures = stops = 0
-                case "checkpoint" if event["step"] > newest:
-                    newest = event["step"]
-                    failures = stops = crashes = 0
-                case "failure" if event.get("rank") is not None:
-                    failures += 1
-                    crashes += 1
-                case "shrink":
-                    # A node that is lost says nothing of the script, and there are only so many of them.
-                    failures, crashes = max(0, failures - 1), max(0, crashes - 1)
-                case "requeue":
-                    stops = stops + 1 if event.get("seconds", 0.0) < SHORT_ATTEMPT_S else 0
-        return cls(failures, stops, crashes)
-
-
-@dataclass(frozen=True)
 class Nodes:
     """How an allocation stands after an attempt."""
 
-    left: int = 1
-    """Nodes on which ranks can be started."""
+    in_use: tuple[str, ...] = ("n1",)
+    """Those with ranks in the attempt, in order of their rank."""
+    spare: tuple[str, ...] = ()
+    """Those that wait to take the place of another."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Those on which nothing can run any more, and why."""
     least: int = 1
-    """Nodes without which the run does not go on."""
-    lost: int = 0
-    """Nodes that were lost in this attempt."""
+    """How many the run needs to go on."""
+    others_fit: bool = False
+    """Whether the scheduler could start the job on other nodes than those that are to be left out."""
 
-    @property
-    def suffice(self) -> bool:
-        return self.left >= self.least
+    def usable(self, left_out: frozenset[str]) -> tuple[str, ...]:
+        """Those that can have ranks, as many as were in use: spares fill the places of others."""
+        good = [
+            host for host in (*self.in_use, *self.spare) if host not in self.lost and host not in left_out
+        ]
+        return tuple(good[: len(self.in_use)])
 
 
-class Outcome(Enum):
+@dataclass(frozen=True)
+class State:
+    """Where a run stands when an attempt has ended."""
+
+    policy: Policy
+    history: History = field(default_factory=History)
+    """What has happened, this attempt's own failure included."""
+    will: Will = Will.GO_ON
+    nodes: Nodes = field(default_factory=Nodes)
+    ends_at: float | None = None
+    """When the job's time is over; None where it has no limit, or nobody knows."""
+    lead_s: float = 0.0
+    """Seconds before that at which the ranks are told to stop."""
+
+
+@dataclass(frozen=True)
+class End:
     """How an attempt ended."""
 
-    DONE = "done"
-    """Every rank finished."""
-    STOPPED = "stopped"
-    """The ranks were told to stop and left, to be continued."""
-    FAILED = "failed"
-    """A rank crashed."""
-    DOOMED = "doomed"
-    """A rank crashed, and would again: the function that it called raised an exception."""
-    NOT_STARTED = "not started"
-    """The scheduler did not start the step: a node is broken, perhaps."""
-    OUT_OF_TIME = "out of time"
-    """The ranks did not leave before the time limit."""
-
-
-class Fate(Enum):
-    """What the scheduler does with the job."""
-
-    STAYS = "stays"
-    REQUEUED = "requeued"
-    """It is being ended, and will be started again."""
-    EVICTED = "evicted"
-    """It is being ended for good, though nobody asked for that: others need its nodes, or one was lost."""
-    ENDS = "ends"
-    """It is being ended for good."""
-
-
-class Will(Enum):
-    """What the user and the scheduler want with the job."""
-
-    GO_ON = "go on"
-    CANCEL = "cancel"
-    """The user asked to end it."""
-    LEAVE = "leave"
-    """The scheduler is ending it, and decides itself what follows."""
-    MOVE = "move"
-    """The scheduler is ending it for good, and the run is to go on in another job."""
-
-
-def will_of(*, cancelled: bool, fate: Fate, continue_by: ContinueBy) -> Will:
-    """What is wanted with the job, out of what the user asked for and what the scheduler does."""
-    if cancelled:
-        return Will.CANCEL
-    match fate:
-        case Fate.STAYS:
-            return Will.GO_ON
-        case Fate.EVICTED if continue_by != "requeue":
-            return Will.MOVE
-        case Fate.REQUEUED | Fate.EVICTED | Fate.ENDS:
-            return Will.LEAVE
+    kind: Kind
+    cause: str | None = None
 
 
 class Action(Enum):
@@ -134,6 +71,8 @@ class Action(Enum):
     """Start the workers again inside the allocation."""
     SHRINK = "shrink"
     """Start the workers again on the nodes that are left of the allocation."""
+    REPLACE = "replace"
+    """Start the workers again, on spare nodes in the place of others."""
     REQUEUE = "requeue"
     """Give the allocation back and ask for another."""
     LEAVE = "leave"
@@ -143,119 +82,108 @@ class Action(Enum):
     FAIL = "fail"
 
 
-def decide(
-    history: History,
-    outcome: Outcome,
-    will: Will,
-    max_failures: int,
-    *,
-    time_is_short: bool = False,
-    nodes: Nodes = Nodes(),
-) -> Action:
-    """The action that follows from how an attempt ended.
-
-    Args:
-        history: counts that include this attempt's own failure.
-        outcome: how the attempt ended.
-        will: what the user and the scheduler want.
-        max_failures: crashes in a row without a new checkpoint that end the run.
-        time_is_short: whether the ranks would be told to stop as soon as they are started again.
-        nodes: how the allocation stands.
-    """
-    if outcome is Outcome.DONE:
-        return Action.COMPLETE
-    if will is Will.CANCEL:
-        return Action.CANCEL
-    if will is Will.LEAVE:
-        return Action.LEAVE
-    match outcome:
-        case Outcome.STOPPED:
-            return Action.REQUEUE if history.stops < MAX_STOPS else Action.FAIL
-        case Outcome.FAILED | Outcome.NOT_STARTED if (
-            history.failures >= max_failures or history.crashes >= CRASHES_PER_FAILURE * max_failures
-        ):
-            return Action.FAIL
-        case Outcome.FAILED | Outcome.NOT_STARTED if time_is_short or will is Will.MOVE or not nodes.suffice:
-            return Action.REQUEUE
-        case Outcome.FAILED | Outcome.NOT_STARTED if nodes.lost:
-            return Action.SHRINK
-        case Outcome.FAILED:
-            return Action.RESTART
-        case Outcome.NOT_STARTED:
-            # Other nodes may do, and the scheduler knows by then which of these does not.
-            return Action.REQUEUE
-        case Outcome.DOOMED | Outcome.OUT_OF_TIME:
-            return Action.FAIL
-
-
-class Way(Enum):
-    """How a run gets another allocation."""
-
-    REQUEUE = "requeue"
-    """The same job goes back to the queue."""
-    SUCCESSOR = "successor"
-    """Another job continues the run."""
-
-
-def ways_on(continue_by: ContinueBy, will: Will, *, requeues: bool) -> tuple[Way, ...]:
-    """The ways to be tried, one after the other where the scheduler refuses.
-
-    Args:
-        continue_by: what the user prefers.
-        will: what is wanted with the job.
-        requeues: whether the site requeues jobs, and this one.
-    """
-    if will is Will.MOVE:
-        return (Way.SUCCESSOR,)
-    match continue_by:
-        case "requeue":
-            return (Way.REQUEUE,)
-        case "auto" if requeues:
-            return (Way.REQUEUE, Way.SUCCESSOR)
-        case "auto" | "successor":
-            return (Way.SUCCESSOR, Way.REQUEUE)
-
-
-class Entry(Enum):
-    """What a job does when it starts."""
-
-    BEGIN = "begin"
-    OVER = "over"
-    """End: the run is over."""
-    SUPERSEDED = "superseded"
-    """End: another job continues the run."""
-    CANCEL = "cancel"
-    """End the run: the user asked for that while no job of it was there to hear it."""
-
-
 @dataclass(frozen=True)
-class Standing:
-    """Where a job stands among the jobs of its run when it starts."""
+class Decision:
+    """What to do now, and why."""
 
-    job_id: str
-    newest: str | None
-    """The job that the run's record names as the newest; None where it names none, or this one by hand."""
-    ended: str | None = None
-    """The state in which the run ended since that job was submitted."""
-    cancelled: bool = False
-    predecessor: str | None = None
-    """The job that this one was submitted to continue; None where the user submitted it."""
-    heir: str | None = None
-    """The job that has taken over after the predecessor: this one, unless another was faster."""
-    successor: str | None = None
-    """A job that was submitted to continue this one, which Slurm has requeued all the same."""
+    action: Action
+    hosts: tuple[str, ...] = ()
+    """The nodes of the next start in this allocation."""
+    exclude: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that are left out from now on, and why."""
+    why: str | None = None
+    """What ends the run, besides the cause of the attempt's end."""
 
 
-def enter(standing: Standing) -> Entry:
-    """What a job does when it starts: of several jobs of a run, one trains."""
-    it = standing
-    if it.successor is not None:
-        return Entry.SUPERSEDED
-    if it.predecessor is not None:
-        if it.heir != it.job_id or it.newest not in (it.job_id, it.predecessor):
-            return Entry.SUPERSEDED
-        if it.ended is not None:
-            return Entry.OVER
-        return Entry.CANCEL if it.cancelled else Entry.BEGIN
-    # A run that ended otherwise goes on where the user has its job start again.
-    return Entry.OVER if it.ended == "COMPLETED" else Entry.BEGIN
+def decide(state: State, end: End, now: float) -> Decision:
+    """What follows from how an attempt ended.
+
+    Args:
+        state: where the run stands.
+        end: how the attempt ended.
+        now: on the clock of `state.ends_at`.
+    """
+    match end.kind, state.will:
+        case Kind.DONE, _:
+            return Decision(Action.COMPLETE)
+        case _, Will.CANCEL:
+            return Decision(Action.CANCEL)
+        case _, Will.LEAVE:
+            return Decision(Action.LEAVE)
+    if (why := _spent(state, end.kind)) is not None:
+        return Decision(Action.FAIL, why=why)
+    if end.kind.is_stop:
+        return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
+    in_time = state.ends_at is None or state.ends_at - now > state.lead_s
+    if in_time and state.will is Will.GO_ON:
+        exclude = _left_out(state, here=True)
+        hosts = state.nodes.usable(state.history.excluded.union(exclude))
+        if (
+            hosts
+            and len(hosts) >= state.nodes.least
+            and (end.kind is not Kind.NOT_STARTED or state.nodes.lost)
+        ):
+            return Decision(_action(state.nodes.in_use, hosts), hosts, exclude)
+        usable = state.nodes.usable(frozenset())
+        if (
+            len(usable) >= state.nodes.least
+            and end.kind is not Kind.NOT_STARTED
+            and not state.nodes.others_fit
+        ):
+            # Nodes that were left out before are better than none.
+            return Decision(_action(state.nodes.in_use, usable), usable)
+    return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
+
+
+def suspects(policy: Policy, history: History) -> dict[str, str]:
+    """Nodes that are to be left out after what happened on them, and why; without those that are already."""
+    found = {}
+    for (host, kind), count in history.num_on().items():
+        enough = policy[kind].exclude
+        if enough and count >= enough and host not in history.excluded:
+            found[host] = f"{kind}, {count} times" if count > 1 else str(kind)
+    return found
+
+
+def _left_out(state: State, *, here: bool) -> dict[str, str]:
+    """Nodes to be left out from now on, as far as that leaves enough of them, here or elsewhere."""
+    found = suspects(state.policy, state.history)
+    enough_here = len(state.nodes.usable(state.history.excluded.union(found))) >= state.nodes.least
+    return found if state.nodes.others_fit or (here and enough_here) else {}
+
+
+def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
+    if len(hosts) < len(before):
+        return Action.SHRINK
+    return Action.RESTART if hosts == before else Action.REPLACE
+
+
+def _spent(state: State, kind: Kind) -> str | None:
+    """Why there is no other start, where the budget of this kind is spent."""
+    policy, history = state.policy, state.history
+    row = policy[kind]
+    if kind.is_stop:
+        count = sum(past is kind for past in history.stops)
+        if count < (policy.max_failures if row.retries is None else row.retries):
+            return None
+        return (
+            f"{count} stops in a row ({kind}), each soon after the start and without a new checkpoint "
+            f"(restart.{kind}.retries)"
+        )
+    if kind is Kind.OUT_OF_TIME and row.retries == 0:
+        return "the ranks did not save and leave before the time limit; submit with a longer --signal-lead"
+    alike = history.num_alike()
+    if row.repeats is not None and alike > row.repeats:
+        return f"the same {kind} failure {alike} times in a row, with no new checkpoint between"
+    if row.retries is None:
+        sharing = {other for other, its in policy.rows.items() if its.retries is None}
+        most, name = policy.max_failures - 1, "--max-failures"
+    else:
+        sharing, most, name = {kind}, row.retries, f"restart.{kind}.retries"
+    failures = sum(past.kind in sharing for past in history.failures)
+    crashes = sum(past in sharing for past in history.crashes)
+    if failures > most:
+        return f"{failures} failures in a row with no new checkpoint ({name})" if failures > 1 else ""
+    if crashes >= CRASHES_PER_FAILURE * (most + 1):
+        return f"{crashes} failures with no checkpoint of which the step is known ({name})"
+    return None

@@ -1,17 +1,25 @@
-"""What an attempt that failed comes to: its cause, out of exits, failure files and nodes, and its record."""
+"""What an attempt came to: its kind and cause, out of exits, failure files and nodes, and their record."""
 
 from __future__ import annotations
 
 import logging
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.tail import last_records
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.classify import classify, comes_again
+from hpctrain.supervisor.decide import End
 from hpctrain.supervisor.failures import Failure, collect, root_cause
-from hpctrain.supervisor.scheduler import Scheduler
+from hpctrain.supervisor.gpu_faults import gpu_faults
+from hpctrain.supervisor.history import SHORT_ATTEMPT_S
+from hpctrain.supervisor.outcome import Outcome
+from hpctrain.supervisor.scheduler import SIGNAL_EARLY_S, Scheduler
 from hpctrain.supervisor.start import Ended
 from hpctrain.supervisor.step import Ending
 
@@ -20,50 +28,94 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an attempt comes to."""
+    """What an attempt came to."""
 
-    outcome: Outcome
-    cause: str | None = None
-    """Why it failed; None where it did not."""
+    end: End
     lost: Mapping[str, str] = field(default_factory=dict)
     """Nodes that were lost, and why."""
 
 
 @dataclass(frozen=True)
 class Diagnostician:
-    """Finds out what attempts come to, and writes it into the run's record."""
+    """Finds out what attempts came to, and writes it into the run's record."""
 
     run: RunDir
     spec: JobSpec
     scheduler: Scheduler
 
     def look(self, ended: Ended, hosts: list[str]) -> Diagnosis:
-        """Find out what an attempt on `hosts` comes to."""
-        if ended.outcome is Outcome.NOT_STARTED:
-            return Diagnosis(ended.outcome, self._refused(ended), self._find_lost(hosts))
-        if ended.outcome is Outcome.FAILED:
-            return self._failed(ended, hosts)
-        return Diagnosis(ended.outcome)
+        """Find out what an attempt on `hosts` came to."""
+        match ended.outcome:
+            case Outcome.DONE:
+                return Diagnosis(End(Kind.DONE))
+            case Outcome.STOPPED:
+                return Diagnosis(End(self._kind_of_stop(ended)))
+            case Outcome.OUT_OF_TIME:
+                return Diagnosis(End(Kind.OUT_OF_TIME))
+            case Outcome.NOT_STARTED:
+                return Diagnosis(self._refused(ended), self._find_lost(hosts))
+            case Outcome.FAILED:
+                return self._failed(ended, hosts)
+
+    def _kind_of_stop(self, ended: Ended) -> Kind:
+        """Who told the ranks to leave. Ranks without the `Trainer` do not say which signal they got."""
+        if self.run.is_asked_to_requeue(ended.attempt):
+            return Kind.REQUESTED
+        for event in last_records(self.run.events):
+            if event.get("kind") == "signal" and event.get("attempt") == ended.attempt:
+                return Kind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else Kind.PREEMPTED
+            if event.get("kind") == "started":
+                break
+        try:
+            left = self.scheduler.seconds_left()
+        except SchedulerError:
+            left = None
+        near = left is not None and left <= self.spec.signal_lead_s + SIGNAL_EARLY_S
+        return Kind.TIME_LIMIT if near else Kind.PREEMPTED
 
     def _failed(self, ended: Ended, hosts: list[str]) -> Diagnosis:
         """Ranks that only lost peers which had been told to leave have not failed: they were stopped."""
+        attempt, exits = ended.attempt, ended.watch.exits
         lost = self._find_lost(hosts)
-        failures = collect(self.run, self.spec, ended.attempt, ended.watch.exits, hosts, ended.said)
-        told_to_leave = any(task.ending is Ending.CONTINUE for task in ended.watch.exits)
+        failures = collect(self.run, self.spec, attempt, exits, hosts, ended.said)
         if lost:
             # Whatever the ranks say, they say it because of that.
-            return Diagnosis(
-                Outcome.FAILED, self._record_loss(ended.attempt, lost, hosts, len(failures)), lost
-            )
+            return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
         if not failures:
-            return Diagnosis(Outcome.FAILED, "the step ended badly, and no rank said why")
+            cause = "the step ended badly, and no rank said why"
+            return Diagnosis(self._record(attempt, Kind.KILLED, cause, rank=-1, host=None, log=None))
         first = root_cause(failures)
+        told_to_leave = any(task.ending is Ending.CONTINUE for task in exits)
         if told_to_leave and first.is_peer_lost:
-            return Diagnosis(Outcome.STOPPED)
+            return Diagnosis(End(self._kind_of_stop(ended)))
+        kind = Kind.GPU if gpu_faults(self.run, first.host, ended.begun) else classify(first)
         # A rank that was left alone by peers that were told to stop may fail in its own words.
-        doomed = first.final and not first.is_peer_lost and not told_to_leave
-        outcome = Outcome.DOOMED if doomed else Outcome.FAILED
-        return Diagnosis(outcome, self._record(ended.attempt, first, len(failures)))
+        if kind is Kind.PYTHON and not told_to_leave and self._is_users_error(ended, first):
+            kind = Kind.USER_ERROR
+        return Diagnosis(
+            self._record(
+                attempt,
+                kind,
+                str(first),
+                rank=first.rank,
+                host=first.host,
+                log=first.log,
+                failed_ranks=len(failures),
+            )
+        )
+
+    def _is_users_error(self, ended: Ended, first: Failure) -> bool:
+        """Whether the next start would end the same way, and there is nothing that it could go on from.
+
+        A function says so itself. A script does where it raises soon after its start, in its first step.
+        """
+        if first.final:
+            return True
+        if not comes_again(first) or time.time() - ended.begun > SHORT_ATTEMPT_S:
+            return False
+        saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
+        newest = next(last_records(self.run.metrics), {})
+        return not saved and int(newest.get("step", 0)) <= 1
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
         """Nodes that were lost, and why; none where nobody can tell."""
@@ -75,40 +127,44 @@ class Diagnostician:
             log.warning("Whether a node was lost cannot be told: %s", error)
             return {}
 
-    def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> str:
+    def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> End:
         """Record that nodes were lost: it is the first rank of the first of them that failed."""
         host = next(iter(lost))
         rank = hosts.index(host) * self.spec.tasks_per_node
         cause = f"node lost: {in_words(lost)}"
-        log_path = self.run.rank_log(attempt, rank)
-        self.run.log_event(
-            "failure", attempt, rank=rank, host=host, cause=cause, log=str(log_path), failed_ranks=count
+        log_path = str(self.run.rank_log(attempt, rank))
+        return self._record(
+            attempt, Kind.NODE_LOST, cause, rank=rank, host=host, log=log_path, failed_ranks=count
         )
-        log.error("attempt %d failed: %s", attempt, cause)
-        return cause
 
-    def _refused(self, ended: Ended) -> str:
+    def _refused(self, ended: Ended) -> End:
         end = ended.watch.end
         assert end is not None
         cause = f"the step did not start: srun exited with {end.returncode}: {end.words}"
-        log_path = str(self.run.slurm_log)
-        self.run.log_event("failure", ended.attempt, rank=-1, host=None, cause=cause, log=log_path)
-        log.error("attempt %d: %s", ended.attempt, cause)
-        return cause
-
-    def _record(self, attempt: int, first: Failure, count: int) -> str:
-        cause = str(first)
-        self.run.log_event(
-            "failure",
-            attempt,
-            rank=first.rank,
-            host=first.host,
-            cause=cause,
-            log=first.log,
-            failed_ranks=count,
+        return self._record(
+            ended.attempt, Kind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
         )
-        log.error("attempt %d failed: %s (log: %s)", attempt, cause, first.log)
-        return cause
+
+    def _record(
+        self,
+        attempt: int,
+        kind: Kind,
+        cause: str,
+        *,
+        rank: int,
+        host: str | None,
+        log: str | None,
+        **more: int,
+    ) -> End:
+        self.run.log_event(
+            "failure", attempt, rank=rank, host=host, cause=cause, log=log, **more, **{"class": kind}
+        )
+        _say(attempt, kind, cause, log)
+        return End(kind, cause)
+
+
+def _say(attempt: int, kind: Kind, cause: str, path: str | None) -> None:
+    log.error("attempt %d failed (%s): %s (log: %s)", attempt, kind, cause, path)
 
 
 def in_words(reasons: Mapping[str, str]) -> str:

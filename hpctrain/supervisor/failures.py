@@ -41,6 +41,10 @@ class Failure:
     time: float
     final: bool = False
     """Whether the rank says that another start would end the same way."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of an exception, its own first."""
+    out_of_memory: bool = False
+    """Whether the kernel ended it, for it took more memory than the job has."""
 
     @property
     def is_peer_lost(self) -> bool:
@@ -114,6 +118,7 @@ def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
                 order=record["order"],
                 time=record["time"],
                 final=record.get("final", False),
+                classes=tuple(record.get("classes", ())),
             )
         except (OSError, ValueError, KeyError) as error:
             print(f"hpctrain: {path} cannot be read: {error}", flush=True)
@@ -133,6 +138,7 @@ def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, word
         log=str(words.log),
         order=None,
         time=time.time(),
+        out_of_memory=task.out_of_memory,
     )
     record = {**failure.__dict__, "node": host, "traceback": words.traceback}
     try:

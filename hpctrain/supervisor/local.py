@@ -30,6 +30,7 @@ class LocalLauncher:
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.hosts = [f"local-{i}" for i in range(spec.nodes)]
+        self.spares: list[str] = []  # Pretend nodes are not lost.
         self._spec = spec
         self._environ = environ
         self._gpus = visible_gpus(environ)

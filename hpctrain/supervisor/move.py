@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from signal import Signals
 
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.decide import Fate, Way, Will, ways_on, will_of
 from hpctrain.supervisor.scheduler import Scheduler
 from hpctrain.supervisor.step import Event
+from hpctrain.supervisor.will import Fate, Way, Will, ways_on, will_of
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +38,33 @@ class Mover:
     scheduler: Scheduler
     events: queue.SimpleQueue[Event]
 
-    def move(self, attempt: int, will: Will, seconds: float) -> int | Refused | None:
+    def move(
+        self, attempt: int, will: Will, kind: Kind, seconds: float, left_out: Collection[str]
+    ) -> int | Refused | None:
         """Give the allocation back and ask for another.
 
         Args:
             attempt: the start of the ranks that is to be continued.
             will: what is wanted with the job.
+            kind: how that ended.
+            left_out: nodes on which the run is not to go on.
             seconds: how long that attempt lasted.
 
         Returns:
             The job's exit code; None where the run goes on here.
         """
         ways = ways_on(self.spec.continue_by, will, requeues=self._requeues())
-        self.run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value)
+        self.run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value, **{"class": kind})
         refusals = []
         for way in ways:
             try:
                 if way is Way.SUCCESSOR:
-                    log.info("job %s continues the run", self.scheduler.hand_on(attempt))
+                    log.info("job %s continues the run", self.scheduler.hand_on(attempt, left_out))
                     return EXIT_CONTINUE
-                return self._wait_for_the_end() if self.scheduler.requeue() else None
+                if not self.scheduler.requeue():
+                    return None
+                self._exclude(left_out)
+                return self._wait_for_the_end()
             except SchedulerError as error:
                 if self.will() is Will.LEAVE:
                     return EXIT_CONTINUE  # Slurm was faster, and has taken over.
@@ -81,6 +89,15 @@ class Mover:
         except SchedulerError as error:
             log.warning("%s Taking the site for one that requeues.", error)
             return True
+
+    def _exclude(self, left_out: Collection[str]) -> None:
+        """Where this fails, the next start leaves these nodes out if it gets them."""
+        if not left_out:
+            return
+        try:
+            self.scheduler.exclude(left_out)
+        except SchedulerError as error:
+            log.warning("The job may start again on %s: %s", ", ".join(left_out), error)
 
     def _wait_for_the_end(self) -> int:
         """Wait for Slurm to end this process, which it does to requeue the job."""

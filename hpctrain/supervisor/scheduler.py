@@ -7,12 +7,12 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.chain import find_successor, hand_on
+from hpctrain.jobs.chain import can_start_without, excluded_nodes, find_successor, hand_on
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.slurm_command import job_fields, run_slurm
@@ -20,11 +20,13 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState, from_slurm
 from hpctrain.last_words import size_of
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
-from hpctrain.supervisor.decide import Fate
 from hpctrain.supervisor.nodes import lost_nodes
+from hpctrain.supervisor.will import Fate
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE)")
+#: Slurm's signal before the time limit may come so much earlier than asked for (sbatch(1), --signal).
+SIGNAL_EARLY_S = 60.0
 _JOB_REQUEUE = re.compile(r"^JobRequeue\s*=\s*(\d+)", re.MULTILINE)
 
 
@@ -39,6 +41,8 @@ class Scheduler(Protocol):
     on_signal: Mapping[signal.Signals, signal.Signals | None]
     #: Signals by which the user, and not the scheduler, ends the job.
     cancels: frozenset[signal.Signals]
+    #: Whether nodes are machines of their own, so that one may be at fault and another not.
+    has_machines: bool
 
     @property
     def ends_job_at(self) -> float | None:
@@ -60,8 +64,22 @@ class Scheduler(Protocol):
     def requeues(self) -> bool:
         """Whether the site requeues jobs, and would requeue this one."""
 
-    def hand_on(self, attempt: int) -> str:
+    def others_fit(self, left_out: Collection[str]) -> bool:
+        """Whether the site could start the job on other nodes than these."""
+
+    def exclude(self, left_out: Collection[str]) -> None:
+        """Have the job, which is back in the queue, not start on these nodes.
+
+        Raises:
+            SchedulerError: the scheduler refused.
+        """
+
+    def hand_on(self, attempt: int, left_out: Collection[str] = ()) -> str:
         """Have a successor job continue the run after `attempt`, and return its id. This job is to end then.
+
+        Args:
+            attempt: the start of the ranks that is to be continued.
+            left_out: nodes on which it is not to start.
 
         Raises:
             SchedulerError: the scheduler refused, or does not answer.
@@ -114,6 +132,7 @@ class SlurmJob:
     # Slurm signals the steps itself; SIGTERM to the batch script says that it is ending the job.
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
     cancels: frozenset[signal.Signals] = frozenset()
+    has_machines = True
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.job_id = own_job_id(environ)
@@ -157,9 +176,18 @@ class SlurmJob:
         match = _JOB_REQUEUE.search(run_slurm(["scontrol", "show", "config"], self._environ))
         return match is None or match[1] != "0"
 
-    def hand_on(self, attempt: int) -> str:
+    def others_fit(self, left_out: Collection[str]) -> bool:
+        """What `sbatch --test-only` says. See `Scheduler.others_fit`."""
+        return can_start_without(self._run, self._spec, left_out, self._batch_environ)
+
+    def exclude(self, left_out: Collection[str]) -> None:
+        """Change the job's own list, which Slurm allows of a pending job. See `Scheduler.exclude`."""
+        nodes = excluded_nodes(self._spec, left_out)
+        run_slurm(["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={nodes}"], self._environ)
+
+    def hand_on(self, attempt: int, left_out: Collection[str] = ()) -> str:
         """Submit the same script again, to start after this job. See `Scheduler.hand_on`."""
-        return hand_on(self._run, self._spec, self.job_id, attempt, self._batch_environ)
+        return hand_on(self._run, self._spec, self.job_id, attempt, self._batch_environ, left_out)
 
     def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:
         """What each node's slurmd says. See `Scheduler.lost_nodes`."""
@@ -206,6 +234,7 @@ class LocalJob:
         signal.SIGINT: signal.SIGTERM,
     }
     cancels = frozenset({signal.SIGTERM, signal.SIGINT})
+    has_machines = False
     predecessor: str | None = None
 
     def __init__(self, spec: JobSpec) -> None:
@@ -236,7 +265,14 @@ class LocalJob:
         """A place in the queue is to be had for the asking."""
         return True
 
-    def hand_on(self, attempt: int) -> str:  # noqa: ARG002
+    def others_fit(self, left_out: Collection[str]) -> bool:  # noqa: ARG002
+        """There is one machine."""
+        return False
+
+    def exclude(self, left_out: Collection[str]) -> None:
+        """There is one machine."""
+
+    def hand_on(self, attempt: int, left_out: Collection[str] = ()) -> str:  # noqa: ARG002
         """There is no queue in which another job could wait. See `Scheduler.hand_on`."""
         raise SchedulerError("There are no successor jobs without Slurm.")
 

@@ -56,9 +56,10 @@ class SrunLauncher:
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if "SLURM_JOB_NODELIST" not in environ:
             raise SpecError("SLURM_JOB_NODELIST is not set: this is no Slurm job. Hand job.sbatch to sbatch.")
-        self.hosts = expand_hostlist(environ["SLURM_JOB_NODELIST"])
-        self._num_granted = len(self.hosts)
-        self.address = _address_of_this_host(self.hosts)
+        granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+        self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
+        self._num_granted = len(granted)
+        self.address = _address_of_this_host(granted)
         self._spec = spec
         self._job_id = own_job_id(environ)
         self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}

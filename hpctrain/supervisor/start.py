@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.command import command_of
-from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.outcome import Outcome
 from hpctrain.supervisor.rendezvous import Rendezvous
 from hpctrain.supervisor.scheduler import Scheduler
 from hpctrain.supervisor.script_checkpoints import ScriptCheckpoints
@@ -39,6 +40,8 @@ class Ended:
     """Whether the ranks have used the store."""
     said: int
     """How long the job's own log was, in bytes, when the attempt began."""
+    begun: float = 0.0
+    """When the attempt began, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Starter:
             signal_lead_s=self.spec.signal_lead_s,
             process="rank" if self.spec.torchrun is None else "agent",
         )
-        hosts = self.launcher.hosts
+        hosts, begun = self.launcher.hosts, time.time()
         scripts_own = ScriptCheckpoints(self.run.checkpoints)
         with Rendezvous(self.launcher.address) as rendezvous:
             variables = {**rendezvous.variables, **self._variables(attempt)}
@@ -83,7 +86,7 @@ class Starter:
                 step.close()
         if (path := scripts_own.newest_since()) is not None:
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return Ended(attempt, outcome, watch, ranks_met, said)
+        return Ended(attempt, outcome, watch, ranks_met, said, begun)
 
     def _variables(self, attempt: int) -> dict[str, str]:
         spec = self.spec

@@ -91,6 +91,8 @@ class Launcher(Protocol):
 
     hosts: list[str]
     """The nodes, in order of their rank. The next step runs on these: one that is lost is taken out."""
+    spares: list[str]
+    """Nodes of the allocation that wait to take the place of another."""
     address: str
     """Where the tasks reach the supervisor's host."""
 

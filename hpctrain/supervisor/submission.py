@@ -14,7 +14,7 @@ from hpctrain.jobs.chain import claim_succession, record_successor
 from hpctrain.jobs.record import Record, read_record
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.decide import Entry, Standing, enter
+from hpctrain.supervisor.entry import Entry, Standing, enter
 from hpctrain.supervisor.scheduler import Scheduler
 
 log = logging.getLogger(__name__)

@@ -7,18 +7,22 @@ import queue
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 
 from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError
+from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.decide import Action, History, Nodes, Outcome, Will, decide
+from hpctrain.supervisor.decide import Action, Decision, Nodes, State, decide, suspects
 from hpctrain.supervisor.diagnosis import Diagnosis, Diagnostician, in_words
+from hpctrain.supervisor.history import History
 from hpctrain.supervisor.move import Mover, Refused
 from hpctrain.supervisor.scheduler import Scheduler
 from hpctrain.supervisor.start import Ended, Starter
 from hpctrain.supervisor.step import Event, Launcher, Signalled
 from hpctrain.supervisor.submission import take_turn
+from hpctrain.supervisor.will import Will
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class Supervisor:
         if (exit_code := take_turn(self._run, self._spec, self._scheduler)) is not None:
             log.info("the run is complete; nothing is left to do")
             return exit_code
+        self._leave_out()
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
             ended = self._starter.start(attempt)
@@ -56,27 +61,34 @@ class Supervisor:
             if (exit_code := self._go_on(ended, diagnosis, will, time.monotonic() - begun)) is not None:
                 return exit_code
 
+    def _leave_out(self) -> None:
+        """Start on other nodes than those that are left out, where some of them were granted again."""
+        launcher, excluded = self._launcher, History.of(self._run.read_events()).excluded
+        nodes = Nodes(tuple(launcher.hosts), tuple(launcher.spares))
+        hosts = list(nodes.usable(excluded))
+        if len(hosts) >= self._spec.min_nodes:
+            spares = [host for host in launcher.spares if host not in hosts and host not in excluded]
+            launcher.hosts, launcher.spares = hosts, spares
+
     def _go_on(self, ended: Ended, diagnosis: Diagnosis, will: Will, seconds: float) -> int | None:
         """Do what follows from an attempt. Returns the job's exit code; None: start the workers again."""
-        attempt, outcome = ended.attempt, diagnosis.outcome
-        history = History.of(self._run.read_events())
-        # Only a crash makes the time left matter, and asking for it is a call to the controller.
-        time_is_short = outcome is Outcome.FAILED and self._time_is_short()
-        left = [host for host in self._launcher.hosts if host not in diagnosis.lost]
-        nodes = Nodes(left=len(left), least=self._spec.min_nodes, lost=len(diagnosis.lost))
-        action = decide(
-            history, outcome, will, self._spec.max_failures, time_is_short=time_is_short, nodes=nodes
-        )
-        log.info("attempt %d: %s, %s: %s", attempt, outcome.value, will.value, action.value)
-        match action:
+        attempt, end = ended.attempt, diagnosis.end
+        state, now = self._state(diagnosis, will), time.monotonic()
+        decision = decide(state, end, now)
+        log.info("attempt %d: %s, %s: %s", attempt, end.kind, will.value, decision)
+        if decision.exclude:
+            hosts, reason = list(decision.exclude), in_words(decision.exclude)
+            self._run.log_event("excluded", attempt, hosts=hosts, reason=reason)
+        match decision.action:
             case Action.RESTART:
-                self._run.log_event("restart", attempt, cause=diagnosis.cause)
+                self._run.log_event("restart", attempt, cause=end.cause)
                 return None
-            case Action.SHRINK:
-                self._shrink(attempt, left, diagnosis.lost)
+            case Action.SHRINK | Action.REPLACE:
+                self._change_nodes(attempt, decision, diagnosis.lost)
                 return None
             case Action.REQUEUE:
-                moved = self._mover.move(attempt, will, seconds)
+                left_out = state.history.excluded.union(decision.exclude)
+                moved = self._mover.move(attempt, will, end.kind, seconds, left_out)
                 if isinstance(moved, Refused):
                     return self._finish(attempt, "FAILED", f"the state is saved, but {moved.cause}")
                 return moved
@@ -87,34 +99,58 @@ class Supervisor:
             case Action.CANCEL:
                 return self._finish(attempt, "CANCELLED")
             case Action.FAIL:
-                return self._finish(attempt, "FAILED", diagnosis.cause or _why(outcome, history))
+                cause = "; ".join(filter(None, [end.cause, decision.why]))
+                return self._finish(attempt, "FAILED", cause)
 
-    def _shrink(self, attempt: int, left: list[str], lost: Mapping[str, str]) -> None:
-        """Go on with the nodes that are left, and have Slurm take back the others."""
-        launcher = self._launcher
-        self._run.log_event(
-            "shrink",
-            attempt,
-            nodes=len(left),
-            nodes_before=len(launcher.hosts),
-            hosts=left,
-            lost=list(lost),
-            cause=in_words(lost),
+    def _state(self, diagnosis: Diagnosis, will: Will) -> State:
+        """Where the run stands. Asks the controller only for what matters: after a failure, that is."""
+        policy, history = self._spec.policy, History.of(self._run.read_events())
+        state = State(policy, history, will, lead_s=self._spec.signal_lead_s)
+        if will in (Will.CANCEL, Will.LEAVE) or diagnosis.end.kind is Kind.DONE:
+            return state
+        found = suspects(policy, history) if self._scheduler.has_machines else {}
+        if not self._scheduler.has_machines:
+            state = replace(state, policy=policy.without_exclusions())
+        nodes = Nodes(
+            in_use=tuple(self._launcher.hosts),
+            spare=tuple(self._launcher.spares),
+            lost=diagnosis.lost,
+            least=self._spec.min_nodes,
+            others_fit=bool(found) and self._scheduler.others_fit(history.excluded.union(found)),
         )
-        try:
-            self._scheduler.keep(left)
-        except SchedulerError as error:
-            log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
-        launcher.hosts = left
+        ends_at = None if diagnosis.end.kind.is_stop else self._ends_at()
+        return replace(state, nodes=nodes, ends_at=ends_at)
 
-    def _time_is_short(self) -> bool:
-        """Whether ranks that start now would be told to stop at once, or were told while none was there."""
+    def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
+        """Go on with other nodes of the allocation, and have Slurm take back those that are lost."""
+        launcher = self._launcher
+        before, hosts = launcher.hosts, list(decision.hosts)
+        gone = {**lost, **decision.exclude}
+        self._run.log_event(
+            "shrink" if decision.action is Action.SHRINK else "replace",
+            attempt,
+            nodes=len(hosts),
+            nodes_before=len(before),
+            hosts=hosts,
+            lost=[host for host in before if host not in hosts],
+            cause=in_words(gone),
+        )
+        spares = [host for host in launcher.spares if host not in hosts and host not in gone]
+        if lost:
+            try:
+                self._scheduler.keep([*hosts, *spares])
+            except SchedulerError as error:
+                log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
+        launcher.hosts, launcher.spares = hosts, spares
+
+    def _ends_at(self) -> float | None:
+        """When the job's time is over, on the monotonic clock."""
         try:
             left = self._scheduler.seconds_left()
         except SchedulerError as error:
             log.warning("%s Taking the time to be enough.", error)
-            return False
-        return left is not None and left <= self._spec.signal_lead_s
+            return None
+        return None if left is None else time.monotonic() + left
 
     def _doubt(self, ended: Ended) -> str | None:
         """What is odd about a run that has completed."""
@@ -137,9 +173,3 @@ class Supervisor:
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put may be interrupted by itself, which is what a signal handler needs.
         self._events.put(Signalled(signal.Signals(number)))
-
-
-def _why(outcome: Outcome, history: History) -> str:
-    if outcome is Outcome.STOPPED:
-        return f"{history.stops} stops in a row, each soon after the start and without a new checkpoint"
-    return "the ranks did not save and leave before the time limit; submit with a longer --signal-lead"

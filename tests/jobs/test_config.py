@@ -108,6 +108,16 @@ def test_entries_are_joined_and_later_ones_win(places):
     assert sources(settings)["env.B"] == f"{places.project}:2"
 
 
+def test_entries_of_a_group_stand_in_a_mapping_of_their_own(places):
+    places.user.write_text("restart: {oom: {retries: 0, exclude: 1}, killed: {retries: 9}}\n")
+    places.project.write_text("restart:\n  killed:\n    retries: 20\n  gpu.exclude: 0\n")
+    settings = places.resolve("restart.oom.exclude=2", restart={"python": {"repeats": 0}, "hang.retries": 4})
+    changed = {"oom.retries": "0", "oom.exclude": "2", "killed.retries": "20", "gpu.exclude": "0"}
+    assert settings.options["restart"] == {**changed, "python.repeats": "0", "hang.retries": "4"}
+    assert sources(settings)["restart.killed.retries"] == f"{places.project}:3"
+    assert sources(settings)["restart.oom.retries"] == f"{places.user}:1"
+
+
 @pytest.mark.parametrize("how", ["file", "--set"])
 def test_an_empty_value_takes_back_what_was_given_before(places, how):
     places.user.write_text("qos: long\nenv: {A: b}\nnodes: 3\n")
@@ -137,6 +147,7 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "begin": "2026-12-01",
         "exclusive": "user",
         "env": {"FLAG": "yes", "N": "1.0", "EMPTY": ""},
+        "spares": 0,
         "gpu_directive": "gres",
         "max_failures": 3,
         "continue_by": "auto",
@@ -223,6 +234,8 @@ def test_a_file_may_be_empty(places, text):
         ("qos: {a: b}\n", 1, "qos is a mapping, but"),
         ("env: [A]\n", 1, "env has to hold lines of the form `key: value`"),
         ("env:\n  A: [1]\n", 2, "env.A is a list, but"),
+        ("env:\n  A: {B: c}\n", 2, "env.A is a mapping, but"),
+        ("restart:\n  oom:\n    retries: [1]\n", 3, "restart.oom.retries is a list, but"),
         ("nodes: 1\nqos: a\nnodes: 2\n", 3, "'nodes' stands in line 1 already"),
         ("[1]: 2\n", 1, "a key has to be a single word"),
         ("- a\n", 1, "the file has to hold lines"),

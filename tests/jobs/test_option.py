@@ -104,7 +104,9 @@ def test_defaults_are_those_of_the_specification():
     assert {name: value for name, value in defaults.items() if value is not None} == {
         **{
             name: fields[name].default
-            for name in ("nodes", "gpus_per_node", "gpu_directive", "max_failures", "continue_by")
+            for name in (
+                *("nodes", "spares", "gpus_per_node", "gpu_directive", "max_failures", "continue_by"),
+            )
         },
         "backend": "auto",
         "snapshot_limit": DEFAULT_LIMIT_MB,

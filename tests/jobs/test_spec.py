@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.restart import read_changes
 from hpctrain.jobs.spec import JobSpec
 
 # What a process can be given: everything but NUL and lone surrogates.
@@ -21,6 +22,7 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         script="/" + script,
         args=tuple(args),
         env={"VALUE": value, "NO": "1e3"},
+        restart={"gpu-oom": {"retries": 0, "exclude": 2}},
         time_limit_s=limit,
         signal_lead_s=1 if limit is None else 0,
         name="n",
@@ -45,6 +47,10 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"gpus_per_node": 2, "tasks_per_node": 4}, "4 ranks .* and 2 GPUs"),
         ({"cpus_per_task": 0}, "cpus_per_task is 0"),
         ({"max_failures": 0}, "max_failures is 0"),
+        ({"spares": -1}, "spare nodes cannot be negative, but it is -1"),
+        ({"restart": {"omm": {"retries": 0}}}, "no kind of end 'omm'"),
+        ({"restart": {"oom": {"retry": 0}}}, "restart.oom has no field 'retry'"),
+        ({"restart": {"oom": {"retries": -1}}}, "restart.oom.retries is -1"),
         ({"backend": "cloud"}, "no backend 'cloud'"),
         ({"time_limit_s": 60.0, "signal_lead_s": 60}, "60 s .* 60 s"),
         ({"signal_lead_s": 70000}, "70000 s"),
@@ -98,6 +104,13 @@ def test_a_task_of_an_array_is_a_run_of_its_own(make_spec):
     task = array.task(3)
     assert (task.run_id, task.run_dir) == ("train-1/task-3", "/home/me/runs/train-1/task-3")
     assert (task.array, task.array_task, task.nodes) == (None, 3, 2)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
+def test_a_change_of_the_table_takes_a_number(text):
+    with pytest.raises(SpecError, match=r"restart\.oom\.retries is"):
+        read_changes({"oom.retries": text})
+    assert read_changes({"oom.retries": "0", "oom.exclude": "2"}) == {"oom": {"retries": 0, "exclude": 2}}
 
 
 def test_defaults_depend_on_what_is_given(make_spec):

@@ -13,7 +13,7 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import attempt
 from hpctrain.supervisor.attempt import Watch
-from hpctrain.supervisor.decide import Outcome
+from hpctrain.supervisor.outcome import Outcome
 from hpctrain.supervisor.scheduler import LocalJob, SlurmJob
 from hpctrain.supervisor.step import Signalled, StepEnded, TaskExit
 

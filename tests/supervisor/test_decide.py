@@ -1,75 +1,211 @@
+"""What follows from an attempt: every row of docs/restart-policy.md, and what stands around the table."""
+
 from __future__ import annotations
 
 import json
+import re
 import signal
+from dataclasses import replace
 
 import pytest
+from helpers import REPOSITORY
 
 from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.restart import DEFAULTS, Kind, Policy, Row
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.supervisor.classify import classify, comes_again
 from hpctrain.supervisor.command import command_of
 from hpctrain.supervisor.decide import (
-    MAX_STOPS,
+    CRASHES_PER_FAILURE,
     Action,
-    Entry,
-    Fate,
-    History,
+    Decision,
+    End,
     Nodes,
-    Outcome,
-    Standing,
-    Way,
-    Will,
+    State,
     decide,
-    enter,
-    ways_on,
-    will_of,
+    suspects,
 )
+from hpctrain.supervisor.entry import Entry, Standing, enter
 from hpctrain.supervisor.failures import Failure, root_cause
+from hpctrain.supervisor.history import History, Past
 from hpctrain.supervisor.srun import parse_task_report
 from hpctrain.supervisor.step import Ending, TaskExit
+from hpctrain.supervisor.will import Fate, Way, Will, ways_on, will_of
+
+POLICY = Policy.of({}, max_failures=3)
+FOUR = ("n1", "n2", "n3", "n4")
 
 
-@pytest.mark.parametrize(
-    ("outcome", "will", "history", "action"),
-    [
-        (Outcome.DONE, Will.GO_ON, History(), Action.COMPLETE),
-        (Outcome.DONE, Will.CANCEL, History(), Action.COMPLETE),
-        (Outcome.DONE, Will.LEAVE, History(), Action.COMPLETE),
-        (Outcome.STOPPED, Will.GO_ON, History(stops=0), Action.REQUEUE),
-        (Outcome.STOPPED, Will.GO_ON, History(stops=MAX_STOPS - 1), Action.REQUEUE),
-        (Outcome.STOPPED, Will.GO_ON, History(stops=MAX_STOPS), Action.FAIL),
-        (Outcome.STOPPED, Will.CANCEL, History(), Action.CANCEL),
-        (Outcome.STOPPED, Will.LEAVE, History(), Action.LEAVE),
-        (Outcome.FAILED, Will.GO_ON, History(failures=1), Action.RESTART),
-        (Outcome.FAILED, Will.GO_ON, History(failures=2), Action.RESTART),
-        (Outcome.FAILED, Will.GO_ON, History(failures=3), Action.FAIL),
-        (Outcome.FAILED, Will.GO_ON, History(failures=1, crashes=29), Action.RESTART),
-        (Outcome.FAILED, Will.GO_ON, History(failures=1, crashes=30), Action.FAIL),
-        (Outcome.NOT_STARTED, Will.GO_ON, History(failures=2), Action.REQUEUE),
-        (Outcome.NOT_STARTED, Will.GO_ON, History(failures=3), Action.FAIL),
-        (Outcome.NOT_STARTED, Will.LEAVE, History(failures=1), Action.LEAVE),
-        (Outcome.FAILED, Will.CANCEL, History(failures=1), Action.CANCEL),
-        (Outcome.FAILED, Will.LEAVE, History(failures=1), Action.LEAVE),
-        (Outcome.OUT_OF_TIME, Will.GO_ON, History(), Action.FAIL),
-        (Outcome.DOOMED, Will.GO_ON, History(failures=1), Action.FAIL),
-        (Outcome.DOOMED, Will.CANCEL, History(failures=1), Action.CANCEL),
-        (Outcome.DOOMED, Will.LEAVE, History(failures=1), Action.LEAVE),
-        (Outcome.DONE, Will.MOVE, History(), Action.COMPLETE),
-        (Outcome.STOPPED, Will.MOVE, History(), Action.REQUEUE),
-        (Outcome.STOPPED, Will.MOVE, History(stops=MAX_STOPS), Action.FAIL),
-        (Outcome.FAILED, Will.MOVE, History(failures=1), Action.REQUEUE),
-        (Outcome.FAILED, Will.MOVE, History(failures=3), Action.FAIL),
-        (Outcome.NOT_STARTED, Will.MOVE, History(failures=1), Action.REQUEUE),
-        (Outcome.DOOMED, Will.MOVE, History(failures=1), Action.FAIL),
-    ],
-)
-def test_every_row(outcome, will, history, action):
-    assert decide(history, outcome, will, max_failures=3) is action
+def rows() -> dict[str, tuple[str, Row]]:
+    """The rows of the table: what follows, and the numbers."""
+    text = (REPOSITORY / "docs" / "restart-policy.md").read_text()
+    table = re.findall(
+        r"^\| `([a-z-]+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE
+    )
+    number = {"–": None, "`--max-failures`": None}
+    return {
+        kind: (
+            follows,
+            Row(
+                number[retries] if retries in number else int(retries),
+                number[repeats] if repeats in number else int(repeats),
+                0 if exclude == "–" else int(exclude),
+            ),
+        )
+        for kind, follows, retries, repeats, exclude in table
+    }
+
+
+def failed(kind, count, host="n2", words=None):
+    """A history of so many failures of a kind, each on a node of its own unless `host` is given."""
+    past = [Past(kind, host, str(i) if words is None else words) for i in range(count)]
+    return History(tuple(past), tuple(one.kind for one in past))
+
+
+def after(
+    kind, count=1, *, nodes=None, will=Will.GO_ON, policy=POLICY, words=None, host=None, **fields
+) -> Decision:
+    history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, words)
+    state = State(policy, history, will, nodes or Nodes(FOUR, least=4), **fields)
+    return decide(state, End(kind, "cause"), now=0.0)
+
+
+def test_the_table_is_that_of_the_documentation():
+    assert {Kind(kind): row for kind, (_, row) in rows().items()} == dict(DEFAULTS)
+
+
+@pytest.mark.parametrize("kind", rows())
+def test_every_row(kind):
+    follows, row = rows()[kind]
+    kind = Kind(kind)
+    if kind is Kind.STRAGGLER:
+        return  # No end of an attempt: see test_nodes_at_fault.
+    most = POLICY.max_failures - 1 if row.retries is None else row.retries
+    action = {"restart": Action.RESTART, "requeue": Action.REQUEUE, "end": Action.FAIL}[follows]
+    if kind.is_stop:
+        # The first stop is no retry: what counts are the requeues before.
+        assert [after(kind, n).action for n in (0, most - 1, most)] == [action, action, Action.FAIL]
+        assert f"restart.{kind}.retries" in after(kind, most).why
+        return
+    assert [after(kind, n).action for n in range(1, most + 1)] == [action] * most
+    end = after(kind, most + 1)
+    assert end.action is Action.FAIL
+    if row.repeats is not None:
+        assert after(kind, row.repeats, words="same").action is action
+        repeated = after(kind, row.repeats + 1, words="same")
+        assert repeated.action is Action.FAIL
+        assert "the same" in repeated.why
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DEFAULTS if kind is not Kind.STRAGGLER])
+@pytest.mark.parametrize(("will", "action"), [(Will.CANCEL, Action.CANCEL), (Will.LEAVE, Action.LEAVE)])
+def test_user_and_scheduler_come_first(kind, will, action):
+    assert after(kind, 99, will=will).action is action
+
+
+@pytest.mark.parametrize("will", Will)
+def test_done_is_done(will):
+    assert after(Kind.DONE, 99, will=will).action is Action.COMPLETE
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DEFAULTS if kind is not Kind.STRAGGLER])
+def test_a_run_whose_job_is_being_ended_goes_on_in_another(kind):
+    action = after(kind, 1, will=Will.MOVE).action
+    assert action is (Action.FAIL if rows()[kind][0] == "end" else Action.REQUEUE)
+
+
+def test_kinds_without_a_number_share_max_failures():
+    history = History((Past(Kind.KILLED), Past(Kind.NCCL), Past(Kind.PYTHON)), ())
+    decision = decide(State(POLICY, history), End(Kind.PYTHON), 0.0)
+    assert decision.action is Action.FAIL
+    assert decision.why == "3 failures in a row with no new checkpoint (--max-failures)"
+    others = History((Past(Kind.OOM), Past(Kind.GPU), Past(Kind.PYTHON)), ())
+    assert decide(State(POLICY, others), End(Kind.PYTHON), 0.0).action is Action.RESTART
+
+
+def test_a_row_that_the_user_changes():
+    policy = Policy.of({"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3)
+    assert [after(Kind.KILLED, n, policy=policy).action for n in (5, 6)] == [Action.RESTART, Action.FAIL]
+    assert after(Kind.PYTHON, 1, policy=policy).action is Action.FAIL
+    assert suspects(policy, failed(Kind.GPU, 1)) == {}
+    assert (
+        after(Kind.USER_ERROR, policy=Policy.of({"user-error": {"retries": 1}}, 3)).action is Action.RESTART
+    )
+    assert (
+        after(Kind.OUT_OF_TIME, policy=Policy.of({"out-of-time": {"retries": 1}}, 3)).action is Action.RESTART
+    )
+
+
+def test_files_of_a_script_renew_the_budget_ten_times():
+    crashes = (Kind.KILLED,) * (CRASHES_PER_FAILURE * POLICY.max_failures)
+    for number, action in ((len(crashes) - 1, Action.RESTART), (len(crashes), Action.FAIL)):
+        history = History((Past(Kind.KILLED),), crashes[:number])
+        assert decide(State(POLICY, history), End(Kind.KILLED), 0.0).action is action
 
 
 def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here():
-    assert decide(History(failures=1), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True) is Action.REQUEUE
-    assert decide(History(failures=3), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True) is Action.FAIL
+    assert after(Kind.KILLED, ends_at=100.0, lead_s=100.0).action is Action.REQUEUE
+    assert after(Kind.KILLED, ends_at=101.0, lead_s=100.0).action is Action.RESTART
+    assert after(Kind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
+
+
+LOST = {"n3": "its slurmd does not answer"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "action", "hosts"),
+    [
+        (Kind.NODE_LOST, Nodes(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
+        (Kind.NODE_LOST, Nodes(FOUR, lost=LOST, least=4), Action.REQUEUE, ()),
+        (Kind.NODE_LOST, Nodes(FOUR, ("n5", "n6"), LOST, least=4), Action.REPLACE, ("n1", "n2", "n4", "n5")),
+        (Kind.NODE_LOST, Nodes(FOUR, ("n5",), {**LOST, "n5": "down"}, least=4), Action.REQUEUE, ()),
+        (
+            Kind.NODE_LOST,
+            Nodes(FOUR, ("n5",), {**LOST, "n1": "down"}, least=3),
+            Action.SHRINK,
+            ("n2", "n4", "n5"),
+        ),
+        (Kind.NOT_STARTED, Nodes(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
+        (Kind.NOT_STARTED, Nodes(FOUR, least=2), Action.REQUEUE, ()),
+        (Kind.KILLED, Nodes(FOUR, least=2), Action.RESTART, FOUR),
+    ],
+)
+def test_nodes_that_are_lost(kind, nodes, action, hosts):
+    decision = after(kind, nodes=nodes)
+    assert (decision.action, decision.hosts) == (action, hosts)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "action", "hosts", "excluded"),
+    [
+        # Here there is another, or less will do.
+        (Nodes(FOUR, least=2), Action.SHRINK, ("n1", "n3", "n4"), ["n2"]),
+        (Nodes(FOUR, ("n5",), least=4), Action.REPLACE, ("n1", "n3", "n4", "n5"), ["n2"]),
+        # Elsewhere there are others.
+        (Nodes(FOUR, least=4, others_fit=True), Action.REQUEUE, (), ["n2"]),
+        # There are none: a node at fault is better than to wait for ever.
+        (Nodes(FOUR, least=4), Action.RESTART, FOUR, []),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [kind for kind, row in DEFAULTS.items() if row.exclude and kind is not Kind.STRAGGLER]
+)
+def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
+    enough = DEFAULTS[kind].exclude
+    decision = after(kind, enough, nodes=nodes, host="n2")
+    assert (decision.action, decision.hosts, list(decision.exclude)) == (action, hosts, excluded)
+    fewer = after(kind, enough - 1, nodes=nodes, host="n2")
+    assert (fewer.action, fewer.exclude) == (Action.RESTART, {})
+
+
+def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
+    history = replace(failed(Kind.KILLED, 1), slow=("n4", "n4"))
+    decision = decide(State(POLICY, history, nodes=Nodes(FOUR, least=2)), End(Kind.KILLED), 0.0)
+    assert (decision.hosts, dict(decision.exclude)) == (("n1", "n2", "n3"), {"n4": "straggler, 2 times"})
+    stopped = replace(history, failures=(), stops=())
+    state = State(POLICY, stopped, nodes=Nodes(FOUR, least=4, others_fit=True))
+    assert list(decide(state, End(Kind.PREEMPTED), 0.0).exclude) == ["n4"]
+    assert suspects(POLICY, replace(history, excluded=frozenset({"n4"}))) == {}
 
 
 @pytest.mark.parametrize(
@@ -130,65 +266,61 @@ def test_what_a_job_does_when_it_starts(standing, entry):
     assert enter(standing) is entry
 
 
-@pytest.mark.parametrize(
-    ("outcome", "will", "failures", "nodes", "action"),
-    [
-        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=3, least=2, lost=1), Action.SHRINK),
-        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=2, least=2, lost=2), Action.SHRINK),
-        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=1, least=2, lost=1), Action.REQUEUE),
-        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=3, least=4, lost=1), Action.REQUEUE),
-        (Outcome.FAILED, Will.GO_ON, 3, Nodes(left=3, least=2, lost=1), Action.FAIL),
-        (Outcome.FAILED, Will.GO_ON, 1, Nodes(left=4, least=2, lost=0), Action.RESTART),
-        (Outcome.FAILED, Will.CANCEL, 1, Nodes(left=3, least=2, lost=1), Action.CANCEL),
-        (Outcome.FAILED, Will.LEAVE, 1, Nodes(left=3, least=2, lost=1), Action.LEAVE),
-        (Outcome.FAILED, Will.MOVE, 1, Nodes(left=3, least=2, lost=1), Action.REQUEUE),
-        (Outcome.NOT_STARTED, Will.GO_ON, 1, Nodes(left=3, least=2, lost=1), Action.SHRINK),
-        (Outcome.NOT_STARTED, Will.GO_ON, 1, Nodes(left=1, least=2, lost=1), Action.REQUEUE),
-        (Outcome.NOT_STARTED, Will.GO_ON, 1, Nodes(left=4, least=2, lost=0), Action.REQUEUE),
-    ],
-)
-def test_nodes_that_are_lost(outcome, will, failures, nodes, action):
-    assert decide(History(failures), outcome, will, max_failures=3, nodes=nodes) is action
-
-
-def test_short_time_counts_for_nodes_that_are_lost_too():
-    nodes = Nodes(left=3, least=2, lost=1)
-    assert (
-        decide(History(1), Outcome.FAILED, Will.GO_ON, 3, time_is_short=True, nodes=nodes) is Action.REQUEUE
-    )
-
-
 def event(kind, **fields):
     return {"kind": kind, **fields}
 
 
-FAILURE, REQUEUE = event("failure", rank=1), event("requeue", seconds=20.0)
+FAILURE = event("failure", rank=1, host="n1", cause="rank 1 on n1: KeyError: 'x'", **{"class": "python"})
+AGAIN = event("failure", rank=2, host="n2", cause="rank 2 on n2: KeyError: 'x'", **{"class": "python"})
+REQUEUE = event("requeue", seconds=20.0, **{"class": "time-limit"})
+P1, P2 = (Past(Kind.PYTHON, host, "KeyError: 'x'") for host in ("n1", "n2"))
+K, T = Kind.PYTHON, Kind.TIME_LIMIT
 
 
 @pytest.mark.parametrize(
     ("events", "history"),
     [
         ([], History()),
-        ([FAILURE, FAILURE], History(failures=2, crashes=2)),
-        ([FAILURE, event("checkpoint", step=5), FAILURE], History(failures=1, crashes=1)),
+        ([FAILURE, AGAIN], History((P1, P2), (K, K))),
+        ([FAILURE, event("checkpoint", step=5), AGAIN], History((P2,), (K,), has_checkpoint=True)),
         (
-            [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), FAILURE],
-            History(failures=2, crashes=2),
+            [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), AGAIN],
+            History((P1, P2), (K, K), has_checkpoint=True),
         ),
-        ([REQUEUE, REQUEUE, FAILURE], History(failures=1, stops=2, crashes=1)),
+        ([REQUEUE, REQUEUE, FAILURE], History((P1,), (K,), (T, T))),
         # Of a script's own checkpoints only that there is a new one is known.
-        ([FAILURE, REQUEUE, event("checkpoint", step=None), FAILURE], History(failures=1, crashes=2)),
-        ([FAILURE, REQUEUE, event("submitted")], History()),
-        # That a node was lost is no crash of the script.
-        ([FAILURE, event("shrink"), FAILURE], History(failures=1, crashes=1)),
-        ([FAILURE, REQUEUE, event("submitted", after="7")], History(failures=1, stops=1, crashes=1)),
+        (
+            [FAILURE, REQUEUE, event("checkpoint", step=None), AGAIN],
+            History((P2,), (K, K), has_checkpoint=True),
+        ),
+        ([FAILURE, REQUEUE, event("excluded", hosts=["n1"]), event("submitted")], History()),
+        ([FAILURE, REQUEUE, event("submitted", after="7")], History((P1,), (K,), (T,))),
         # A script that saves by its own means is not given up because it is preempted every hour.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
         ([event("failure", cause="a checkpoint was not written")], History()),
+        ([event("excluded", hosts=["n1", "n2"])], History(excluded=frozenset({"n1", "n2"}))),
+        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow=("n3", "n3"))),
+        # Written by an older version.
+        (
+            [
+                event("failure", rank=1, host="n1", cause="rank 1 on n1: SIGKILL"),
+                event("requeue", seconds=1.0),
+            ],
+            History((Past(Kind.KILLED, "n1", "SIGKILL"),), (Kind.KILLED,), (Kind.PREEMPTED,)),
+        ),
     ],
 )
 def test_history(events, history):
     assert History.of(events) == history
+
+
+def test_the_very_same_failure_is_known_on_any_rank_and_at_any_address():
+    words = ("bad thing at 0x7f01", "bad thing at 0x7f99", "another")
+    pasts = [
+        event("failure", rank=i, host="n1", cause=f"rank {i} on n1: {text}") for i, text in enumerate(words)
+    ]
+    assert History.of(pasts[:2]).num_alike() == 2
+    assert History.of(pasts).num_alike() == 1
 
 
 @pytest.mark.parametrize(
@@ -225,25 +357,77 @@ def test_endings(task, ending):
     assert task.ending is ending
 
 
-def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0):
-    return Failure(rank, "n1", kind, error, message, "log", order, time)
+def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0, **fields):
+    return Failure(rank, "n1", kind, error, message, "log", order, time, **fields)
 
 
-LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+RUNTIME = ("RuntimeError", "Exception")
+
+
+@pytest.mark.parametrize(
+    ("its", "kind", "again"),
+    [
+        (failure(0, classes=("ValueError", "Exception")), Kind.PYTHON, True),
+        (failure(0, error="FileNotFoundError", classes=("FileNotFoundError", "OSError")), Kind.PYTHON, False),
+        (failure(0, error="MemoryError", classes=("MemoryError",)), Kind.OOM, True),
+        (
+            failure(0, error="RuntimeError", message="can't allocate memory: you tried", classes=RUNTIME),
+            Kind.OOM,
+            True,
+        ),
+        (failure(0, "signal", "SIGKILL", out_of_memory=True), Kind.OOM, False),
+        (failure(0, "signal", "SIGKILL"), Kind.KILLED, False),
+        (failure(0, "signal", "SIGSEGV"), Kind.SIGNAL, False),
+        (failure(0, "exit", "exit code 3"), Kind.PYTHON, False),
+        (
+            failure(0, error="OutOfMemoryError", message="CUDA out of memory. Tried to allocate"),
+            Kind.GPU_OOM,
+            True,
+        ),
+        (
+            failure(0, error="RuntimeError", message="CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+            Kind.GPU_OOM,
+            True,
+        ),
+        (
+            failure(0, error="AcceleratorError", message="CUDA error: uncorrectable ECC error encountered"),
+            Kind.GPU,
+            True,
+        ),
+        (
+            failure(0, error="AcceleratorError", message="CUDA error: device-side assert triggered"),
+            Kind.PYTHON,
+            True,
+        ),
+        (failure(0, error="DistBackendError", classes=("DistBackendError", "DistError")), Kind.NCCL, False),
+        (
+            failure(0, error="RuntimeError", message="NCCL error: unhandled system error", classes=RUNTIME),
+            Kind.NCCL,
+            True,
+        ),
+        (failure(0, message="[gloo] Connection closed by peer"), Kind.NCCL, True),
+    ],
+)
+def test_which_kind_a_failure_is_of(its, kind, again):
+    assert classify(its) is kind
+    assert comes_again(its) is again
+
+
+PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
 
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
-        ([failure(0, message=LOST, order=2), failure(3, message="bad data", order=1)], 3),
+        ([failure(0, message=PEER_LOST, order=2), failure(3, message="bad data", order=1)], 3),
         # Clocks of hosts differ; the store's count does not.
         ([failure(0, order=2, time=1.0), failure(3, order=1, time=2.0)], 3),
         # A killed rank cannot write; its peers shout first.
-        ([failure(0, message=LOST, order=1), failure(5, "signal", "SIGKILL", time=9.0)], 5),
+        ([failure(0, message=PEER_LOST, order=1), failure(5, "signal", "SIGKILL", time=9.0)], 5),
         ([failure(0, message="my own words for a lost peer", order=1), failure(5, "signal", "SIGKILL")], 5),
         # NCCL's watchdog aborts ranks whose peer failed.
         ([failure(0, "signal", "SIGABRT"), failure(2, message="bad data", order=1)], 2),
-        ([failure(4, message=LOST, order=2), failure(1, message=LOST, order=1)], 1),
+        ([failure(4, message=PEER_LOST, order=2), failure(1, message=PEER_LOST, order=1)], 1),
     ],
 )
 def test_root_cause(failures, rank):

@@ -14,9 +14,9 @@ from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import submission
-from hpctrain.supervisor.decide import Fate
-from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.step import StepEnded, TaskExit
+from hpctrain.supervisor.supervise import Supervisor
+from hpctrain.supervisor.will import Fate
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
@@ -36,7 +36,7 @@ class PretendLauncher:
     address = "127.0.0.1"
 
     def __init__(self, attempts):
-        self.hosts = ["n1", "n2"]
+        self.hosts, self.spares = ["n1", "n2"], []
         self.attempts = list(attempts)
 
     def start(self, command, variables, emit):
@@ -53,6 +53,7 @@ class PretendScheduler:
     predecessor = None
     ends_job_at = None
     cancels = frozenset()
+    has_machines = True
 
     def __init__(self, refuses=False, fate=Fate.STAYS, left=None, site_requeues=True, successor=None):
         self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
@@ -60,6 +61,7 @@ class PretendScheduler:
         self.on_signal = {}
         self.num_requeues = 0
         self.handed_on = []
+        self.fits, self.left_out = False, []
         self.lost, self.shrinks, self.kept = {}, True, []
 
     def fate(self):
@@ -68,7 +70,13 @@ class PretendScheduler:
     def requeues(self):
         return self.site_requeues
 
-    def hand_on(self, attempt):
+    def others_fit(self, left_out):
+        return self.fits
+
+    def exclude(self, left_out):
+        self.left_out.append(sorted(left_out))
+
+    def hand_on(self, attempt, left_out=()):
         self.handed_on.append(attempt)
         if self.successor is None:
             raise SchedulerError("sbatch says: Access denied")
@@ -106,7 +114,7 @@ def run(tmp_path) -> RunDir:
     return run
 
 
-def supervise(run, attempts, scheduler=None, **fields):
+def supervise(run, attempts, scheduler=None, spares=(), **fields):
     spec = JobSpec(
         script="/x.py",
         name="x",
@@ -119,6 +127,7 @@ def supervise(run, attempts, scheduler=None, **fields):
         **fields,
     )
     launcher = PretendLauncher(attempts)
+    launcher.spares = list(spares)
     code = Supervisor(run, spec, launcher, scheduler or PretendScheduler()).run()
     assert launcher.attempts == []
     return code
@@ -384,3 +393,91 @@ def test_a_job_that_nobody_recorded_is_recorded(run, monkeypatch):
     scheduler.job_id = "8"
     assert supervise(run, [DONE], scheduler) == 0
     assert kinds(run) == ["submitted", "started", "finished"]
+
+
+def failure_of(run):
+    return next(event for event in run.read_events() if event["kind"] == "failure")
+
+
+def raised(run, attempt=0, **fields):
+    """Have rank 1 raise, as a script does."""
+
+    def write(_variables, _emit):
+        run.failures.mkdir(exist_ok=True)
+        record = {"rank": 1, "host": "n2", "kind": "exception", "error": "KeyError", "message": "'x'"}
+        record |= {"classes": ["KeyError", "Exception"], "log": "/log", "order": 1, "time": 0.0, **fields}
+        run.failure(attempt, 1).write_text(json.dumps(record))
+
+    return [write, TaskExit(1, 1), StepEnded(1)]
+
+
+def test_a_users_error_in_the_first_step_ends_the_run_at_once(run):
+    run.metrics.write_text('{"step": 1, "loss": 2.5}\n')
+    assert supervise(run, [raised(run)]) == 4
+    assert kinds(run) == ["started", "failure", "finished"]
+    assert failure_of(run)["class"] == "user-error"
+    assert finished(run)["cause"] == "rank 1 on n2: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("known", ["a step", "a checkpoint", "the network"])
+def test_an_exception_may_pass_that_is_no_users_error(run, known):
+    if known == "a step":
+        run.metrics.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.5}\n')
+    if known == "a checkpoint":
+        run.log_event("checkpoint", 0, step=1, path="x")
+    classes = ["OSError"] if known == "the network" else ["KeyError"]
+    assert supervise(run, [raised(run, classes=classes), DONE]) == 0
+    assert failure_of(run)["class"] == "python"
+
+
+def test_the_same_exception_twice_in_a_row_is_not_tried_a_third_time(run):
+    run.log_event("checkpoint", 0, step=1, path="x")
+    assert supervise(run, [raised(run), raised(run, 1)]) == 4
+    assert "the same python failure 2 times in a row" in finished(run)["cause"]
+
+
+def test_the_user_may_have_an_error_tried_again(run):
+    assert supervise(run, [raised(run), DONE], restart={"user-error": {"retries": 1}}) == 0
+
+
+def test_a_node_at_fault_is_left_out_of_the_next_job(run):
+    scheduler = PretendScheduler()
+    scheduler.fits = True
+    assert supervise(run, [KILLED, KILLED, DONE], scheduler) == 0
+    assert kinds(run) == [
+        *("started", "failure", "restart", "started", "failure", "excluded", "requeue", "started", "finished")
+    ]
+    excluded = next(event for event in run.read_events() if event["kind"] == "excluded")
+    assert (excluded["hosts"], excluded["reason"]) == (["n2"], "n2: killed, 2 times")
+
+
+def test_a_node_at_fault_is_left_out_of_the_step(run):
+    assert supervise(run, [KILLED, KILLED, DONE], min_nodes=1) == 0
+    starts = [event["hosts"] for event in run.read_events() if event["kind"] == "started"]
+    assert starts == [["n1", "n2"], ["n1", "n2"], ["n1"]]
+
+
+def test_nodes_that_were_left_out_before_are_so_after_a_requeue_that_granted_them_again(run):
+    run.log_event("excluded", 0, hosts=["n2"], reason="n2: gpu")
+    assert supervise(run, [DONE], min_nodes=1) == 0
+    assert next(event for event in run.read_events() if event["kind"] == "started")["hosts"] == ["n1"]
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(run):
+    scheduler = PretendScheduler()
+    scheduler.lost = {"n2": "its slurmd does not answer"}
+    assert supervise(run, [KILLED, DONE], scheduler, spares=["n3", "n4"]) == 0
+    assert scheduler.kept == [["n1", "n3", "n4"]]
+    replaced = next(event for event in run.read_events() if event["kind"] == "replace")
+    assert (replaced["hosts"], replaced["lost"]) == (["n1", "n3"], ["n2"])
+    assert failure_of(run)["class"] == "node-lost"
+
+
+def test_an_xid_of_the_device_makes_it_the_gpus_fault(run):
+    def report(_variables, _emit):
+        path = run.telemetry(1)
+        path.parent.mkdir()
+        path.write_text(json.dumps({"time": 4e9, "host": "n2.site", "gpu_xids": [None, "79"]}) + "\n")
+
+    assert supervise(run, [[report, *KILLED], DONE]) == 0
+    assert failure_of(run)["class"] == "gpu"

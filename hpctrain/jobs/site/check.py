@@ -150,10 +150,10 @@ def _notes(request: Request, partition: Partition, site: Site) -> list[str]:
     notes = []
     if partition.state == "DOWN":
         notes.append(f"Partition {partition.name} is down: the job waits until it is up again.")
-    elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.min_nodes:
+    elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.least_granted:
         fit = f"nodes of partition {partition.name} that fit the job"
         notes.append(
-            f"{plural(request.spec.min_nodes, 'node')} asked for, but {there or 'none'} of the {fit} in "
+            f"{plural(request.spec.least_granted, 'node')} asked for, but {there or 'none'} of the {fit} in "
             "service for now (sinfo): it waits for more."
         )
     return [*notes, *requeue_notes(partition, site, request.spec.continue_by)]

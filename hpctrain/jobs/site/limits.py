@@ -53,7 +53,7 @@ def _time(request: Request, partition: Partition) -> Iterator[Problem]:
 
 
 def _size(request: Request, partition: Partition) -> Iterator[Problem]:
-    least, nodes, cpus = request.spec.min_nodes, request.spec.nodes, request.cpus_per_node
+    least, nodes, cpus = request.spec.least_granted, request.spec.most_granted, request.cpus_per_node
     number = plural(nodes, "node") if least == nodes else f"{least} to {nodes} nodes"
     asked = f"{number} {'is' if nodes == 1 else 'are'} asked for (--nodes)"
     # Of a range, Slurm takes what the partition allows.

@@ -98,10 +98,10 @@ def _room(request: Request, partition: Partition) -> Iterator[Problem]:
             return
     fitting = sum(group.num for group in partition.groups if _fits(request, group))
     excluded = len(set(_hosts(request.word("exclude"))) & _fitting_names(request, partition))
-    if request.spec.min_nodes > fitting - excluded:
+    if request.spec.least_granted > fitting - excluded:
         less = f", {excluded} of them excluded (--exclude)" if excluded else ""
         yield Problem(
-            f"{request.spec.min_nodes} nodes{_alike(request)} are asked for (--nodes), but {where} has "
+            f"{request.spec.least_granted} nodes{_alike(request)} are asked for (--nodes), but {where} has "
             f"{fitting}{less} (sinfo). Ask for fewer, or for another --partition."
         )
 

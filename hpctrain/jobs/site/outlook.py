@@ -72,7 +72,7 @@ def highest_cost(request: Request, partitions: Sequence[Partition], site: Site) 
         names = " or ".join(partition.name for partition in partitions) or "its partition"
         return f"Nothing is known to bound its cost ({size}): neither --time nor {names} sets a limit."
     limit_s = max(limit for limit in limits if limit is not None)
-    hours = tasks * spec.nodes * each * limit_s / 3600
+    hours = tasks * spec.most_granted * each * limit_s / 3600
     return (
         f"It may cost up to {_amount(hours)} {unit}-hours ({size} × {duration(limit_s)}), and as much again "
         "after each requeue."
