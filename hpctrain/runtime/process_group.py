@@ -38,6 +38,13 @@ class Team:
     """Where this rank computes."""
     control: dist.ProcessGroup | None
     """A group with a CPU backend for small objects; None where there is only one process."""
+    further_devices: tuple[torch.device, ...] = ()
+    """Where this rank computes besides; only a rank that is alone has any."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices of this rank."""
+        return (self.device, *self.further_devices)
 
     @property
     def is_distributed(self) -> bool:

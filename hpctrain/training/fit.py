@@ -152,7 +152,7 @@ class Fit:
         """Load what there is to load, and make ready for the step after it."""
         state = self.state
         self._checkpoints.resume()
-        for remark in state.remarks:
+        for remark in (*self._strategy.remarks, *state.remarks):
             self._progress.say(f"hpctrain: {remark}")
         self._feed.begin(state.step)
         state.finished = self._feed.finished

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
+from hpctrain.training.devices import Devices, parse_devices
 from hpctrain.training.precision import check_precision
 from hpctrain.training.strategies import find_strategy
 
@@ -49,6 +50,10 @@ class Settings:
     `auto` finds out what fits into the GPU's memory; None takes the whole share. The gradient is the same."""
     strategy: str = "auto"
     """How ranks share the work: `ddp` or `ddp2`; `auto` is what the job asks for, or else `ddp`."""
+    devices: Devices | None = None
+    """Where to train if nobody has started ranks: a number of devices, -1 for all, indices such as `[1, 3]`
+    or `"1,3"`, or `auto` for all that are free. More than one starts a process for each, except with `dp`.
+    None is one device, and `auto` with `ddp_spawn` and `dp`. What Slurm or another launcher gave, stays."""
     precision: str = "32"
     """`32`; `bf16-mixed` or `16-mixed`: forward pass in bfloat16 or float16, weights in float32."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
@@ -112,6 +117,8 @@ class Settings:
             raise UserError(f"best_mode is {self.best_mode!r}; give 'min' or 'max'.")
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
+        if self.devices is not None:
+            parse_devices(self.devices)
         check_precision(self.precision)
         find_strategy(self.strategy, os.environ).check(self)
 

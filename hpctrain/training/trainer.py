@@ -6,15 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.process_group import join
 from hpctrain.runtime.signals import listen
+from hpctrain.training.devices import find_devices, is_launched, on_devices
 from hpctrain.training.fit import Fit
+from hpctrain.training.launch import Result, train_in_processes
 from hpctrain.training.module import Module
 from hpctrain.training.rng import seed_all
 from hpctrain.training.settings import Settings
+from hpctrain.training.strategies import Strategy, find_strategy
 
 #: Folders of runs, from the environment, that this process has trained into.
 _TRAINED: set[str] = set()
@@ -58,8 +63,12 @@ class Trainer(Settings):
             UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
                 of a process in the run's own folder.
         """
+        devices = self._own_devices()
+        if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.one_process)):
+            self._fit_in_processes(devices, module, train_dataset, val_dataset)
+            return
         # Until the ranks have met, whoever is told to stop leaves at once: so do those that wait for it.
-        team = join(self.ranks, os.environ)
+        team = on_devices(join(self.ranks, os.environ), devices)
         with listen() as stop:
             fit = Fit(
                 settings=self,
@@ -75,6 +84,39 @@ class Trainer(Settings):
                 fit.run()
             finally:
                 self.step, self.metrics = fit.state.step, fit.state.validation
+
+    def _own_devices(self) -> list[int | None]:
+        """The devices to choose ourselves, for the user has set them; none where ranks were started."""
+        if is_launched(self.ranks):
+            if self.devices is not None and self.is_main:
+                print(
+                    f"hpctrain: devices={self.devices!r} is not looked at: each rank has the device that its "
+                    f"launcher ({self.ranks.environment}) gave it"
+                )
+            return []
+        default = "auto" if self._strategy.spawns or self._strategy.one_process else None
+        devices = default if self.devices is None else self.devices
+        return [] if devices is None else find_devices(devices, os.environ)
+
+    @property
+    def _strategy(self) -> type[Strategy]:
+        return find_strategy(self.strategy, os.environ)
+
+    def _fit_in_processes(
+        self, devices: list[int | None], module: Module, train_dataset: Any, val_dataset: Any
+    ) -> None:
+        result = train_in_processes(
+            devices,
+            _be_rank,
+            whose="Trainer.fit",
+            environ=os.environ,
+            trainer=self,
+            module=module,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+        )
+        module.load_state_dict(result.weights)
+        self.step, self.metrics = result.step, result.metrics
 
     def _find_run(self) -> RunDir | None:
         """The folder to write into: the one that was set, else the run's own, which holds one training.
@@ -95,3 +137,16 @@ class Trainer(Settings):
             )
         _TRAINED.add(own)
         return RunDir(Path(own).absolute())
+
+
+def _be_rank(trainer: Trainer, module: Module, train_dataset: Any, val_dataset: Any) -> Result:
+    """What a process does that another process's trainer has started."""
+    trainer.ranks = detect(os.environ)
+    # There is nothing to choose any more, nor to remark on.
+    trainer.devices = None
+    trainer.fit(module, train_dataset, val_dataset)
+    weights = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }
+    return Result(weights, trainer.step, trainer.metrics)

@@ -19,7 +19,9 @@ _HERE = __name__.rpartition(".")[0]
 #: Imported when it is asked for: some bring large libraries.
 _OURS = {
     "ddp": "ddp:DDP",
+    "ddp_spawn": "ddp_spawn:DDPSpawn",
     "ddp2": "ddp2:DDP2",
+    "dp": "dp:DP",
     "zero1": "zero1:ZeRO1",
     "zero2": "sharded:ZeRO2",
     "ddp_sharded": "sharded:ZeRO2",

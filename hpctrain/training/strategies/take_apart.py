@@ -38,15 +38,16 @@ def make_whole(module: nn.Module) -> None:
             delattr(part, name)
         if isinstance(part, FSDPModule):
             # torch makes a class for the occasion, with FSDPModule and the module's own class as its bases.
-            part.__class__ = type(part).__mro__[2]  # type: ignore[unreachable]
-    wholes: dict[nn.Parameter, nn.Parameter] = {}
+            part.__class__ = type(part).__mro__[2]
+    wholes: dict[torch.Tensor, nn.Parameter] = {}
     for part in module.modules():
-        for name, parameter in part._parameters.items():
+        parameters: dict[str, Any] = part._parameters
+        for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
                 if parameter not in wholes:
                     full = parameter.full_tensor().detach()
                     wholes[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                part._parameters[name] = wholes[parameter]
+                parameters[name] = wholes[parameter]
 
 
 def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:

@@ -1,0 +1,121 @@
+"""What `Trainer(devices=…)` means where nobody else has given this process its device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.devices import visible_devices
+from hpctrain.errors import UserError
+from hpctrain.runtime.process_group import Team
+from hpctrain.telemetry.gpus import GpuReader
+
+#: A number of devices, their indices, "auto", or either as text.
+Devices = int | str | Sequence[int]
+
+_FORMS = (
+    "a number of devices, -1 for all, a list of indices such as [1, 3] or '1,3', or 'auto' for all free ones"
+)
+
+
+def parse_devices(devices: Devices) -> int | list[int] | None:
+    """A number of devices, with -1 for all of them; or their indices; or None for all that are free.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    wanted: int | list[int] | None = None
+    match devices:
+        case "auto":
+            return None
+        case str() if re.fullmatch(r"\s*-?\d+\s*", devices):
+            wanted = int(devices)
+        case str() if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", devices):
+            wanted = [int(word) for word in devices.split(",") if word.strip()]
+        case bool() | str():
+            pass
+        case int():
+            wanted = devices
+        case _ if not isinstance(devices, int) and all(
+            type(index) is int and index >= 0 for index in devices
+        ):
+            wanted = list(devices)
+    if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
+        raise UserError(f"devices is {devices!r}; give {_FORMS}.")
+    if isinstance(wanted, list) and len(set(wanted)) < len(wanted):
+        raise UserError(f"devices is {devices!r}, which names a device twice. Name each once.")
+    return wanted
+
+
+def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> list[int | None]:
+    """Indices of the GPUs that are meant, among those that are visible; None stands for a place on the CPU.
+
+    Args:
+        devices: what the user has set.
+        num_gpus: visible GPUs.
+        busy: those on which somebody else computes.
+
+    Raises:
+        UserError: there are not so many, or not so many are free.
+    """
+    wanted = parse_devices(devices)
+    if num_gpus == 0:
+        if isinstance(wanted, list):
+            raise UserError(
+                f"devices is {devices!r}, but no GPU is visible here. Give a number of processes."
+            )
+        return [None] * (1 if wanted in (None, -1) else wanted or 1)
+    if isinstance(wanted, list):
+        if max(wanted) >= num_gpus:
+            raise UserError(f"devices is {devices!r}, but the GPUs that are visible are 0 to {num_gpus - 1}.")
+        return list(wanted)
+    free = [index for index in range(num_gpus) if index not in busy]
+    if wanted is None:
+        if not free:
+            raise UserError(
+                f"devices is {devices!r}, but others compute on all {num_gpus} visible GPUs. Wait."
+            )
+        return list(free)
+    if wanted == -1:
+        return list(range(num_gpus))
+    if wanted > len(free):
+        raise UserError(
+            f"devices is {devices!r}, but of the {num_gpus} visible GPUs {len(free)} are free. Give fewer, "
+            "wait, or name GPUs to share: devices=[0, …]."
+        )
+    return list(free[:wanted])
+
+
+def find_devices(devices: Devices, environ: Mapping[str, str]) -> list[int | None]:
+    """`choose_devices` on this machine as it is now.
+
+    Raises:
+        UserError: as there.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    busy: list[int] = []
+    if num_gpus:
+        with GpuReader(visible_devices(environ)) as reader:
+            busy = [index for index, gpu in enumerate(reader.read()) if gpu.processes]
+    return choose_devices(devices, num_gpus, busy)
+
+
+def is_launched(ranks: Ranks) -> bool:
+    """Whether somebody started the ranks, and so gave each its device."""
+    return ranks.environment != "local"
+
+
+def on_devices(team: Team, indices: Sequence[int | None]) -> Team:
+    """The team of a rank that is alone, on these devices; without any, where it is."""
+    if not indices:
+        return team
+    first, *others = (
+        torch.device("cpu") if index is None else torch.device("cuda", index) for index in indices
+    )
+    if first.type == "cuda":
+        torch.cuda.set_device(first)
+    return replace(team, device=first, further_devices=tuple(others))

@@ -1,0 +1,190 @@
+"""Starts the ranks of a training from the process that called `fit`, such as a notebook's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hpctrain.cluster.devices import VISIBLE_VARIABLE, visible_devices
+from hpctrain.errors import EXIT_CONTINUE, HpctrainError
+from hpctrain.pickles import dumps
+from hpctrain.runtime.lifeline import die_with_parent
+from hpctrain.runtime.signals import StopFlag, listen
+
+#: How long the ranks may take to meet, in seconds.
+_MEETING_S = 300.0
+#: After one has failed, how long the others may take to notice it themselves, in seconds.
+_NOTICE_S = 5.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training leaves in the process that called it."""
+
+    weights: dict[str, Any]
+    step: int
+    metrics: dict[str, float]
+
+
+def train_in_processes(
+    places: Sequence[int | None],
+    train: Callable[..., Result],
+    *,
+    whose: str,
+    environ: Mapping[str, str],
+    **arguments: Any,
+) -> Result:
+    """Start a process for each place with `train(**arguments)`, and wait for them.
+
+    The script is not imported anew in the processes, so it needs no `if __name__ == "__main__"`: what it
+    defines travels with the arguments.
+
+    Args:
+        places: GPU of each process among those that are visible, or None for the CPU.
+        train: is called in each process, as one rank of them all; what it returns on rank 0 is returned.
+        whose: the function that the user has called, for messages.
+        environ: variables of this process.
+        **arguments: what `train` gets.
+
+    Raises:
+        UserError: an argument cannot be pickled; the message says where in it.
+        HpctrainError: a process has failed; the message has its traceback.
+        SystemExit: with code 75, where the ranks agreed to stop.
+    """
+    call = dumps((train, arguments), whose, list(arguments.items()))
+    store = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_MEETING_S),
+    )
+    with tempfile.TemporaryDirectory(prefix="hpctrain-spawn-") as folder, listen() as stop:
+        Path(folder, "call").write_bytes(call)
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(
+                target=_be_rank,
+                args=(folder, rank, _variables(rank, places, store.port, environ), sys.argv),
+                name=f"hpctrain-rank-{rank}",
+            )
+            for rank in range(len(places))
+        ]
+        try:
+            with _without_main():
+                for process in processes:
+                    process.start()
+            _wait_for_all(processes, stop)
+            return _outcome(Path(folder), processes)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+
+def _variables(
+    rank: int, places: Sequence[int | None], port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What torchrun would give a rank, with all of them on this machine."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(places)),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(len(places)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"spawned-{os.getpid()}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    gpus = [place for place in places if place is not None]
+    if gpus:
+        shown = visible_devices(environ)
+        variables[VISIBLE_VARIABLE] = ",".join(str(gpu) if shown is None else shown[gpu] for gpu in gpus)
+    return variables
+
+
+def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
+    """What a process does."""
+    die_with_parent()
+    os.environ.update(variables)
+    sys.argv = argv
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(variables["WORLD_SIZE"])))
+    try:
+        train, arguments = pickle.loads(Path(folder, "call").read_bytes())
+        result = train(**arguments)
+        if rank == 0:
+            torch.save((result.weights, result.step, result.metrics), Path(folder, "result"))
+    except Exception:  # noqa: BLE001 (the caller raises it)
+        Path(folder, f"failure-{rank}").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _outcome(folder: Path, processes: Sequence[Any]) -> Result:
+    codes = [process.exitcode for process in processes]
+    if all(code == 0 for code in codes):
+        return Result(*torch.load(folder / "result", weights_only=True))
+    if all(code in (0, EXIT_CONTINUE) for code in codes):
+        raise SystemExit(EXIT_CONTINUE)
+    # The first to fail is the cause; what the others met is that it was gone.
+    told = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
+    if told:
+        rank = told[0].name.partition("-")[2]
+        raise HpctrainError(f"Rank {rank} of {len(processes)} has failed:\n{told[0].read_text()}")
+    lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))
+    raise HpctrainError(
+        f"Rank {lost} of {len(processes)} ended with exit code {code} and without a word: it was killed, or "
+        "left by itself."
+    )
+
+
+def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
+    """Wait until all have ended, or one has failed and the others had time to notice; pass on a stop."""
+    is_told = False
+    while any(process.is_alive() for process in processes):
+        if stop.signal_name and not is_told:
+            is_told = True
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, getattr(signal, stop.signal_name))
+        if any(process.exitcode not in (None, 0, EXIT_CONTINUE) for process in processes):
+            deadline = time.monotonic() + _NOTICE_S
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            return
+        wait([process.sentinel for process in processes if process.is_alive()], _LOOK_EVERY_S)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Have multiprocessing not import the script in its processes: it would train there from the start."""
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {
+        name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)

@@ -1,0 +1,108 @@
+"""One process computes on several devices: the way of old scripts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.process_group import Team
+from hpctrain.training.data.loading import to_device
+from hpctrain.training.data.plan import split
+from hpctrain.training.module import Module
+from hpctrain.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from hpctrain.training.settings import Settings
+
+
+class DP(Strategy):
+    """Every step the batch is split among the devices, the module copied to them, and the outputs gathered.
+
+    `training_step_end` sees the outputs of the whole batch: tensors joined along their first dimension, and
+    scalars as a vector with an element a device. A module without one returns means over a device's
+    samples, and the mean of them is taken, weighted by the samples.
+
+    Buffers, such as running means, go by the samples of the first device.
+    """
+
+    one_process = True
+    remarks = ("strategy 'dp' copies the module to every device in every step: 'ddp' is faster",)
+
+    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
+        """Put the module on the first device.
+
+        Raises:
+            UserError: there are several ranks.
+        """
+        if team.is_distributed:
+            raise UserError(
+                f"strategy 'dp' is for one process, and there are {team.ranks.world_size} ranks "
+                f"({team.ranks.environment}). Take 'ddp', which is faster besides, or 'ddp2'."
+            )
+        super().__init__(module, team, settings)
+        self._devices = team.devices
+        self._ends_itself = type(module).training_step_end is not Module.training_step_end
+
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        parts = _parts(batch, max(1, num_samples), self._devices)
+        copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]
+        outputs = [copy.training_step(part, batch_idx) for copy, (part, _) in zip(copies, parts, strict=True)]
+        joined = _joined(outputs, self.team.device)
+        if not self._ends_itself:
+            weights = torch.tensor([float(count) for _, count in parts], device=self.team.device)
+            joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
+        return self.module.training_step_end(joined), num_samples
+
+
+def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
+    """The batch in parts, each on its device, with their samples; no part is without any."""
+    count = min(len(devices), num_samples)
+    parts = []
+    for number, device in zip(range(count), devices, strict=False):
+        low, high = split(num_samples, number, count)
+
+        def rows(tensor: torch.Tensor, low: int = low, high: int = high) -> torch.Tensor:
+            return tensor[low:high] if tensor.ndim and len(tensor) == num_samples else tensor
+
+        part = pytree.tree_map_only(torch.Tensor, rows, batch)
+        parts.append((to_device(part, device), high - low))
+    return parts
+
+
+def _copy(module: Module, device: torch.device) -> Any:
+    """The module with its parameters copied to `device`; gradients go back to the originals."""
+    copies: dict[nn.Module, Any] = {}
+    for part in module.modules():
+        # torch's own protocol, which some layers extend.
+        copies[part] = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    for part, copy in copies.items():
+        for name, child in part._modules.items():
+            copy._modules[name] = None if child is None else copies[child]
+        for name, parameter in part._parameters.items():
+            # An attribute, for what is registered as a parameter must be a leaf.
+            setattr(copy, name, None if parameter is None else parameter.to(device))
+        for name, buffer in part._buffers.items():
+            copy._buffers[name] = None if buffer is None else buffer.to(device, copy=True)
+    return copies[module]
+
+
+def _joined(outputs: list[Any], device: torch.device) -> Any:
+    """The outputs of all devices as one: tensors and numbers joined on `device`, other values the first's."""
+    structure = pytree.tree_structure(outputs[0])
+    joined = []
+    for leaves in zip(*(pytree.tree_flatten(output)[0] for output in outputs), strict=True):
+        if isinstance(leaves[0], (torch.Tensor, int, float)):
+            tensors = [torch.as_tensor(leaf, device=device) for leaf in leaves]
+            joined.append(torch.cat([each.reshape(1) if each.ndim == 0 else each for each in tensors]))
+        else:
+            joined.append(leaves[0])
+    return pytree.tree_unflatten(joined, structure)
+
+
+def _mean(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean over the devices' samples of a scalar that each device gave."""
+    return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each
