@@ -28,7 +28,7 @@ from hpctrain.training.micro_batches import (
 )
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optimization import configured
-from hpctrain.training.precision import forward_context, make_scaler
+from hpctrain.training.precision import batch_in_precision, forward_context, in_precision, make_scaler
 from hpctrain.training.progress import format_scalars, make_progress
 from hpctrain.training.report import ScalarSums, StepReport, StepResult
 from hpctrain.training.run_log import RunLog
@@ -92,6 +92,7 @@ class Fit:
             )
         )
         self._module = module
+        in_precision(module, settings.precision)
         self._strategy = strategy(module, team, settings)
         self.state = TrainingState(module, self._strategy.optimized(configured(module)), self._feed)
         self._scaler = self.state.scaler = make_scaler(settings.precision, team.device)
@@ -188,7 +189,7 @@ class Fit:
     def _forward_backward(self, share: Share, micro_batch: MicroBatch, sums: ScalarSums) -> None:
         """Add the gradient of a micro-batch, at its weight in the global batch."""
         team = self._team
-        batch = to_device(micro_batch.batch, team.device)
+        batch = batch_in_precision(to_device(micro_batch.batch, team.device), self._settings.precision)
         with forward_context(self._settings.precision, team.device):
             output, num_samples = self._strategy.training_step(
                 batch, share.batch_idx, micro_batch.num_samples
@@ -259,9 +260,10 @@ class Fit:
 
         def forward_backward(count: int) -> None:
             batch = to_device(batch_of(count), self._team.device)
+            batch = batch_in_precision(batch, self._settings.precision)
             with forward_context(self._settings.precision, self._team.device):
-                # Not through the strategy: no rank may wait for one that runs out of memory.
-                scalars = self._scalars(self._module.training_step_end(self._module.training_step(batch, 0)))
+                # No rank may wait here for one that runs out of memory.
+                scalars = self._scalars(self._strategy.trial_step(batch))
             torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
 
         if state.micro_batches is not None and state.micro_batches[0] == world_size:

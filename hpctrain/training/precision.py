@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
+from torch import nn
 
 from hpctrain.errors import UserError
+from hpctrain.training.data.loading import with_tensors
 
-_AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": None}
 PRECISIONS = tuple(_AUTOCAST)
+#: What NVIDIA's apex called its levels, and what users ask for in its name.
+_APEX = ("apex", "amp", "O0", "O1", "O2", "O3")
 
 
 def check_precision(precision: str) -> str:
@@ -18,13 +23,31 @@ def check_precision(precision: str) -> str:
     Raises:
         UserError: it is not.
     """
+    if precision in _APEX:
+        raise UserError(
+            f"precision is {precision!r}, which is a word of apex. PyTorch does natively what apex did: take "
+            "'16-mixed', or 'bf16-mixed' on GPUs that compute in bfloat16."
+        )
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; known are {', '.join(map(repr, PRECISIONS))}.")
     return precision
 
 
+def in_precision(module: nn.Module, precision: str) -> None:
+    """Give the weights and buffers of `module` the type that they are trained in."""
+    if precision == "bf16-true":
+        module.to(torch.bfloat16)
+
+
+def batch_in_precision(batch: Any, precision: str) -> Any:
+    """`batch` with its floating-point tensors in the type of the weights, where these are not in float32."""
+    if precision != "bf16-true":
+        return batch
+    return with_tensors(batch, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
+
+
 def forward_context(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """The context of a forward pass: autocast for the mixed precisions; weights stay float32."""
+    """The context of a forward pass: autocast for the mixed precisions, whose weights stay float32."""
     dtype = _AUTOCAST[precision]
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

@@ -49,13 +49,15 @@ class Settings:
     """Samples that a rank computes with at once, at the most; it adds up gradients over its share of a batch.
     `auto` finds out what fits into the GPU's memory; None takes the whole share. The gradient is the same."""
     strategy: str = "auto"
-    """How ranks share the work: `ddp` or `ddp2`; `auto` is what the job asks for, or else `ddp`."""
+    """How ranks share the work, by name: docs/strategies.md lists them. `auto` is what the job asks for, or
+    else `ddp`."""
     devices: Devices | None = None
     """Where to train if nobody has started ranks: a number of devices, -1 for all, indices such as `[1, 3]`
     or `"1,3"`, or `auto` for all that are free. More than one starts a process for each, except with `dp`.
     None is one device, and `auto` with `ddp_spawn` and `dp`. What Slurm or another launcher gave, stays."""
     precision: str = "32"
-    """`32`; `bf16-mixed` or `16-mixed`: forward pass in bfloat16 or float16, weights in float32."""
+    """`32`; `bf16-mixed` or `16-mixed`: forward pass in bfloat16 or float16, weights in float32; `bf16-true`:
+    weights and all else in bfloat16."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
     """Save after every so many steps; `auto` balances the time that saving takes against the work that an
     interruption costs. A stop and the end of training save in any case."""

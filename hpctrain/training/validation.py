@@ -11,7 +11,7 @@ from hpctrain.training.data.loading import to_device
 from hpctrain.training.data.lockstep import in_lockstep
 from hpctrain.training.data.sources import ValidationSet
 from hpctrain.training.module import as_scalars
-from hpctrain.training.precision import forward_context
+from hpctrain.training.precision import batch_in_precision, forward_context
 from hpctrain.training.strategies import Strategy
 
 
@@ -32,8 +32,9 @@ def validate(strategy: Strategy, data: ValidationSet, team: Team, *, precision: 
         batches = in_lockstep(data.batches(), team) if strategy.in_lockstep else data.batches()
         for batch_idx, (num_held, batch) in enumerate(batches):
             with forward_context(precision, team.device):
+                on_device = batch_in_precision(to_device(batch, team.device), precision)
                 output, num_samples = strategy.evaluation_step(
-                    "validation_step", to_device(batch, team.device), batch_idx, num_held
+                    "validation_step", on_device, batch_idx, num_held
                 )
             if num_samples == 0:
                 continue

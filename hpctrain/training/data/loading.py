@@ -60,23 +60,24 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in its tuples, lists and dicts on `device`."""
     if device.type == "cpu":
         return batch
-    return _with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pinned(batch: Any) -> Any:
     """`batch` with every tensor of the CPU in pinned memory, from which a GPU copies while others compute."""
-    return _with_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
+    return with_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
 
-def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`batch` with every tensor in its tuples, lists and dicts changed."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: _with_tensors(value, change) for key, value in batch.items()}
+        return {key: with_tensors(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_with_tensors(value, change) for value in batch))
+        return type(batch)(*(with_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_with_tensors(value, change) for value in batch)
+        return type(batch)(with_tensors(value, change) for value in batch)
     return batch
 
 

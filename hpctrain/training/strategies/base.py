@@ -77,6 +77,10 @@ class Strategy:
         """
         return self.module.training_step_end(self.module.training_step(batch, batch_idx)), num_samples
 
+    def trial_step(self, batch: Any) -> Any:
+        """The module's training step on this rank alone, to see whether it fits into memory."""
+        return self.module.training_step_end(self.module.training_step(batch, 0))
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add to the gradients those of `loss`, which `training_step` returned and which was weighted."""
         torch.autograd.backward(loss)

@@ -57,6 +57,10 @@ class DP(Strategy):
             joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
         return self.module.training_step_end(joined), num_samples
 
+    def trial_step(self, batch: Any) -> Any:
+        num_samples = next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        return self.training_step(batch, 0, num_samples)[0]
+
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
     """The batch in parts, each on its device, with their samples; no part is without any."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hpctrain.errors import UserError
 from hpctrain.training.optimization import Optimization
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.buffers import share_buffers
 from hpctrain.training.strategies.parts import Parts, check_whole, gradient_norm
 from hpctrain.training.strategies.take_apart import make_whole, room_for_whole
 from hpctrain.training.strategies.units import find_units
+
+if TYPE_CHECKING:
+    from hpctrain.training.settings import Settings
 
 
 class Sharded(Strategy):
@@ -35,6 +39,15 @@ class Sharded(Strategy):
     in_lockstep = True
     reshard_after_forward: ClassVar[bool | None]
     """Whether a block is cut again after its forward pass; None: all but what stands outside of blocks."""
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        if settings.micro_batch_size == "auto":
+            raise UserError(
+                f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
+                "each other in every forward pass, and one of them may run out of memory while it is tried. "
+                "Give a number."
+            )
 
     def place(self) -> None:
         """Cut the module, a block at a time, so that no rank has to have it whole on its device."""
