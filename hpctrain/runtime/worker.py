@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
+from hpctrain.cluster.leftovers import end_leftovers
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.code_copy import import_from_copy
@@ -60,6 +61,8 @@ def main(argv: list[str]) -> NoReturn:
     log = run.rank_log(attempt, ranks.rank)
     _redirect_output(log)
     note_log_times(run.log_times(attempt, ranks.node_rank), ranks.rank)
+    if ranks.local_rank == 0:
+        end_leftovers(os.environ[RUN_DIR_VARIABLE], attempt)
     sampler = measure_node(run, ranks, os.environ)
     faulthandler.enable()
     script, *args = json.loads(words)

@@ -78,7 +78,7 @@ class History:
                     past = _past(event)
                     failures.append(past)
                     crashes.append(past.kind)
-                case "straggler":
+                case "straggler" if event.get("lasting", True):
                     slow.append(str(event.get("host")))
                 case "excluded":
                     excluded.update(event["hosts"])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
 
+from hpctrain.cluster.leftovers import end_leftovers
 from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError
 from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
@@ -56,6 +57,8 @@ class Supervisor:
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
             ended = self._starter.start(attempt)
+            # The ranks of the next attempt look after the other hosts.
+            end_leftovers(str(self._run.path), attempt + 1)
             diagnosis = self._diagnostician.look(ended, self._launcher.hosts)
             will = self._mover.will(ended.watch.signals)
             if (exit_code := self._go_on(ended, diagnosis, will, time.monotonic() - begun)) is not None:

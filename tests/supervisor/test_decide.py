@@ -300,6 +300,7 @@ K, T = Kind.PYTHON, Kind.TIME_LIMIT
         ([event("failure", cause="a checkpoint was not written")], History()),
         ([event("excluded", hosts=["n1", "n2"])], History(excluded=frozenset({"n1", "n2"}))),
         ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow=("n3", "n3"))),
+        ([event("straggler", host="n3", lasting=False)], History()),
         # Written by an older version.
         (
             [
