@@ -39,7 +39,9 @@ def _take(root: Path) -> int | None:
     try:
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:  # its last holder removed it in between
+    except (FileNotFoundError, FileExistsError):  # its last holder removed it in between
+        if root.exists() and not root.is_dir():
+            raise
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
