@@ -26,7 +26,7 @@ from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.log_times import note_log_times
-from hpctrain.runtime.node_sampler import NodeSampler, measure_node
+from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.output import make_lenient
 from hpctrain.runtime.signals import leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> NoReturn:
     note_log_times(run.log_times(attempt, ranks.node_rank), ranks.rank)
     if ranks.local_rank == 0:
         end_leftovers(os.environ[RUN_DIR_VARIABLE], attempt)
-    sampler = measure_node(run, ranks, os.environ)
+    sampler = NodeSampler(run, ranks, os.environ)
     faulthandler.enable()
     script, *args = json.loads(words)
     sys.argv = [script, *args]
@@ -110,19 +110,17 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _exit_orderly(code: int, sampler: NodeSampler | None) -> NoReturn:
+def _exit_orderly(code: int, sampler: NodeSampler) -> NoReturn:
     """Leave as any script of Python does."""
-    if sampler is not None:
-        sampler.end()
+    sampler.end()
     if "torch" in sys.modules:
         time.sleep(_LETTING_GO_S)
     sys.exit(code)
 
 
-def _exit_now(code: int, sampler: NodeSampler | None) -> NoReturn:
+def _exit_now(code: int, sampler: NodeSampler) -> NoReturn:
     """Leave without the interpreter's clean-up, which may wait for peers that will not answer any more."""
-    if sampler is not None:
-        sampler.end()
+    sampler.end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,8 +2,8 @@
 
     python -m hpctrain.telemetry.sampler RUN NODE
 
-writes `telemetry/node-NNN.jsonl` of the run until its standard input is closed, so it ends with whoever
-started it, however that ends. Signals that tell ranks to save reach it as well, and mean nothing to it.
+writes `telemetry/node-NNN.jsonl` of the run until its standard input closes or gets a line, so it ends with
+whoever started it, however that ends. Signals that tell ranks to save reach it too, and mean nothing to it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], secon
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Measure this node until nobody wants that any more."""
-    run, node = RunDir(Path(argv[0])), int(argv[1])
+    run, node = RunDir(Path(argv[-2])), int(argv[-1])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with GpuReader(visible_devices(environ)) as gpus:

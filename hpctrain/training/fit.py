@@ -14,6 +14,7 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.signals import StopFlag
+from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.training import rng
 from hpctrain.training.checkpointing import Checkpointing
 from hpctrain.training.data.feed import MicroBatch, Step, Until
@@ -36,6 +37,8 @@ from hpctrain.training.settings import Settings
 from hpctrain.training.spent import Spent
 from hpctrain.training.state import TrainingState
 from hpctrain.training.strategies import find_strategy
+from hpctrain.training.surroundings import describe
+from hpctrain.training.tracking import Tracking
 from hpctrain.training.validation import validate
 
 
@@ -112,6 +115,11 @@ class Fit:
                 last_step=self._feed.last_step,
             )
         )
+        surroundings = describe(settings, team) if team.ranks.is_main else {}
+        if self._log is not None:
+            self._log.surroundings(surroundings)
+        loggers = find_loggers(settings.loggers) if team.ranks.is_main else []
+        self._tracking = Tracking(loggers, run, surroundings, self._progress.say)
         self._checkpoints = Checkpointing(
             self.state,
             settings=settings,
@@ -130,7 +138,7 @@ class Fit:
             SystemExit: with code 75, after a stop.
         """
         rng.seed_all(rng.derived_seed(self._settings.seed, "rank", self._team.ranks.rank))
-        with self._progress, self._checkpoints, closing(self._feed):
+        with self._progress, self._tracking, self._checkpoints, closing(self._feed):
             self._begin()
             self._spent.take()
             report: StepReport | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ class RunLog:
         self._run, self._log_every, self._spent = run, log_every, spent
         self._events = PatientLines(run.events, say) if rank == 0 else None
         self._metrics = MetricsFile(run, self._attempt, say, last_step) if rank == 0 else None
+        self._environment = PatientLines(run.environment, say) if rank == 0 else None
         self._samples = SamplesFile(run.samples(self._attempt, rank), say) if record_samples else None
 
     def is_asked_to_requeue(self) -> bool:
@@ -47,6 +49,11 @@ class RunLog:
         """Write an event."""
         if self._events is not None:
             self._events.append(event_record(kind, self._attempt, **fields))
+
+    def surroundings(self, values: Mapping[str, Any]) -> None:
+        """Write down what this start of the ranks runs on."""
+        if self._environment is not None:
+            self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
     def scalars(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool) -> None:
         """Log a step if its number says so or it is `always` to be logged."""
@@ -60,6 +67,6 @@ class RunLog:
 
     def flush(self) -> None:
         """Write what could not be written before, as far as that works."""
-        for file in (self._events, self._metrics, self._samples):
+        for file in (self._events, self._metrics, self._environment, self._samples):
             if file is not None:
                 file.flush()

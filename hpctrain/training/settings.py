@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
+from hpctrain.telemetry.loggers import Logger, find_loggers
 from hpctrain.training.devices import Devices, parse_devices
 from hpctrain.training.precision import check_precision
 from hpctrain.training.strategies import find_strategy
@@ -80,6 +81,8 @@ class Settings:
     """Validate after every so many steps, or at the end of each epoch; and at the end of training."""
     log_every: int = 1
     """Write every so many steps to `metrics.jsonl`."""
+    loggers: Sequence[str | Logger] = ()
+    """Where metrics go besides: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or one of your own."""
     seed: int = 0
     """Decides initial weights, data order and dropout."""
     record_samples: bool = False
@@ -119,6 +122,7 @@ class Settings:
             raise UserError(f"best_mode is {self.best_mode!r}; give 'min' or 'max'.")
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
+        self.loggers = find_loggers(self.loggers)
         if self.devices is not None:
             parse_devices(self.devices)
         check_precision(self.precision)

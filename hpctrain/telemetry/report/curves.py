@@ -8,11 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.telemetry.marks import is_finite
-
-#: Fields of a line that are no metrics of the training.
-_NO_METRICS = frozenset(
-    {"step", "epoch", "time", "attempt", "spent", "last_step", "model_flops", "peak_flops"}
-)
+from hpctrain.telemetry.metrics import NO_METRICS
 
 #: Lines that a rate is the mean of, at the least, and how many rates a long run has.
 _LEAST_STRETCH, _STRETCHES = 4, 2000
@@ -57,7 +53,7 @@ class Curves:
     @property
     def names(self) -> list[str]:
         """Names of all metrics: loss first, then those of validation, then the others."""
-        names = {name for record in self.counting.values() for name in record} - _NO_METRICS
+        names = {name for record in self.counting.values() for name in record} - NO_METRICS
         names = {name for name in names if any(value is not None for _, value in self.points(name))}
         return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
 

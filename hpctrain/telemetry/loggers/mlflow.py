@@ -1,0 +1,72 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+
+#: What a server takes at once (MLflow, REST API, "Log Batch").
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
+_STATES: dict[Ending, str] = {"completed": "FINISHED", "stopped": "SCHEDULED", "failed": "FAILED"}
+
+
+@dataclass
+class MLflow:
+    """A run of MLflow, one for all starts of the ranks. Needs `pip install 'hpctrain[mlflow]'`.
+
+    The server is the one of `tracking_uri`, or MLFLOW_TRACKING_URI; without either, `mlflow.db` in the run
+    folder holds the run.
+    """
+
+    experiment: str = "hpctrain"
+    tracking_uri: str | None = None
+    name: str = "mlflow"
+
+    def start(self, run: LoggedRun) -> str:
+        from mlflow import MlflowClient, environment_variables
+        from mlflow.entities import Param
+
+        variables: Any = environment_variables
+        own = f"sqlite:///{run.folder / 'mlflow.db'}"
+        uri = self.tracking_uri or variables.MLFLOW_TRACKING_URI.get() or own
+        self._client: Any = MlflowClient(uri)
+        if run.known:
+            self._id = run.known
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        known = self._client.get_experiment_by_name(self.experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(self.experiment)
+        self._id = str(self._client.create_run(experiment, run_name=run.run_id).info.run_id)
+        params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in run.config.items()]
+        for begin in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMS])
+        return self._id
+
+    def log(self, lines: Sequence[Line]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(_allowed(name), value, round(1000 * line.time), line.step)
+            for line in lines
+            for name, value in line.values.items()
+        ]
+        for begin in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MOST_METRICS])
+
+    def rewind(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
+    def finish(self, ending: Ending) -> None:
+        # A run that waits to go on is scheduled, and has no end yet.
+        if ending == "stopped":
+            self._client.update_run(self._id, status=_STATES[ending])
+        else:
+            self._client.set_terminated(self._id, _STATES[ending])
+
+
+def _allowed(name: str) -> str:
+    """A name that MLflow takes: letters, digits, and some of the other characters."""
+    return "".join(one if one.isalnum() or one in "_-. /:" else "_" for one in name)[:250] or "_"

@@ -1,0 +1,53 @@
+"""Neptune."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+from uuid import uuid4
+
+from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+
+
+@dataclass
+class Neptune:
+    """A run of Neptune, one for all starts of the ranks. Needs `pip install 'hpctrain[neptune]'`.
+
+    Its variables count: NEPTUNE_PROJECT, NEPTUNE_API_TOKEN, NEPTUNE_MODE. Offline, its files lie in the run
+    folder.
+    """
+
+    project: str | None = None
+    mode: Literal["async", "offline", "disabled"] | None = None
+    name: str = "neptune"
+
+    def start(self, run: LoggedRun) -> str:
+        from neptune_scale import Run
+
+        name = run.known or f"{run.run_id[:80]}-{uuid4().hex[:8]}"
+        # A run of that id goes on where there is one.
+        self._run: Any = Run(
+            run_id=name,
+            experiment_name=run.run_id,
+            project=self.project,
+            mode=self.mode,
+            log_directory=str(run.folder / "neptune"),
+            enable_console_log_capture=False,
+        )
+        if not run.known:
+            self._run.log_configs({f"config/{key}": str(value) for key, value in run.config.items()})
+        return name
+
+    def log(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            self._run.log_metrics(
+                dict(line.values), step=line.step, timestamp=datetime.fromtimestamp(line.time, UTC)
+            )
+
+    def rewind(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
+    def finish(self, ending: Ending) -> None:  # noqa: ARG002
+        self._run.close()

@@ -1,0 +1,46 @@
+"""TensorBoard: a folder of event files, written by TensorBoard's own package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+
+
+@dataclass
+class TensorBoard:
+    """Writes `tensorboard/` in the run folder, or another folder.
+
+    Needs `pip install 'hpctrain[tensorboard]'`.
+    """
+
+    folder: str | None = None
+    name: str = "tensorboard"
+
+    def start(self, run: LoggedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = Path(self.folder) / run.run_id if self.folder else run.folder / "tensorboard"
+        self._events: Any = EventFileWriter(str(folder))
+
+    def log(self, lines: Sequence[Line]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for line in lines:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in line.values.items()]
+            self._events.add_event(Event(wall_time=line.time, step=line.step, summary=Summary(value=values)))
+        self._events.flush()
+
+    def rewind(self, step: int) -> bool:
+        """A start of a session takes back what was logged from its step on (tensorflow, event.proto)."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._events.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        return True
+
+    def finish(self, ending: Ending) -> None:  # noqa: ARG002
+        self._events.close()

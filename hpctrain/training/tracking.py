@@ -1,0 +1,72 @@
+"""The loggers of a training, which work in a process beside rank 0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from hpctrain.pickles import dumps
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.companion import Companion
+from hpctrain.telemetry.loggers import Ending, Logger
+from hpctrain.telemetry.loggers.process import Order
+from hpctrain.training.patient import Say
+
+#: Seconds that the loggers have for their last lines. After a stop or a failure others wait for the rank.
+_LIMITS_S: dict[Ending, float] = {"completed": 30.0, "stopped": 8.0, "failed": 8.0}
+
+
+class Tracking:
+    """Brings the metrics of a run to its loggers. Use as a context manager, around the training."""
+
+    def __init__(
+        self, loggers: Sequence[Logger], run: RunDir | None, surroundings: Mapping[str, Any], say: Say
+    ) -> None:
+        """Ready the loggers, on rank 0; on the others there are none.
+
+        Args:
+            loggers: what gets the metrics.
+            run: the run folder, if there is one.
+            surroundings: what `describe` tells of the training.
+            say: tells a person something.
+
+        Raises:
+            UserError: one of them cannot be pickled.
+        """
+        self._say, self._order = say, b""
+        self._process: Companion | None = None
+        if loggers and run is None:
+            names = ", ".join(logger.name for logger in loggers)
+            say(f"hpctrain: without a run folder there are no metrics for {names}. Set Trainer(run_dir=…).")
+        elif loggers and run is not None:
+            parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
+            pickled = dumps(list(loggers), "Trainer", parts)
+            plain = {name: value for name, value in surroundings.items() if name != "settings"}
+            config = {**plain, **surroundings["settings"]}
+            self._order = Order(str(run.path), config, [*sys.path], pickled).to_bytes()
+
+    def __enter__(self) -> Self:
+        if self._order:
+            try:
+                self._process = Companion("hpctrain.telemetry.loggers.process")
+            except OSError as error:
+                self._say(f"hpctrain: the loggers get nothing, for no process can be started: {error}")
+            else:
+                self._process.tell(self._order)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        ending: Ending = (
+            "completed" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
+        )
+        if not self._process.end(_LIMITS_S[ending], ending):
+            self._say(
+                f"hpctrain: the loggers did not end within {_LIMITS_S[ending]:g} s, and may lack the last "
+                "steps; metrics.jsonl has them all."
+            )
