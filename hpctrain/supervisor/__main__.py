@@ -3,9 +3,13 @@
 import os
 import sys
 
-from hpctrain.supervisor.local import end_session
-from hpctrain.supervisor.main import main
+from hpctrain.supervisor.guardian import become_supervisor
 
-exit_code = main(sys.argv[1:], os.environ)
+deaths = become_supervisor(os.environ)
+
+from hpctrain.supervisor.local import end_session  # noqa: E402 (the process that waits needs none of this)
+from hpctrain.supervisor.main import main  # noqa: E402
+
+exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
 end_session(os.environ)
 sys.exit(exit_code)

@@ -57,6 +57,11 @@ class Diagnostician:
             case Outcome.FAILED:
                 return self._failed(ended, hosts)
 
+    def supervisor_killed(self, attempt: int) -> End:
+        """Record that the supervisor itself was killed, and the ranks with it."""
+        cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
+        return self._record(attempt, Kind.KILLED, cause, rank=-1, host=None, log=log_path)
+
     def _kind_of_stop(self, ended: Ended) -> Kind:
         """Who told the ranks to leave. Ranks without the `Trainer` do not say which signal they got."""
         if self.run.is_asked_to_requeue(ended.attempt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from hpctrain.errors import HpctrainError, RunFailed
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.grace import grace_variables
+from hpctrain.supervisor.guardian import ORPHANED
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.scheduler import LocalJob, SlurmJob
@@ -25,8 +27,14 @@ log = logging.getLogger(__name__)
 _CONNECTIONS_PER_RANK = 2
 
 
-def main(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Supervise the run in the folder `argv[0]`; of a job array, the task that this job is."""
+def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:
+    """Supervise the run in the folder `argv[0]`; of a job array, the task that this job is.
+
+    Args:
+        argv: the folder of the run.
+        environ: the variables of the job's script.
+        deaths: how many supervisors of this job were killed before.
+    """
     run = own_run(RunDir(Path(argv[0])), environ)
     run.logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
@@ -41,7 +49,9 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
         allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
         if spec.backend == "slurm":
             launcher, scheduler = SrunLauncher(spec, environ), SlurmJob(run, spec, environ)
-            return Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ)).run()
+            supervisor = Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ))
+            signal.signal(ORPHANED, supervisor.leave_orphaned)
+            return supervisor.run(deaths)
         grace = grace_variables(spec, environ)
         return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec), grace).run()
     except StillGoing as error:

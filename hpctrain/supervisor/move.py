@@ -72,6 +72,17 @@ class Mover:
                 refusals.append(f"the {way.value} failed: {error}")
         return Refused("; ".join(refusals))
 
+    def save_run(self) -> None:
+        """Have the run go on though Slurm is about to end this process: without another word to anybody."""
+        attempt = max(self.run.attempts(), default=0)
+        for way in (self.scheduler.requeue, lambda: self.scheduler.hand_on(attempt)):
+            try:
+                way()
+                log.warning("the batch script was killed: the run goes on in another job")
+                return
+            except SchedulerError as error:
+                log.warning("the batch script was killed: %s", error)
+
     def will(self, signals: Iterable[Signals] = ()) -> Will:
         """What is wanted with the job, of whose supervisor these are the signals."""
         cancelled = self.run.cancel_request.exists() or bool(self.scheduler.cancels.intersection(signals))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.chain import can_start_without, excluded_nodes, find_successor, hand_on
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.environment import outer_environment
-from hpctrain.jobs.slurm_command import job_fields, run_slurm
+from hpctrain.jobs.slurm_command import job_fields, run_slurm, steps_of
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState, from_slurm
 from hpctrain.last_words import size_of
@@ -28,6 +29,12 @@ _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE
 #: Slurm's signal before the time limit may come so much earlier than asked for (sbatch(1), --signal).
 SIGNAL_EARLY_S = 60.0
 _JOB_REQUEUE = re.compile(r"^JobRequeue\s*=\s*(\d+)", re.MULTILINE)
+
+#: Tasks that were killed are gone in less, where their nodes are there.
+_STEPS_END_S = 30.0
+_LOOK_EVERY_S = 0.5
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler(Protocol):
@@ -91,6 +98,9 @@ class Scheduler(Protocol):
         Raises:
             SchedulerError: the scheduler does not answer.
         """
+
+    def end_steps(self) -> None:
+        """End the tasks that a killed supervisor of this job has left. Waits, for a bounded time."""
 
     def is_running(self, job_id: str) -> bool:
         """Whether another job has begun, and is not gone yet.
@@ -193,6 +203,16 @@ class SlurmJob:
         """What each node's slurmd says. See `Scheduler.lost_nodes`."""
         return lost_nodes(hosts, self._environ)
 
+    def end_steps(self) -> None:
+        """What `scancel` does. See `Scheduler.end_steps`."""
+        deadline = time.monotonic() + _STEPS_END_S
+        try:
+            while (steps := steps_of([self.job_id], self._environ)) and time.monotonic() < deadline:
+                run_slurm(["scancel", "--signal=KILL", *steps], self._environ)
+                time.sleep(_LOOK_EVERY_S)
+        except SchedulerError as error:
+            log.warning("Ranks of before may still be there: %s", error)
+
     def is_running(self, job_id: str) -> bool:
         """What the job's record says. See `Scheduler.is_running`."""
         try:
@@ -279,6 +299,9 @@ class LocalJob:
     def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:  # noqa: ARG002
         """Pretend nodes are there as long as this machine is."""
         return {}
+
+    def end_steps(self) -> None:
+        """Ranks here end with their supervisor."""
 
     def is_running(self, job_id: str) -> bool:  # noqa: ARG002
         """The run's lock tells, and no queue. See `Scheduler.is_running`."""

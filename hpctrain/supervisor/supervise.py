@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,14 +47,20 @@ class Supervisor:
         self._diagnostician = Diagnostician(run, spec, scheduler)
         self._mover = Mover(run, spec, scheduler, self._events)
 
-    def run(self) -> int:
-        """Start the workers as often as it takes. Returns the exit code of the job."""
+    def run(self, deaths: int = 0) -> int:
+        """Start the workers as often as it takes. Returns the exit code of the job.
+
+        Args:
+            deaths: how many supervisors of this job were killed before.
+        """
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
         if (exit_code := take_turn(self._run, self._spec, self._scheduler)) is not None:
             log.info("the run is complete; nothing is left to do")
             return exit_code
         self._leave_out()
+        if deaths and (exit_code := self._take_over()) is not None:
+            return exit_code
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
             ended = self._starter.start(attempt)
@@ -61,8 +68,19 @@ class Supervisor:
             end_leftovers(str(self._run.path), attempt + 1)
             diagnosis = self._diagnostician.look(ended, self._launcher.hosts)
             will = self._mover.will(ended.watch.signals)
-            if (exit_code := self._go_on(ended, diagnosis, will, time.monotonic() - begun)) is not None:
+            if (
+                exit_code := self._go_on(attempt, diagnosis, will, time.monotonic() - begun, ended)
+            ) is not None:
                 return exit_code
+
+    def _take_over(self) -> int | None:
+        """Go on after a supervisor that was killed, whose ranks may still be there. See `_go_on`."""
+        if not (attempts := self._run.attempts()):
+            return None
+        self._scheduler.end_steps()
+        end_leftovers(str(self._run.path), attempts[-1] + 1)
+        end = self._diagnostician.supervisor_killed(attempts[-1])
+        return self._go_on(attempts[-1], Diagnosis(end), self._mover.will(), 0.0)
 
     def _leave_out(self) -> None:
         """Start on other nodes than those that are left out, where some of them were granted again."""
@@ -73,9 +91,11 @@ class Supervisor:
             spares = [host for host in launcher.spares if host not in hosts and host not in excluded]
             launcher.hosts, launcher.spares = hosts, spares
 
-    def _go_on(self, ended: Ended, diagnosis: Diagnosis, will: Will, seconds: float) -> int | None:
+    def _go_on(
+        self, attempt: int, diagnosis: Diagnosis, will: Will, seconds: float, ended: Ended | None = None
+    ) -> int | None:
         """Do what follows from an attempt. Returns the job's exit code; None: start the workers again."""
-        attempt, end = ended.attempt, diagnosis.end
+        end = diagnosis.end
         state, now = self._state(diagnosis, will), time.monotonic()
         decision = decide(state, end, now)
         log.info("attempt %d: %s, %s: %s", attempt, end.kind, will.value, decision)
@@ -155,11 +175,11 @@ class Supervisor:
             return None
         return None if left is None else time.monotonic() + left
 
-    def _doubt(self, ended: Ended) -> str | None:
+    def _doubt(self, ended: Ended | None) -> str | None:
         """What is odd about a run that has completed."""
         world_size = self._starter.world_size
         # Where agents start the ranks, these meet at a store of an agent's.
-        if world_size == 1 or ended.ranks_met or self._spec.torchrun is not None:
+        if world_size == 1 or ended is None or ended.ranks_met or self._spec.torchrun is not None:
             return None
         return (
             f"none of the {world_size} ranks made a process group. "
@@ -172,6 +192,10 @@ class Supervisor:
         self._run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause, **more)
         log.info("run %s%s", state, "".join(f": {words}" for words in (cause, note) if words))
         return exit_code
+
+    def leave_orphaned(self, _number: int, _frame: FrameType | None) -> None:
+        """The batch script was killed, and Slurm ends the job: have the run go on in another."""
+        threading.Thread(target=self._mover.save_run, name="hpctrain-orphaned").start()
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put may be interrupted by itself, which is what a signal handler needs.
