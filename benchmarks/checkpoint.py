@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
-from hpctrain.checkpoint import parts, store
+from hpctrain.checkpoint import parts, saving
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, Saved
 
@@ -147,7 +147,7 @@ def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
 
 def hold_to(megabytes_a_second: float) -> None:
     """Have this process write no faster than that."""
-    unlimited = store.of_memory
+    unlimited = saving.of_memory
 
     def held(name: str, content: memoryview) -> parts.Part:
         part = unlimited(name, content)
@@ -161,7 +161,7 @@ def hold_to(megabytes_a_second: float) -> None:
 
         return parts.Part(name, blocks)
 
-    store.of_memory = held
+    saving.of_memory = held
 
 
 def scale_with_links(rank: int, folder: Path, options: argparse.Namespace) -> bool:

@@ -9,32 +9,27 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.agreement import Agreement, LostTouch, reason
-from hpctrain.checkpoint.capture import Camera, Captured
-from hpctrain.checkpoint.commit import Contribution, Site, commit_together
-from hpctrain.checkpoint.dcp_format import Stored, file_name, stored, tables
-from hpctrain.checkpoint.loading import STATE_NAME, Loaded, load
-from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, entry_of
+from hpctrain.checkpoint.agreement import Agreement, reason
+from hpctrain.checkpoint.capture import Camera
+from hpctrain.checkpoint.commit import Site
+from hpctrain.checkpoint.loading import Loaded, load
 from hpctrain.checkpoint.newest import newest_whole
-from hpctrain.checkpoint.parts import GivenUp, Writing, of_memory
 from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.shares import Piece
+from hpctrain.checkpoint.saved import Save, Saved
+from hpctrain.checkpoint.saving import Saving
 from hpctrain.checkpoint.tier import NotCopied, Tier
 from hpctrain.errors import CheckpointError
-from hpctrain.rundir import step_name
 
 __all__ = ["CheckpointStore", "Loaded", "NotCopied", "Retention", "Saved"]
 
@@ -44,42 +39,6 @@ PATIENCE_S = 300.0
 _MARGIN_S = 60.0
 #: How long the process waits at its end for a save in flight to be given up.
 _EXIT_LIMIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A committed checkpoint."""
-
-    step: int
-    path: Path
-    total_bytes: int
-    seconds: float
-    """From the call of `begin` or `save` until it was committed, on this rank."""
-    stall_s: float = 0.0
-    """How long that call kept this rank from training."""
-    score: float | None = None
-    world_size: int = 1
-    notes: tuple[str, ...] = ()
-    """Sentences about what did not go as it should, although the checkpoint is there."""
-
-
-@dataclass
-class _Save:
-    """A save in flight."""
-
-    step: int
-    score: float | None
-    begun: float
-    captured: Captured | None
-    problem: str | None
-    """Why this rank has nothing to write."""
-    direct: bool
-    """Whether the second tier is passed by."""
-    time: float = field(default_factory=time.time)
-    stall_s: float = 0.0
-    give_up: threading.Event = field(default_factory=threading.Event)
-    outcome: Saved | CheckpointError | None = None
-    thread: threading.Thread | None = None
 
 
 class CheckpointStore:
@@ -111,30 +70,23 @@ class CheckpointStore:
             patience_s: how long a disk may take nothing before a save is given up, in seconds.
         """
         self._agreement = Agreement(group, patience_s + _MARGIN_S)
-        self._retention = retention or Retention()
         self._site = Site(
             self._agreement, Place(folder), leads=self._agreement.is_main, patience_s=patience_s
         )
+        self._saving = Saving(self._site, retention or Retention())
         self._tier: Tier | None = None
-        self._notes: list[str] = []
         if second_tier is not None:
             self._tier, problem = Tier.open(
                 second_tier,
                 self._site,
                 Agreement(group, patience_s + _MARGIN_S),
                 limit_bytes=second_tier_bytes,
-                on_copied=self._reached_shared,
-                on_failure=self._failed_to_reach_shared,
+                on_copied=self._saving.reached_shared,
+                on_failure=self._saving.failed_to_reach_shared,
             )
-            self._notes += [problem] if problem else []
+            self._saving.tier, self._saving.notes = self._tier, [problem] if problem else []
         self._camera = Camera(self._agreement)
-        self._in_flight: _Save | None = None
-        self._ended: list[Saved | CheckpointError] = []
-        self._lock = threading.Lock()
-        self._layouts: dict[int, list[Stored]] = {}
-        self._tables: dict[str, bytes] = {}
-        self._told: tuple[Piece, ...] | None = None
-        self._writing: Writing | None = None
+        self._in_flight: Save | None = None
         self._at_exit = functools.partial(_leave, weakref.ref(self))
         atexit.register(self._at_exit)  # before the process group is left, which was joined earlier
 
@@ -179,8 +131,7 @@ class CheckpointStore:
         """
         save = self._begin(step, state, rank_state, score, direct=True)
         self._join(save)
-        with self._lock:
-            self._ended = [outcome for outcome in self._ended if outcome is not save.outcome]
+        self._saving.forget(save.outcome)
         if isinstance(save.outcome, CheckpointError):
             raise save.outcome
         assert save.outcome is not None
@@ -191,9 +142,7 @@ class CheckpointStore:
 
         With a second tier, a checkpoint is told of again when it has reached `folder`.
         """
-        with self._lock:
-            ended, self._ended = self._ended, []
-        return ended
+        return self._saving.ended()
 
     def finish(self, timeout_s: float) -> bool:
         """Wait so long for the save in flight, and say whether there is none any more."""
@@ -267,131 +216,33 @@ class CheckpointStore:
         score: float | None,
         *,
         direct: bool,
-    ) -> _Save:
+    ) -> Save:
         begun = time.monotonic()
         if self._in_flight is not None:
             self._join(self._in_flight)
         captured, problem = None, None
         try:
-            if self._writing is not None and not self._writing.ended.is_set():
+            if self._saving.hanging:
                 raise CheckpointError("the disk still hangs on what an earlier save was writing")
             captured = self._camera.capture(state, rank_state)
         except Exception as error:  # noqa: BLE001 (all ranks are told, in the background)
             problem = reason(error)
-        save = _Save(step, score, begun, captured, problem, direct)
+        save = Save(step, score, begun, captured, problem, direct)
         save.thread = threading.Thread(
-            target=self._run, args=(save,), name="hpctrain-checkpoint", daemon=True
+            target=self._saving.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
         self._in_flight = save
         save.stall_s = time.monotonic() - begun
         save.thread.start()
         return save
 
-    def _join(self, save: _Save, timeout_s: float | None = None) -> None:
+    def _join(self, save: Save, timeout_s: float | None = None) -> None:
         """Wait for a save. Without a limit here, since everything that it waits for has one."""
         assert save.thread is not None
         save.thread.join(timeout_s)
         if save.thread.is_alive():
             save.give_up.set()
             save.thread.join()
-
-    def _run(self, save: _Save) -> None:
-        try:
-            save.outcome = self._save(save)
-        except CheckpointError as error:
-            save.outcome = error
-        except Exception as error:  # noqa: BLE001 (it is the outcome)
-            save.outcome = CheckpointError(f"checkpoint of step {save.step} was not written: {reason(error)}")
-        save.captured = None
-        with self._lock:
-            self._ended.append(save.outcome)
-
-    def _save(self, save: _Save) -> Saved:
-        failure = f"checkpoint of step {save.step} was not written"
-        self._agreement.raise_alike(save.problem, failure)
-        assert save.captured is not None
-        notes, self._notes = self._notes, []
-        image = save.captured.image
-        if self._tier is not None and not save.direct:
-            try:
-                self._tier.make_room(image.num_bytes)
-                manifest = self._commit(save, save.captured, self._tier.site)
-            except (LostTouch, GivenUp):
-                raise
-            except CheckpointError as error:
-                notes.append(f"{error}; it goes to {self._site.place.folder} directly.")
-            else:
-                self._tier.committed(save.step, may_skip=self._retention.may_skip(save.step, save.score))
-                return self._saved(manifest, self._tier.site.place, save.begun, save.stall_s, notes)
-        manifest = self._commit(save, save.captured, self._site)
-        notes += self._prune(save.step)
-        return self._saved(manifest, self._site.place, save.begun, save.stall_s, notes)
-
-    def _commit(self, save: _Save, captured: Captured, site: Site) -> Manifest:
-        image, rank = captured.image, self._agreement.rank
-
-        def seal(everything: list[tuple[list[FileEntry], list[Stored] | None]]) -> dict[str, bytes]:
-            news = {rank: layout for rank, (_, layout) in enumerate(everything) if layout is not None}
-            if news:
-                self._layouts.update(news)
-                self._tables = tables(item for rank in sorted(self._layouts) for item in self._layouts[rank])
-            files = {**self._tables, STATE_NAME: json.dumps(captured.plain).encode("ascii") + b"\n"}
-            entries = [entry for entries, _ in everything for entry in entries]
-            entries += [entry_of(name, content) for name, content in files.items()]
-            size = self._agreement.world_size
-            manifest = Manifest(save.step, size, save.time, save.score, tuple(entries))
-            return {**files, MANIFEST_NAME: manifest.encode()}
-
-        is_known = self._told == image.pieces
-        # Where this fails, rank 0 may have heard it or not.
-        self._told = None
-        own = Contribution(
-            [of_memory(file_name(rank), image.content)] if image.num_bytes else [],
-            seal,
-            # Rank 0 knows what lies where in our file, unless our tensors have changed their shapes.
-            remark=None if is_known else stored(image, rank),
-            alike=captured.alike,
-            ready=captured.ready,
-            give_up=save.give_up,
-        )
-        try:
-            manifest = commit_together(site, save.step, own)
-        finally:
-            # What has ended must not keep memory that a larger state makes superfluous.
-            self._writing = None if own.writing is None or own.writing.ended.is_set() else own.writing
-        self._told = image.pieces
-        return manifest
-
-    def _prune(self, newest: int) -> list[str]:
-        if not self._agreement.is_main:
-            return []
-        try:
-            return self._site.place.prune(newest, self._retention)
-        except OSError as error:  # the new checkpoint is there all the same
-            return [f"No old checkpoint was deleted: {reason(error)}."]
-
-    def _reached_shared(self, manifest: Manifest, begun: float) -> None:
-        """A checkpoint was copied from the second tier."""
-        saved = self._saved(manifest, self._site.place, begun, 0.0, self._prune(manifest.step))
-        with self._lock:
-            self._ended.append(saved)
-
-    def _failed_to_reach_shared(self, error: NotCopied) -> None:
-        with self._lock:
-            self._ended.append(error)
-
-    @staticmethod
-    def _saved(manifest: Manifest, place: Place, begun: float, stall_s: float, notes: list[str]) -> Saved:
-        return Saved(
-            step=manifest.step,
-            path=place.folder / step_name(manifest.step),
-            total_bytes=manifest.total_bytes,
-            seconds=time.monotonic() - begun,
-            stall_s=stall_s,
-            score=manifest.score,
-            world_size=manifest.world_size,
-            notes=tuple(notes),
-        )
 
 
 def _leave(reference: weakref.ref[CheckpointStore]) -> None:

@@ -205,7 +205,7 @@ def one_disk_hangs_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     same_on_all(raises(lambda: save(stored, 2, rank), "the disk still hangs", "(rank 1)"))
     if rank == 1:
         let_go()
-        stored._writing.join(10)
+        stored._saving.hanging.join(10)
     dist.barrier()
     save(stored, 3, rank)
     check_loaded(stored, 3, rank)

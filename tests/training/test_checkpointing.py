@@ -152,15 +152,15 @@ def test_what_would_train_otherwise_than_expected_is_refused(tmp_path, answer, w
 def test_the_state_is_that_of_the_step_however_late_it_is_written(tmp_path, monkeypatch):
     """The disk takes no byte before training is a step further."""
     reached = threading.Event()
-    from hpctrain.checkpoint import store as store_module
+    from hpctrain.checkpoint import saving
 
-    commit = store_module.commit_together
+    commit = saving.commit_together
 
     def late(site, step, own):
         assert step == 6 or reached.wait(20)
         return commit(site, step, own)
 
-    monkeypatch.setattr(store_module, "commit_together", late)
+    monkeypatch.setattr(saving, "commit_together", late)
     module = Line(at={5: reached.set})
     fit(tmp_path / "late", 6, module, checkpoint_every=4)
     monkeypatch.undo()
@@ -446,10 +446,10 @@ def test_a_stop_saves_if_that_fits_and_else_says_that_the_last_one_stands(
 
 
 def test_an_error_while_a_save_is_written_ends_the_training_at_once(tmp_path, monkeypatch):
-    from hpctrain.checkpoint import store as store_module
+    from hpctrain.checkpoint import saving
 
     stuck = threading.Event()
-    monkeypatch.setattr(store_module, "commit_together", lambda *_: stuck.wait(20))
+    monkeypatch.setattr(saving, "commit_together", lambda *_: stuck.wait(20))
 
     def crash():
         raise ZeroDivisionError
