@@ -66,7 +66,7 @@ class Parts:
         for whole, part in self._parts.items():
             part.grad = None if whole.grad is None else self._cut(whole.grad)
 
-    def gather(self, optimizer: torch.optim.Optimizer, bucket_bytes: int = 64 << 20) -> None:
+    def gather(self, optimizer: torch.optim.Optimizer, bucket_bytes: int = 25 << 20) -> None:
         """Bring together what the ranks have updated: the whole parameters. All ranks must call this.
 
         Args:

@@ -1,0 +1,103 @@
+"""Trainings in float64, one after the other: `strategic.py OUT '[{SETTING: VALUE, …}, …]'`.
+
+Rank 0 writes to OUT for each training either what came of it or the error that refused it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hpctrain
+from hpctrain.training.data.order import SampleOrder
+
+NUM_SAMPLES, BATCH, SEED = 23, 10, 3
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+class Blocks(hpctrain.Module):
+    """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows."""
+
+    def __init__(self, *, norm: bool = False, stop_at: int | None = None, overflow_at: int | None = None):
+        super().__init__()
+        middle = [nn.BatchNorm1d(5)] if norm else []
+        self.net = nn.Sequential(
+            nn.Linear(6, 5), *middle, nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)
+        )
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.double()
+        for i, parameter in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(i)
+            nn.init.normal_(parameter, generator=generator) if parameter.ndim > 1 else nn.init.constant_(
+                parameter, 0.5
+            )
+        self.stop_at, self.overflow_at = stop_at, overflow_at
+        self.steps = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.steps += 1
+        if self.stop_at == self.steps and os.environ.get("RANK", "0") == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = (self.net(x) * self.scale + self.bias - y).pow(2).mean()
+        if self.overflow_at == self.steps and os.environ.get("RANK", "0") == "1":
+            loss = loss * torch.inf
+        return {"loss": loss, "mean_x": x.mean()}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(x) * self.scale + self.bias - y).pow(2).mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+
+
+def by_hand(num_steps: int, *, norm: bool = False) -> dict[str, torch.Tensor]:
+    """The weights that a loop without hpctrain gives, on one process, a whole batch at a time."""
+    module = Blocks(norm=norm)
+    optimizer, scheduler = module.configure_optimizers()
+    x, y = samples()
+    batches = [
+        SampleOrder(NUM_SAMPLES, SEED).indices(epoch, start, min(start + BATCH, NUM_SAMPLES))
+        for epoch in range(num_steps)
+        for start in range(0, NUM_SAMPLES, BATCH)
+    ]
+    for indices in batches[:num_steps]:
+        module.training_step((x[indices], y[indices]), 0)["loss"].backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+def train(settings: dict) -> dict:
+    module = Blocks(
+        **{name: settings.pop(name) for name in ("norm", "stop_at", "overflow_at") if name in settings}
+    )
+    steps = settings.pop("max_steps", 2)
+    try:
+        trainer = hpctrain.Trainer(
+            max_steps=steps, global_batch_size=BATCH, seed=SEED, record_samples=True, **settings
+        )
+        trainer.fit(module, samples(), samples())
+    except hpctrain.UserError as error:
+        return {"error": str(error)}
+    return {"weights": module.state_dict(), "metrics": trainer.metrics, "step": trainer.step}
+
+
+if __name__ == "__main__":
+    results = [train(settings) for settings in json.loads(sys.argv[2])]
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(results, Path(sys.argv[1]))

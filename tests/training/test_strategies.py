@@ -1,0 +1,286 @@
+"""Every strategy trains what one process trains; what sets each apart; none loses anything by a stop."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_forked
+from helpers import run_command
+
+from hpctrain.errors import UserError
+from hpctrain.files import read_json_lines
+from hpctrain.training.devices import choose_devices, parse_devices
+from hpctrain.training.strategies import Strategy, find_strategy, register_strategy, registry
+from hpctrain.training.strategies.ddp import DDP
+
+SCRIPT = Path(__file__).with_name("strategic.py")
+sys.path.insert(0, str(SCRIPT.parent))
+
+from strategic import by_hand  # noqa: E402 (a script, not a package)
+from test_exact import trained  # noqa: E402
+
+VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def train(folder: Path, *trainings: dict, ranks: int, run: Path | None = None, nodes: int = 1) -> list[dict]:
+    """What came of trainings with these settings, one after the other in the same processes."""
+    variables = VARIABLES if run is None else {**VARIABLES, "HPCTRAIN_RUN_DIR": str(run)}
+    run_forked(SCRIPT, [str(folder / "out"), json.dumps(trainings)], variables, ranks=ranks, nodes=nodes)
+    return torch.load(folder / "out", weights_only=True)
+
+
+def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(got[name], value, **(tolerance or {"rtol": 1e-9, "atol": 1e-12})), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("ddp", 3),
+        ("zero1", 2),
+        ("zero1", 4),
+        ("zero2", 3),
+        ("zero3", 2),
+        ("zero3", 4),
+    ],
+)
+def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
+    """Shares of 10 samples and of 3 on as many ranks; rows that no number of them divides; a scalar."""
+    one, fifty, in_parts = train(
+        tmp_path,
+        {"strategy": strategy, "max_steps": 1},
+        {"strategy": strategy, "max_steps": 50},
+        {"strategy": strategy, "max_steps": 5, "micro_batch_size": 2},
+        ranks=ranks,
+    )
+    assert_same(one["weights"], by_hand(1))
+    assert_same(fifty["weights"], by_hand(50))
+    assert_same(in_parts["weights"], by_hand(5))
+
+
+def test_zero1_gives_the_bits_that_ddp_gives(tmp_path):
+    ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
+    assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
+    assert zero1["metrics"] == ddp["metrics"]
+
+
+def test_running_means_are_those_of_rank_0(tmp_path):
+    names = ["ddp", "zero1", "zero2", "zero3"]
+    expected, *others = train(
+        tmp_path, *({"strategy": name, "max_steps": 2, "norm": True} for name in names), ranks=2
+    )
+    for other in others:
+        assert_same(other["weights"], expected["weights"])
+
+
+def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
+    """A checkpoint is that of the whole, whoever has which part of it; no sample is lost or repeated."""
+    run = tmp_path / "run"
+    chain = [
+        ("zero3", 3, 7),
+        ("zero1", 2, 13),
+        ("ddp", 1, 19),
+        ("zero2", 4, 26),
+        ("zero1", 3, 31),
+        ("zero3", 2, 40),
+    ]
+    for strategy, ranks, last_step in chain:
+        (result,) = train(tmp_path, {"strategy": strategy, "max_steps": last_step}, ranks=ranks, run=run)
+        assert result["step"] == last_step
+    assert_same(result["weights"], by_hand(40))
+    undisturbed = tmp_path / "undisturbed"
+    train(tmp_path, {"max_steps": 40}, ranks=1, run=undisturbed)
+    assert trained(run) == trained(undisturbed)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
+    """One rank of three is told to stop; all save the same step and leave with code 75."""
+    settings = {"strategy": strategy, "max_steps": 12}
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    (expected,) = train(tmp_path, settings, ranks=3, run=undisturbed)
+    with pytest.raises(AssertionError, match="exit code 75"):
+        train(tmp_path, {**settings, "stop_at": 5}, ranks=3, run=run)
+    (result,) = train(tmp_path, settings, ranks=3, run=run)
+    assert all(torch.equal(result["weights"][name], value) for name, value in expected["weights"].items())
+    assert trained(run) == trained(undisturbed)
+    resumed = [event["step"] for event in read_json_lines(run / "events.jsonl") if event["kind"] == "resumed"]
+    assert len(resumed) == 1
+    assert 5 <= resumed[0] < 12
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(tmp_path):
+    """The scale of float16 is lowered alike, although a rank looks at its part of the gradients only."""
+    expected, *others = train(
+        tmp_path,
+        *(
+            {"strategy": name, "max_steps": 5, "precision": "16-mixed", "overflow_at": 2}
+            for name in ("ddp", "zero1", "zero2", "zero3")
+        ),
+        ranks=2,
+    )
+    assert all(value.isfinite().all() for value in expected["weights"].values())
+    for other in others:
+        assert_same(other["weights"], expected["weights"], rtol=1e-6, atol=1e-9)
+
+
+MEMORY = """
+import ctypes, re, sys, torch, hpctrain
+from pathlib import Path
+from torch import nn
+
+# Memory that is freed goes back at once (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD): what is resident is held.
+for parameter in (-1, -3):
+    ctypes.CDLL(None).mallopt(parameter, 65536)
+
+class Wide(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))  # 64 MiB
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+def megabytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+class Told(torch.utils.data.Dataset):
+    # The peak is looked at before fit brings the module together again.
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        peaks.append(megabytes("VmHWM"))
+        return (torch.randn(1024),)
+
+peaks = []
+before = megabytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew (proc(5))
+trainer = hpctrain.Trainer(max_steps=4, global_batch_size=8, strategy=sys.argv[1])
+trainer.fit(Wide(), Told())
+print("PEAK", (peaks[-1] - before) / 64)
+"""
+
+
+def test_peak_memory_falls_from_stage_to_stage(tmp_path):
+    """Adam keeps two numbers a parameter: on 4 ranks ddp holds 4 modules, zero1 2.5, zero2 2 and zero3 1.
+
+    Besides there is what is on its way: buckets, and with zero3 the block that computes.
+    """
+    script = tmp_path / "memory.py"
+    script.write_text(MEMORY)
+    ddp, zero1, zero2, zero3 = (
+        float(run_forked(script, [name], VARIABLES, ranks=4).splitlines()[-1].split()[1])
+        for name in ("ddp", "zero1", "zero2", "zero3")
+    )
+    assert ddp > zero1 + 0.5
+    assert zero1 > zero2 + 0.2
+    assert zero2 > zero3 + 0.3
+
+
+def test_ours_others_and_registered_ones_are_found(monkeypatch):
+    @register_strategy("mine")
+    class Mine(DDP):
+        pass
+
+    assert find_strategy("mine", {}) is Mine
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    with pytest.raises(UserError, match="'mine'"):
+        find_strategy("mine", {})
+    for name in registry._OURS:
+        if name != "horovod":
+            assert issubclass(find_strategy(name, {}), Strategy)
+    with pytest.raises(UserError, match="Did you mean 'zero3'"):
+        find_strategy("zero33", {})
+    with pytest.raises(UserError, match="TPUs are not among"):
+        find_strategy("tpu", {})
+
+
+def test_a_strategy_of_an_installed_package_is_found(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "from hpctrain.training.strategies import Strategy\nclass Theirs(Strategy):\n    pass\nnothing = 3\n"
+    )
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[hpctrain.strategies]\ntheirs = theirs:Theirs\nbroken = theirs:nothing\n"
+    )
+    code = (
+        "import hpctrain\nfrom hpctrain.training.strategies import find_strategy\n"
+        "print(find_strategy('theirs', {}).__name__)\n"
+        "try: find_strategy('broken', {})\n"
+        "except hpctrain.UserError as error: print(error)\n"
+    )
+    printed = run_command([sys.executable, "-c", code], {"PYTHONPATH": str(tmp_path)}).stdout
+    assert printed.startswith("Theirs\n")
+    assert "theirs:nothing: that is no subclass of hpctrain.Strategy" in printed
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_gpus", "busy", "expected"),
+    [
+        (2, 4, [], [0, 1]),
+        ("2", 4, [0], [1, 2]),
+        ([1, 3], 4, [1], [1, 3]),
+        ("1,3", 4, [], [1, 3]),
+        ("1,", 4, [], [1]),
+        (-1, 4, [2], [0, 1, 2, 3]),
+        ("-1", 4, [], [0, 1, 2, 3]),
+        ("auto", 4, [0, 2], [1, 3]),
+        ("auto", 0, [], [None]),
+        (3, 0, [], [None, None, None]),
+    ],
+)
+def test_devices_are_those_that_are_meant(devices, num_gpus, busy, expected):
+    assert choose_devices(devices, num_gpus, busy) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_gpus", "busy", "message"),
+    [
+        (0, 4, [], "give a number of devices"),
+        (-2, 4, [], "give a number of devices"),
+        ("all", 4, [], "give a number of devices"),
+        (True, 4, [], "give a number of devices"),
+        ([1, 1], 4, [], "names a device twice"),
+        ([4], 4, [], "0 to 3"),
+        ([0], 0, [], "no GPU is visible"),
+        (3, 4, [0, 1], "2 are free"),
+        ("auto", 2, [0, 1], "others compute on all 2"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_refused(devices, num_gpus, busy, message):
+    with pytest.raises(UserError, match=message):
+        choose_devices(devices, num_gpus, busy)
+
+
+def test_devices_are_looked_at_as_soon_as_they_are_set():
+    assert parse_devices("0, 2") == [0, 2]
+    import hpctrain
+
+    with pytest.raises(UserError, match="devices is 'gpu'"):
+        hpctrain.Trainer(max_steps=1, devices="gpu")
+
+
+def test_what_a_launcher_gave_stays(tmp_path):
+    run = tmp_path / "script.py"
+    run.write_text(
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import hpctrain, strategic\n"
+        "trainer = hpctrain.Trainer(max_steps=1, devices=5)\n"
+        "trainer.fit(strategic.Blocks(), strategic.samples())\n"
+        "print(trainer.ranks.world_size)\n"
+    )
+    printed = run_forked(run, [], VARIABLES, ranks=2).splitlines()
+    assert printed[0].startswith("hpctrain: devices=5 is not looked at")
+    assert printed[-1] == "2"
