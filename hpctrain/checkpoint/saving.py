@@ -8,6 +8,7 @@ import threading
 from hpctrain.checkpoint.agreement import LostTouch, reason
 from hpctrain.checkpoint.capture import Captured
 from hpctrain.checkpoint.commit import Contribution, Site, commit_together
+from hpctrain.checkpoint.copying import NotCopied
 from hpctrain.checkpoint.dcp_format import Stored, file_name
 from hpctrain.checkpoint.layouts import Layouts
 from hpctrain.checkpoint.loading import STATE_NAME
@@ -15,7 +16,7 @@ from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, ent
 from hpctrain.checkpoint.parts import GivenUp, Writing, of_memory
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saved import Save, Saved, saved_in
-from hpctrain.checkpoint.tier import NotCopied, Tier
+from hpctrain.checkpoint.tier import Tier
 from hpctrain.errors import CheckpointError
 
 #: What one rank wrote, and what it had to say of it.

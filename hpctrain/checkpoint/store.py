@@ -22,13 +22,14 @@ import torch.distributed as dist
 from hpctrain.checkpoint.agreement import Agreement, reason
 from hpctrain.checkpoint.capture import Camera
 from hpctrain.checkpoint.commit import Site
+from hpctrain.checkpoint.copying import NotCopied
 from hpctrain.checkpoint.loading import Loaded, load
 from hpctrain.checkpoint.newest import newest_whole
 from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saved import Save, Saved
 from hpctrain.checkpoint.saving import Saving
-from hpctrain.checkpoint.tier import NotCopied, Tier
+from hpctrain.checkpoint.tier import Tier
 from hpctrain.errors import CheckpointError
 
 __all__ = ["CheckpointStore", "Loaded", "NotCopied", "Retention", "Saved"]

@@ -76,7 +76,7 @@ def slow_copying(monkeypatch) -> threading.Event:
 
         return parts.Part(part.name, wait_and_read)
 
-    monkeypatch.setattr("hpctrain.checkpoint.tier.of_file", held)
+    monkeypatch.setattr("hpctrain.checkpoint.copying.of_file", held)
     return let_go
 
 

@@ -12,7 +12,7 @@ import on_ranks
 import torch.distributed as dist
 from on_ranks import check_loaded, raises, rank_state, same_on_all, scenario, state, with_tier
 
-from hpctrain.checkpoint import tier
+from hpctrain.checkpoint.copying import Copying
 from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.store import CheckpointStore, Saved
 
@@ -74,13 +74,13 @@ def a_tier_that_is_lost_between_two_saves(folder: Path, rank: int, world_size: i
 def copying_that_fails_on_one_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     """It is told, and the next step is copied."""
     stored = with_tier(folder, f"node-{rank}")
-    own_large_files = tier.Tier._own_large_files
+    own_large_files = Copying._own_large_files
     if rank == 1:
-        tier.Tier._own_large_files = unreadable
+        Copying._own_large_files = unreadable
     quick(stored, 1, rank)
-    stored._tier._copying.join(15)
-    assert not stored._tier._copying.is_alive()
-    tier.Tier._own_large_files = own_large_files
+    stored._tier._copying._thread.join(15)
+    assert not stored._tier._copying._thread.is_alive()
+    Copying._own_large_files = own_large_files
     dist.barrier()
     ended = [*quick(stored, 2, rank)]
     assert stored.close() == []
@@ -97,7 +97,7 @@ def telling_of_a_copy_fails_by_a_fake(folder: Path, rank: int, world_size: int) 
     prune = Place.prune
     Place.prune = unreadable
     quick(stored, 1, rank)
-    stored._tier._copying.join(15)
+    stored._tier._copying._thread.join(15)
     Place.prune = prune
     dist.barrier()
     quick(stored, 2, rank)
@@ -122,7 +122,7 @@ def copying_that_has_ended_by_a_fake(folder: Path, rank: int, world_size: int) -
     """Where nothing leaves the nodes any more, saves go to the shared folder."""
     stored = with_tier(folder, f"node-{rank}")
     if rank == 1:
-        stored._tier._shared.agreement._lost = "the ranks have lost touch"
+        stored._tier._copying._agreement._lost = "the ranks have lost touch"
     (saved,) = quick(stored, 1, rank)
     assert saved.path.parent == folder / "shared/run/checkpoints"
     assert "nothing is copied from" in saved.notes[0]

@@ -12,8 +12,8 @@ from helpers import wait_for
 from test_checkpointing import Line, events, fit, steps
 
 from hpctrain.checkpoint import parts
+from hpctrain.checkpoint.copying import Copying
 from hpctrain.checkpoint.interval import Interruptions
-from hpctrain.checkpoint.tier import Tier
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.signals import StopFlag
@@ -82,7 +82,7 @@ def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_
             writing.moved_at = 0.0
         return write(writing, part)
 
-    monkeypatch.setattr(Tier, "_copy_own", no_copy)
+    monkeypatch.setattr(Copying, "_copy_own", no_copy)
     monkeypatch.setattr(parts.Writing, "_write", write_late)
     from hpctrain.training.saves import Saves
 
