@@ -104,6 +104,32 @@ def test_of_a_stream_every_sample_is_trained_once_an_epoch_through_all_stops(len
     assert_every_epoch_is_whole(steps, sizes, batch)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any),
+    st.integers(1, 60),
+    st.integers(1, 16),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8), st.integers(0, 3)), min_size=1, max_size=4),
+)
+@settings(max_examples=30, deadline=None)
+def test_with_any_number_of_workers_in_each_leg_the_samples_are_the_same(lengths, size, batch, legs):
+    """Legs with workers have one rank here, for ranks are threads, which had better not fork at once."""
+    for make_dataset, sizes in ((lambda: Sharded(lengths), sum(lengths)), (lambda: Numbers(size), size)):
+        whole = consumed([train_leg(maker(make_dataset, batch, Until(None, 2)), 1, 10**6)])
+        done: list[Leg] = []
+        step, state = 0, None
+        for num_steps, world_size, num_workers in [*legs, (10**6, 1, 1)]:
+            make = maker(make_dataset, batch, Until(None, 2), num_workers)
+            leg = train_leg(make, world_size if num_workers == 0 else 1, num_steps, after=step, state=state)
+            done.append(leg)
+            step, state = step + len(leg.steps), leg.state
+            if leg.finished:
+                break
+        assert consumed(done) == whole
+        assert_every_epoch_is_whole(consumed(done), dict.fromkeys(range(2), sizes), batch)
+
+
 @pytest.mark.parametrize("dataset", [lambda: Stateful(37), lambda: OwnIterator(37)])
 def test_a_stream_without_shards_is_shared_by_all_ranks(dataset):
     make = maker(dataset, 8, Until(12))
