@@ -22,6 +22,7 @@ _OURS = {
     "ddp_spawn": "ddp_spawn:DDPSpawn",
     "ddp2": "ddp2:DDP2",
     "dp": "dp:DP",
+    "horovod": "horovod:Horovod",
     "zero1": "zero1:ZeRO1",
     "zero2": "sharded:ZeRO2",
     "ddp_sharded": "sharded:ZeRO2",
