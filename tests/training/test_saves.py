@@ -11,10 +11,11 @@ import torch
 from helpers import wait_for
 from test_checkpointing import Line, events, fit, steps
 
+import hpctrain
 from hpctrain.checkpoint import parts
 from hpctrain.checkpoint.copying import Copying
 from hpctrain.checkpoint.interval import Interruptions
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UserError
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.training import rng
@@ -174,3 +175,22 @@ def test_a_step_that_was_validated_after_a_stop_counts_among_the_best(tmp_path):
     assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
     fit(tmp_path / "parts", 12, **words)
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"global_batch_size": 4}, r"'global_batch_size': 2.*'global_batch_size': 4"),
+        ({"seed": 4}, r"'seed': 3.*'seed': 4"),
+        ({"samples": 9}, r"'num_samples': 8.*'num_samples': 9"),
+    ],
+)
+def test_what_would_change_the_order_of_the_samples_is_refused_and_nothing_is_lost(tmp_path, change, words):
+    fit(tmp_path, 3)
+    before = {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
+    settings = {"max_steps": 6, "global_batch_size": 2, "seed": 3, **change}
+    data = list(torch.randn(settings.pop("samples", 8), 2))
+    with pytest.raises(UserError, match=words + r".*put them back, or start a new run"):
+        hpctrain.Trainer(run_dir=tmp_path, validate_every=None, **settings).fit(Line(), data)
+    assert before == {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
+    assert fit(tmp_path, 6).seen["steps"] == 6
