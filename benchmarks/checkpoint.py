@@ -1,6 +1,6 @@
 """How long saving keeps ranks from training, and how long it takes.
 
-    python benchmarks/checkpoint.py [--megabytes N ...] [--rounds N] [--folder PATH]
+    python benchmarks/checkpoint.py [--megabytes N ...] [--tensor-kilobytes N] [--rounds N] [--folder PATH]
 
 On two ranks over gloo, all measured in turn in each round, for a state of so many megabytes on every rank:
 
@@ -37,12 +37,10 @@ from hpctrain.checkpoint import parts, saving
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, Saved
 
-TENSOR_BYTES = 4 << 20
 
-
-def state_of(megabytes: int) -> dict[str, torch.Tensor]:
-    """As an optimizer has it: tensors of 4 MiB each, or of what is less than that."""
-    count = max(1, (megabytes << 20) // TENSOR_BYTES)
+def state_of(megabytes: int, tensor_kilobytes: int) -> dict[str, torch.Tensor]:
+    """As an optimizer has it: tensors of one size, or of what is less than that."""
+    count = max(1, (megabytes << 10) // tensor_kilobytes)
     numbers = (megabytes << 20) // count // 4
     return {f"layer-{i}": torch.randn(numbers) for i in range(count)}
 
@@ -64,8 +62,8 @@ def timed(action: Callable[[], object]) -> float:
 class Measurement:
     """All ways of saving one state, on these ranks."""
 
-    def __init__(self, megabytes: int, folder: Path) -> None:
-        self.state, self.folder = state_of(megabytes), folder
+    def __init__(self, megabytes: int, folder: Path, options: argparse.Namespace) -> None:
+        self.state, self.folder = state_of(megabytes, options.tensor_kilobytes), folder
         self.kept = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
         self.store = CheckpointStore(folder / "ours", dist.group.WORLD, retention=Retention(last=1))
         # Its background thread and our messages in one group would be taken for each other.
@@ -118,7 +116,7 @@ def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
     """Whether the stalls are within their limits, for all sizes."""
     fine = True
     for megabytes in options.megabytes:
-        measurement = Measurement(megabytes, folder / str(megabytes))
+        measurement = Measurement(megabytes, folder / str(megabytes), options)
         first, _ = measurement.ours(prepare=True)
         first_torch, _ = measurement.torchs()
         measurement.copy()
@@ -172,7 +170,7 @@ def scale_with_links(rank: int, folder: Path, options: argparse.Namespace) -> bo
 def scale(rank: int, folder: Path, options: argparse.Namespace) -> bool:
     """Print how long a save takes, for growing states."""
     for megabytes in sorted({*options.megabytes, *(2 * m for m in options.megabytes)}):
-        measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}")
+        measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}", options)
         measurement.ours()
         times = [measurement.ours() for _ in range(options.rounds)]
         measurement.close()
@@ -214,6 +212,7 @@ def on_ranks(world_size: int, what: str, folder: Path, options: argparse.Namespa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96, 384])
+    parser.add_argument("--tensor-kilobytes", type=int, default=4096, help="size of each tensor")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--link", type=float, default=100.0)
     parser.add_argument("--only-scale", action="store_true", help="leave out what has limits")

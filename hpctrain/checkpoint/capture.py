@@ -6,14 +6,14 @@ import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from hpctrain.checkpoint.agreement import Agreement
 from hpctrain.checkpoint.image import Image, allocate
-from hpctrain.checkpoint.shares import Piece, share
+from hpctrain.checkpoint.shares import Piece, cut_out, share
 from hpctrain.checkpoint.tree import split_tree
 
 #: What the keys of tensors begin with: those of the state, and those of one rank alone.
@@ -31,11 +31,29 @@ class Captured:
 
     image: Image
     ready: Any
-    """Something to `synchronize()` with before the image is read, or None."""
+    """Something to `synchronize()` with before the image is read."""
     plain: Any
     """The tree, with references in place of its tensors."""
     alike: str
     """Equal on ranks whose states have the same names, types and shapes."""
+
+
+#: What tells how a tensor is shared out: its key, and the rest of its looks.
+_Look = tuple[str, type, torch.Size, torch.dtype, torch.layout, bool]
+#: Types of tensors that each rank holds whole.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _look_of(key: str, tensor: torch.Tensor) -> _Look:
+    return key, type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta
+
+
+class _Known(NamedTuple):
+    """How a state of such looks is shared out: working that out takes longer than copying small tensors."""
+
+    looks: list[_Look]
+    pieces: tuple[Piece, ...]
+    alike: str
 
 
 class Camera:
@@ -46,6 +64,7 @@ class Camera:
         self._image: Image | None = None
         self._memory: mmap.mmap | None = None
         self._preparing: threading.Thread | None = None
+        self._known: _Known | None = None
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
         """Allocate the memory in the background.
@@ -79,14 +98,31 @@ class Camera:
     def _look(
         self, state: Any, rank_state: Mapping[str, torch.Tensor]
     ) -> tuple[Any, tuple[Piece, ...], list[torch.Tensor], str]:
-        agreement = self._agreement
         plain, tensors = split_tree(state, STATE_KEY)
+        prefix = rank_key(self._agreement.rank)
+        own = {prefix + name: tensor for name, tensor in rank_state.items()}
+        looks = [_look_of(key, tensor) for key, tensor in (*tensors.items(), *own.items())]
+        known = self._known
+        if known is None or known.looks != looks:
+            known, data = self._share_out(tensors, own, looks)
+            # Which part of a distributed tensor is ours is not told by its looks.
+            are_plain = all(type(tensor) in _PLAIN for tensor in (*tensors.values(), *own.values()))
+            self._known = known if are_plain else None
+        else:
+            everything = {**tensors, **own}
+            data = [cut_out(piece, everything[piece.key]) for piece in known.pieces]
+        return plain, known.pieces, data, known.alike
+
+    def _share_out(
+        self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], looks: list[_Look]
+    ) -> tuple[_Known, list[torch.Tensor]]:
+        """Work out what this rank writes of a state that looks so, and its data."""
+        agreement = self._agreement
         found = list(share(tensors, agreement.rank, agreement.world_size, agreement.rank_of))
-        looks = ";".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
-        alike = xxhash.xxh3_64_hexdigest(looks.encode())
-        own = {rank_key(agreement.rank) + name: tensor for name, tensor in rank_state.items()}
         found += share(own, 0, 1)
-        return plain, tuple(piece for piece, _ in found), [data for _, data in found], alike
+        common = ";".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
+        alike = xxhash.xxh3_64_hexdigest(common.encode())
+        return _Known(looks, tuple(piece for piece, _ in found), alike), [data for _, data in found]
 
     def _lay_out(self, pieces: Sequence[Piece], gpu: torch.device | None) -> None:
         """Make the image anew, in the same memory if that is enough."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -69,23 +69,35 @@ class Image:
             self.content[stop:end] = tail
             self._targets.append(everything[begin:stop].view(piece.dtype).view(piece.sizes))
 
-    def fill(self, data: Sequence[torch.Tensor]) -> Any:
+    def fill(self, data: Sequence[torch.Tensor]) -> _Arrival:
         """Copy the data of all pieces to their places.
 
         What is on a GPU is copied in the order of the current stream, and may still be under way on return.
 
         Returns:
-            An event to `synchronize()` with before the content is read; None where all is copied.
+            Something to `synchronize()` with before the content is read.
         """
-        with torch.no_grad():
-            for target, source in zip(self._targets, data, strict=True):
-                target.copy_(source, non_blocking=True)
-        device = next((source.device for source in data if source.device.type == "cuda"), None)
-        if device is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return event
+        if data:
+            # In one call: a state may have thousands of small tensors.
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, list(data), non_blocking=True)
+        return _Arrival({source.device for source in data if source.is_cuda})
+
+
+class _Arrival:
+    """The moment at which all that was copied from some GPUs has arrived."""
+
+    def __init__(self, gpus: Iterable[torch.device]) -> None:
+        self._events = []
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(gpu))
+            self._events.append(event)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
 
 def allocate(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:

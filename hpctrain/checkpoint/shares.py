@@ -69,6 +69,16 @@ def share(
         yield from _cut(members, holders.index(rank), len(holders))
 
 
+def cut_out(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    """The data of a piece of `tensor`, which this rank holds whole."""
+    data = tensor.detach()
+    if piece.sizes == piece.whole:
+        return data
+    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+        data = data.narrow(dim, offset, size)
+    return data
+
+
 def _cut(members: Iterable[_Held], index: int, num_holders: int) -> Iterator[tuple[Piece, torch.Tensor]]:
     members = list(members)
     length = sum(held.data.nbytes for held in members) / num_holders

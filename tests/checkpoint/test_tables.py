@@ -52,3 +52,26 @@ def test_names_that_meet_in_one_path_do_not_take_each_others_values(tmp_path, st
 def test_paths_are_as_before_where_none_meet():
     _, tensors = split_tree({"a": {"b": torch.zeros(1)}, "c": [torch.zeros(1)]}, "state")
     assert list(tensors) == ["state/a/b", "state/c/0"]
+
+
+def test_what_is_known_of_a_states_looks_is_forgotten_when_they_change(tmp_path):
+    """Shapes, types and names; the same looks are not worked out anew."""
+    store = CheckpointStore(tmp_path)
+    states = [
+        {"x": torch.zeros(2, 3), "y": torch.ones(4)},
+        {"x": torch.full((2, 3), 7.0), "y": torch.ones(4)},
+        {"x": torch.zeros(3, 2), "y": torch.ones(4)},
+        {"x": torch.zeros(3, 2).half(), "y": torch.ones(4)},
+        {"z": torch.zeros(3, 2).half(), "y": torch.arange(4.0)},
+        {"z": torch.zeros(2, 3).half().t(), "y": torch.nn.Parameter(torch.ones(4))},
+    ]
+    known = []
+    for step, state in enumerate(states, 1):
+        store.save(step, state, {"own": torch.tensor([step])})
+        known.append(store._camera._known)
+        loaded = store.load_newest()[0]
+        assert all(torch.equal(loaded.state[name], state[name]) for name in state)
+        assert loaded.rank_state["own"].tolist() == [step]
+    assert [known[i] is known[i + 1] for i in range(5)] == [True, False, False, False, True]
+    with pytest.raises(CheckpointError, match="sparse_coo"):
+        store.save(7, {"z": torch.zeros(3, 2).half().to_sparse(), "y": torch.ones(4)}, {"own": torch.ones(1)})
