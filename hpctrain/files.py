@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 #: A look at a lock takes microseconds; others may come in between.
 _LOOK_S = 0.1
@@ -64,16 +68,29 @@ def fsync_folder(folder: Path) -> None:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line, in one write, so that writers on a host do not mix.
+    """Append one JSON object as one line. See `append_line`.
 
     Raises:
         OSError: the file cannot be written, or only in part: the disk is full.
     """
-    line = (json.dumps(record) + "\n").encode("ascii")
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    append_line(path, json.dumps(record))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line, in one write, so that writers on a host do not mix.
+
+    Where a crash or a full disk has cut the last line of the file, this one stands on a line of its own.
+
+    Raises:
+        OSError: the file cannot be written, or only in part: the disk is full.
+    """
+    data = f"{line}\n".encode(errors="backslashreplace")
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        if (written := os.write(fd, line)) != len(line):
-            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes could be written", str(path))
+        if _is_torn(fd):
+            data = b"\n" + data
+        if (written := os.write(fd, data)) != len(data):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes could be written", str(path))
     finally:
         os.close(fd)
 
@@ -81,18 +98,24 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
 def end_torn_line(path: Path) -> None:
     """Where a crash cut the last line of the file at `path`, end it, so that the next one stands alone."""
     try:
-        with open(path, "rb+") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
     except FileNotFoundError:
         return
+    try:
+        if _is_torn(fd):
+            os.write(fd, b"\n")
+    finally:
+        os.close(fd)
+
+
+def _is_torn(fd: int) -> bool:
+    """Whether the last line of an open file has no end."""
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) not in (b"\n", b"")
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; a torn line, such as a crash leaves, is skipped.
+    """Yield the objects of a JSON-lines file; a torn line, such as a crash leaves, is skipped, which is said.
 
     A file that does not exist has no objects.
     """
@@ -102,12 +125,35 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := parse_json_line(line, path)) is not None:
                 yield record
+
+
+def parse_json_line(line: str, path: Path, *, ended: bool | None = None) -> dict[str, Any] | None:
+    """The object of a line of the file at `path`; None where it has none.
+
+    That a line in the middle is torn is said once a file. One that has no end may be about to be written.
+
+    Args:
+        line: the line.
+        path: where it comes from.
+        ended: whether it has an end; None: as the text has it.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError:
+        if line.strip() and (line.endswith("\n") if ended is None else ended):
+            _say_torn(path)
+        return None
+    return record if isinstance(record, dict) else None
+
+
+@functools.cache
+def _say_torn(path: Path) -> None:
+    log.warning(
+        "hpctrain: a line of %s is torn, by a crash or a full disk perhaps, and is skipped; others are read.",
+        path,
+    )
 
 
 def try_lock(path: Path) -> int | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from hpctrain.files import parse_json_line
 
 _BLOCK_BYTES = 64 * 1024
 #: More than this is not searched for a record: a file without one would be read to its start.
@@ -61,7 +62,7 @@ class RecordTail:
     """Reads on in a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
+        self._path, self._tail = path, Tail(path)
         self._torn = ""
 
     def read(self) -> list[dict[str, Any]]:
@@ -75,7 +76,8 @@ class RecordTail:
 
     def _take(self, text: str) -> list[dict[str, Any]]:
         *lines, self._torn = (self._torn + text).split("\n")
-        return [record for line in lines if (record := _parse(line)) is not None]
+        parsed = (parse_json_line(line, self._path, ended=True) for line in lines)
+        return [record for record in parsed if record is not None]
 
 
 def last_records(path: Path, *, unless: bytes | None = None, whole: bool = False) -> Iterator[dict[str, Any]]:
@@ -92,16 +94,17 @@ def last_records(path: Path, *, unless: bytes | None = None, whole: bool = False
         return
     with file:
         end = start = file.seek(0, os.SEEK_END)
-        head = b""
+        head, ended = b"", False  # What stands behind the last end of a line has none.
         while start > 0 and (whole or end - start < _SEARCHED_BYTES):
             size = min(_BLOCK_BYTES, start)
             start -= size
             file.seek(start)
             head, *lines = (file.read(size) + head).split(b"\n")
             for line in reversed(lines):
-                if (unless is None or unless not in line) and (record := _parse(line)) is not None:
+                if (record := _parse(line, path, unless, ended)) is not None:
                     yield record
-        if start == 0 and (unless is None or unless not in head) and (record := _parse(head)) is not None:
+                ended = True
+        if start == 0 and (record := _parse(head, path, unless, ended)) is not None:
             yield record
 
 
@@ -115,9 +118,7 @@ def last_lines(path: Path, number: int) -> list[str]:
         return []
 
 
-def _parse(line: str | bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
+def _parse(line: bytes, path: Path, unless: bytes | None, ended: bool) -> dict[str, Any] | None:
+    if unless is not None and unless in line:
         return None
-    return record if isinstance(record, dict) else None
+    return parse_json_line(line.decode(errors="replace"), path, ended=ended)

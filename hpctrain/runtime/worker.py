@@ -21,13 +21,13 @@ from typing import NoReturn
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
 from hpctrain.cluster.leftovers import end_leftovers
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.output import make_lenient
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.log_times import note_log_times
 from hpctrain.runtime.node_sampler import NodeSampler
-from hpctrain.runtime.output import make_lenient
 from hpctrain.runtime.signals import leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
 

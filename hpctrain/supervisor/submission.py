@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import end_torn_line, try_lock
+from hpctrain.files import try_lock
 from hpctrain.jobs.chain import claim_succession, record_successor
 from hpctrain.jobs.record import Record, read_record
 from hpctrain.jobs.spec import JobSpec
@@ -42,7 +42,6 @@ def take_turn(run: RunDir, spec: JobSpec, scheduler: Scheduler) -> int | None:
     Raises:
         StillGoing: the script was started by hand while the run is going on.
     """
-    end_torn_line(run.events)
     job_id, predecessor = scheduler.job_id, scheduler.predecessor
     record = read_record(run)
     finished = record.finished or {}
@@ -115,7 +114,6 @@ def join_record(
     Raises:
         StillGoing: the script was started by hand while the run is going on.
     """
-    end_torn_line(run.events)
     deadline = time.monotonic() + _RECORD_LIMIT_S
     while (events := _since_submission(run, job_id)) is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -20,7 +20,7 @@ from typing import Any
 
 from hpctrain.cluster.devices import visible_devices
 from hpctrain.cluster.hosts import host_name
-from hpctrain.files import append_json_line, end_torn_line
+from hpctrain.files import append_json_line
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.gpus import GpuReader, GpuReading
 from hpctrain.telemetry.node import NodeReader
@@ -71,7 +71,6 @@ class Sampler:
     def begin(self) -> None:
         """Write what the node is."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        end_torn_line(self._path)
         self._write(
             {
                 "gpu_names": self._gpus.names,

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.patient import PatientLines, Say
 from hpctrain.rundir import RunDir
 from hpctrain.training.data.plan import Share
-from hpctrain.training.patient import PatientLines, Say
 
 
 class MetricsFile:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.patient import PatientLines, Say
 from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.plan import Share
-from hpctrain.training.patient import PatientLines, Say
 from hpctrain.training.records import MetricsFile, SamplesFile
 from hpctrain.training.spent import Spent
 

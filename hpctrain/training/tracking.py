@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from hpctrain.patient import Say
 from hpctrain.pickles import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.companion import Companion
 from hpctrain.telemetry.loggers import Ending, Logger
 from hpctrain.telemetry.loggers.process import Order
-from hpctrain.training.patient import Say
 
 #: Seconds that the loggers have for their last lines. After a stop or a failure others wait for the rank.
 _LIMITS_S: dict[Ending, float] = {"completed": 30.0, "stopped": 8.0, "failed": 8.0}

@@ -21,12 +21,12 @@ from hpctrain.checkpoint.manifest import committed_steps
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
+from hpctrain.patient import PatientLines
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.training import cadence as cadence_module
 from hpctrain.training.cadence import CheckpointCadence
 from hpctrain.training.grace import Grace, LastSave, plan_last_save
-from hpctrain.training.patient import PatientLines
 
 DAY = 86_400.0
 
