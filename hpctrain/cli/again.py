@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpctrain.jobs.notify import DEFAULT_STALL_S, OCCASIONS
 from hpctrain.jobs.options import options
 from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, JobSpec
 
@@ -80,6 +81,14 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
         for name in ("mounts", "env"):
             for value in _texts(container.get(name)):
                 yield f"--container-{name}={value}"
+    notify = _mapping(spec.get("notify"))
+    for target in _texts(notify.get("targets")):
+        yield f"--notify={target}"
+    if (on := _texts(notify.get("on"))) and tuple(on) != OCCASIONS:
+        for occasion in on:
+            yield f"--notify-on={occasion}"
+    if notify.get("stall_s") not in (None, DEFAULT_STALL_S):
+        yield f"--notify-stall-after={notify['stall_s']}"
     if not spec.get("code"):
         yield "--no-snapshot"
 

@@ -20,6 +20,7 @@ _COMMANDS = (
     "logs",
     "report",
     "top",
+    "serve",
     "checkpoints",
     "wait",
     "cancel",

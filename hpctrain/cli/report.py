@@ -45,7 +45,7 @@ def command(
     job array, are compared.
     """
     form = "json" if as_json else form or _form_of(output)
-    facts = [one for run in runs for one in _read(run, runs_dir)]
+    facts = [one for run in runs for one in read_runs(run, runs_dir)]
     text = _render(facts, form)
     if output is None:
         output = _default_output(facts) if form == "html" else Path("-")
@@ -91,7 +91,7 @@ def _render(facts: list[Facts], form: str) -> str:
     return render_report(facts[0])
 
 
-def _read(name: str, runs_dir: Path) -> list[Facts]:
+def read_runs(name: str, runs_dir: Path) -> list[Facts]:
     """What there is to tell of a run; of a job array, of each of its tasks.
 
     Raises:

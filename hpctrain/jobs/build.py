@@ -14,6 +14,7 @@ from hpctrain.jobs.container import Container
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.extra_directives import check_extra
 from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.notify import DEFAULT_STALL_S, OCCASIONS, Notify
 from hpctrain.jobs.options import SubmitOptions, is_template_path, options
 from hpctrain.jobs.restart import read_changes
 from hpctrain.jobs.shell import Shell, is_folder_of_conda
@@ -89,6 +90,11 @@ def build_spec(
         shell=shell,
         torchrun=_torchrun(given),
         container=container,
+        notify=Notify(
+            targets=tuple(given.get("notify", ())),
+            on=tuple(given.get("notify_on", OCCASIONS)),
+            stall_s=given.get("notify_stall_after", DEFAULT_STALL_S),
+        ),
     )
 
 

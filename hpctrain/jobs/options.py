@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypedDict
 from hpctrain.jobs.container import Container, is_image_file
 from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
 from hpctrain.jobs.launcher import LauncherName, RendezvousBackend, Torchrun
+from hpctrain.jobs.notify import DEFAULT_STALL_S, OCCASIONS
 from hpctrain.jobs.option import About, Kind, Option
 from hpctrain.jobs.shell import is_folder_of_conda
 from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, ContinueBy, GpuDirective, JobSpec
@@ -368,6 +369,32 @@ class _Words(TypedDict, total=False):
     comment: Annotated[str, About(example="ablation 3", directive=True, help="A comment on the job.")]
 
 
+class _Notify(TypedDict, total=False):
+    """Word to somebody."""
+
+    notify: Annotated[
+        Sequence[str],
+        About(
+            metavar="URL|COMMAND",
+            example="[https://hooks.example.org/T123, mail -s hpctrain me@example.org]",
+            help="Whom the run tells when it ends, fails or stalls: an address to POST to, or a shell line.",
+        ),
+    ]
+    notify_on: Annotated[
+        Sequence[str],
+        About(
+            metavar="OCCASION",
+            example="[failure, stall]",
+            default_words=", ".join(OCCASIONS),
+            help="Of what: finish, failure or stall.",
+        ),
+    ]
+    notify_stall_after: Annotated[
+        int,
+        About(metavar="SECONDS", default=DEFAULT_STALL_S, help="How long without a logged step is a stall."),
+    ]
+
+
 class _Rest(TypedDict, total=False):
     """All the rest."""
 
@@ -405,6 +432,7 @@ class SubmitOptions(
     _Queue,
     _Nodes,
     _Words,
+    _Notify,
     _Rest,
     _Sources,
     total=False,
@@ -412,7 +440,21 @@ class SubmitOptions(
     """Everything that can be asked of a submission besides the script and its arguments."""
 
 
-_GROUPS = (_Size, _Run, _Code, _Shell, _Container, _Launch, _Time, _Queue, _Nodes, _Words, _Rest, _Sources)
+_GROUPS = (
+    _Size,
+    _Run,
+    _Code,
+    _Shell,
+    _Container,
+    _Launch,
+    _Time,
+    _Queue,
+    _Nodes,
+    _Words,
+    _Notify,
+    _Rest,
+    _Sources,
+)
 
 
 @cache

@@ -14,6 +14,7 @@ from hpctrain.jobs.array import Array
 from hpctrain.jobs.container import Container
 from hpctrain.jobs.copied_code import Code
 from hpctrain.jobs.launcher import Torchrun
+from hpctrain.jobs.notify import Notify
 from hpctrain.jobs.plain_yaml import to_yaml
 from hpctrain.jobs.restart import Policy
 from hpctrain.jobs.shell import Shell
@@ -96,6 +97,8 @@ class JobSpec:
     """The copy of the code that the ranks run; None where they run the script itself."""
     container: Container | None = None
     """What the ranks run in; None for no container."""
+    notify: Notify = field(default_factory=Notify)
+    """Whom the run tells when it ends, fails or stalls."""
 
     @property
     def world_size(self) -> int:
@@ -220,6 +223,7 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "torchrun": Torchrun,
     "code": Code,
     "container": Container,
+    "notify": Notify,
 }
 
 

@@ -39,6 +39,7 @@ def check_spec(spec: JobSpec) -> None:
         spec.torchrun.check()
     if spec.container is not None:
         spec.container.check(spec.folders)
+    spec.notify.check()
     _check_words(spec)
     check_lengths(spec)
 
@@ -180,6 +181,7 @@ def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
         *(("argument", arg) for arg in spec.args),
         *(("line of --setup", line) for line in spec.shell.setup),
         *([("image", spec.container.image)] if spec.container else []),
+        *(("target of --notify", target) for target in spec.notify.targets),
         *(("mount", mount) for mount in (spec.container.mounts if spec.container else ())),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]

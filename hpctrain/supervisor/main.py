@@ -16,6 +16,7 @@ from hpctrain.supervisor.grace import grace_variables
 from hpctrain.supervisor.guardian import ORPHANED
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
+from hpctrain.supervisor.notifications import notifying
 from hpctrain.supervisor.scheduler import LocalJob, SlurmJob
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.submission import StillGoing, own_run
@@ -42,6 +43,11 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         format="%(asctime)s %(levelname)s %(message)s",
         filename=run.supervisor_log,
     )
+    with notifying(run, environ):
+        return _supervise(run, environ, deaths)
+
+
+def _supervise(run: RunDir, environ: Mapping[str, str], deaths: int) -> int:
     try:
         spec = JobSpec.load(run.spec)
         if spec.array is not None:

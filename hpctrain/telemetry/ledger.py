@@ -32,7 +32,7 @@ _WORK = frozenset({What.TRAINING, What.COMMUNICATING, What.DATA, What.VALIDATING
 #: What the field `spent` of a line of metrics may tell apart; the rest of its time is training.
 _SPENT = {"data": What.DATA, "communication": What.COMMUNICATING, "validation": What.VALIDATING}
 #: Events that come between the end of an attempt's work and the next one's start.
-_GOES_ON = frozenset({"restart", "shrink", "requeue", "started"})
+_GOES_ON = frozenset({"restart", "shrink", "replace", "requeue", "started"})
 
 NO_STEPS = "No step was logged: all time between a start of the ranks and their end counts as training."
 
@@ -222,7 +222,7 @@ class _Book:
         match kind:
             case "started":
                 self._start(mark)
-            case "restart" | "shrink":
+            case "restart" | "shrink" | "replace":
                 self._phase = What.RESTARTING
             case "requeue" | "submitted":
                 self._phase = What.QUEUED

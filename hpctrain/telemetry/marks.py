@@ -9,7 +9,10 @@ from typing import Any, TypeGuard
 
 #: Events after which the ranks of an attempt do not go on as they did.
 TURNS = frozenset(
-    {"submitted", "started", "resumed", "signal", "failure", "restart", "shrink", "requeue", "finished"}
+    {
+        *("submitted", "started", "resumed", "signal", "failure"),
+        *("restart", "shrink", "replace", "requeue", "finished"),
+    }
 )
 
 #: JSON knows whole numbers that no float can hold, and Python's JSON infinity and not-a-number besides.

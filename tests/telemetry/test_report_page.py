@@ -231,7 +231,7 @@ def test_gpus_are_drawn_row_by_row(tmp_path):
     assert temperature.means == [None, 60.0, None, 60.0]
     assert util.cells[0] == 254
     assert util.cells[-1] in (127, 255)
-    heat = data_of(render_report(facts))["heat"]
+    heat = data_of(render_report(facts))["heats"][0]
     assert heat["rows"] == facts.devices.rows
 
 

@@ -1,8 +1,7 @@
 "use strict";
 // Draws the charts of a report. All data is in the page; text goes in as text, never as markup.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const charts = [];
+  let data, charts = [], repaint = [];
   const inPrint = window.matchMedia("print");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const palette = ["accent", "lost", "validating", "data", "saving", "restarting", "communicating", "soft"];
@@ -98,11 +97,10 @@
     if (zoom) chart.plot.setScale("x", zoom);
   };
 
-  const heat = () => {
-    const host = document.getElementById("heat");
-    if (!host || !data.heat) return;
-    const { rows, columns, maps } = data.heat;
-    const canvas = host.querySelector("canvas"), words = document.getElementById("heat-words");
+  const heat = (drawn) => {
+    const host = document.getElementById(drawn.id);
+    const { rows, columns, maps } = drawn;
+    const canvas = host.querySelector("canvas"), words = document.getElementById(drawn.id + "-words");
     const most = Math.max(2, Math.min(16, Math.floor(560 / rows.length)));
     canvas.width = columns; canvas.height = rows.length;
     canvas.style.height = rows.length * most + "px";
@@ -127,7 +125,7 @@
       const cell = cells[row * columns + column], map = maps[shown];
       if (cell === undefined) return;
       const value = cell === 255 ? "nothing measured" : number(+(cell / 254 * map.most).toPrecision(3)) + " " + map.unit;
-      words.textContent = rows[row] + ", " + elapsed((column + 0.5) / columns * data.heat.seconds) + " after submission: " + value;
+      words.textContent = rows[row] + ", " + elapsed((column + 0.5) / columns * drawn.seconds) + " after submission: " + value;
     };
     canvas.addEventListener("mousemove", say);
     host.querySelectorAll("button").forEach((button, index) => button.addEventListener("click", () => {
@@ -139,18 +137,27 @@
     return paint;
   };
 
-  for (const chart of data.charts) {
-    charts.push(chart);
-    draw(chart);
-    const button = document.getElementById(chart.id + "-log");
-    if (button) button.addEventListener("click", () => {
-      chart.log = !chart.log;
-      button.setAttribute("aria-pressed", String(chart.log));
+  // Draws all that the page has data for; what was zoomed into, and seen on a logarithmic scale, stays so.
+  const start = (kept) => {
+    data = JSON.parse(document.getElementById("data").textContent);
+    charts = data.charts;
+    for (const chart of charts) {
+      Object.assign(chart, kept[chart.id]);
       draw(chart);
-    });
-  }
-  const repaint = heat();
-  const again = () => { charts.forEach(draw); if (repaint) repaint(); };
+      if (chart.zoom) chart.plot.setScale("x", chart.zoom);
+      const button = document.getElementById(chart.id + "-log");
+      if (!button) continue;
+      button.setAttribute("aria-pressed", String(chart.log === true));
+      button.addEventListener("click", () => {
+        chart.log = !chart.log;
+        button.setAttribute("aria-pressed", String(chart.log));
+        draw(chart);
+      });
+    }
+    repaint = data.heats.map(heat);
+  };
+  start({});
+  const again = () => { charts.forEach(draw); repaint.forEach((paint) => paint()); };
   let pending = 0;
   window.addEventListener("resize", () => {
     clearTimeout(pending);
@@ -161,5 +168,42 @@
   });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   inPrint.addEventListener("change", again);
-  document.documentElement.dataset.ready = "yes";
+
+  // A page that `hpctrain serve` shows asks for what is new, and takes it over where it stands.
+  const root = document.documentElement;
+  const replace = (text) => {
+    const next = new DOMParser().parseFromString(text, "text/html");
+    const kept = {};
+    for (const chart of charts) {
+      const { min, max } = chart.plot.scales.x;
+      kept[chart.id] = { log: chart.log, zoomed: chart.zoomed, zoom: chart.zoomed ? { min, max } : null };
+      chart.plot.destroy();
+    }
+    const open = [...document.querySelectorAll("details")].map((each) => each.open);
+    const at = window.scrollY;
+    document.querySelector("main").replaceWith(document.adoptNode(next.querySelector("main")));
+    document.getElementById("data").textContent = next.getElementById("data").textContent;
+    document.title = next.title;
+    document.querySelectorAll("details").forEach((each, index) => { if (index in open) each.open = open[index]; });
+    start(kept);
+    window.scrollTo(0, at);
+  };
+  let tag = null;
+  const ask = async () => {
+    if (!document.hidden) {
+      try {
+        const answer = await fetch(location.pathname, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+        if (answer.status === 200) {
+          tag = answer.headers.get("ETag");
+          replace(await answer.text());
+        }
+        root.dataset.state = answer.status < 400 ? "live" : "refused";
+      } catch {
+        root.dataset.state = "away";
+      }
+    }
+    setTimeout(ask, 1000 * root.dataset.live);
+  };
+  if (root.dataset.live) setTimeout(ask, 1000 * root.dataset.live);
+  root.dataset.ready = "yes";
 })();

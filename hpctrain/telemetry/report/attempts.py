@@ -89,7 +89,7 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
         signal, step = event.get("signal"), event.get("step")
         last.ended, last.end = time, "stop"
         last.cause = f"told to stop{f' by {signal}' if signal else ''} after step {step}{saved}"
-    elif kind in ("restart", "shrink", "requeue"):
+    elif kind in ("restart", "shrink", "replace", "requeue"):
         last.followed_by = _text(event.get("by")) or kind
         if last.end is None:
             last.ended, last.end, last.cause = time, "stop", _text(event.get("cause"))

@@ -17,16 +17,20 @@ _MOST_METRICS = 12
 _MOST_CURVES = 8
 
 
-def render_comparison(runs: Sequence[Facts]) -> str:
-    """One page about several runs: figures, curves over one another, where the time of each went."""
+def render_comparison(runs: Sequence[Facts], *, live_s: int | None = None) -> str:
+    """One page about several runs: figures, curves over one another, where the time of each went.
+
+    See `render`.
+    """
     charts: list[dict[str, Any]] = []
     names = dict.fromkeys(name for run in runs for name in run.curves.names)
     shown = [_chart(name, place, runs, charts) for place, name in enumerate(list(names)[:_MOST_METRICS])]
     ledgers = [(run.run_id, duration(run.ledger.wall_us / 1e6), ledger_rows(run.ledger)) for run in runs]
     return render(
         "comparison.html.j2",
+        live_s=live_s,
         title=" · ".join(run.run_id for run in runs),
-        data={"charts": charts, "heat": None},
+        data={"charts": charts, "heats": []},
         runs=runs,
         charts=shown,
         curves_left_out=[run.run_id for run in runs[_MOST_CURVES:]],

@@ -1,9 +1,10 @@
-"""What the nodes measured of themselves, as one table over time: a row a GPU, a column a stretch of time."""
+"""What the nodes measured of themselves, as tables over time: a row a GPU or a node, a column a stretch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ COLUMNS = 240
 NOTHING = 255
 #: A line with more is a damaged one.
 _MOST_GPUS = 64
+
+#: A line that says to sum up more is a damaged one.
+_LONGEST_LINE_S = 3600.0
+#: Per cent of utilisation above which a GPU works.
+_BUSY = 50.0
 
 #: Sum and number of the values of a GPU, in each column.
 _Row = list[tuple[float, int]]
@@ -39,12 +45,23 @@ QUANTITIES = (
     Quantity("gpu_memory", "memory", "GiB", scale=2**-30),
     Quantity("gpu_power_w", "power", "W"),
     Quantity("gpu_temp_c", "temperature", "°C"),
+    Quantity("gpu_clock_mhz", "clock", "MHz"),
+)
+
+
+NODE_QUANTITIES = (
+    Quantity("cpu", "processors", "%", 100.0),
+    Quantity("memory", "memory", "GiB", scale=2**-30),
+    Quantity("disk_read", "disk read", "MB/s", scale=1e-6),
+    Quantity("disk_write", "disk written", "MB/s", scale=1e-6),
+    Quantity("net_rx", "network received", "MB/s", scale=1e-6),
+    Quantity("net_tx", "network sent", "MB/s", scale=1e-6),
 )
 
 
 @dataclass
 class HeatMap:
-    """One quantity of all GPUs: means of each stretch of time."""
+    """One quantity of all GPUs, or of all nodes: means of each stretch of time."""
 
     quantity: Quantity
     most: float
@@ -55,56 +72,155 @@ class HeatMap:
 
 
 @dataclass
+class Node:
+    """A node that was measured."""
+
+    host: str
+    cpus: int | None = None
+    memory_bytes: int | None = None
+    gpu_names: list[str] = field(default_factory=list)
+    gpu_memory_bytes: int | None = None
+    """Of each of its GPUs."""
+    highest_gpu_memory: int | None = None
+    throttled: dict[str, float] = field(default_factory=dict)
+    """Why clocks were lowered, and in which share of the time."""
+    clock_mhz: float | None = None
+    """The mean of its GPUs while they worked."""
+    ecc_errors: int = 0
+    xids: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Devices:
     """What the nodes measured."""
 
     rows: list[str] = field(default_factory=list)
     """Node and number of each GPU."""
     maps: list[HeatMap] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    node_maps: list[HeatMap] = field(default_factory=list)
+    """The same of each node."""
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a quantity over all GPUs or nodes, in its unit; None where nothing tells it."""
+        for each in (*self.maps, *self.node_maps):
+            known = [mean for mean in each.means if mean is not None]
+            if each.quantity.field == name and known:
+                return sum(known) / len(known)
+        return None
+
+
+#: Of each column, the lines that lie in it.
+_Columns = list[list[dict[str, Any]]]
 
 
 def read_devices(files: list[Path], start: float, end: float) -> Devices:
     """Read the files of all nodes.
 
     Args:
-        files: `telemetry/node-000.jsonl` and so on.
+        files: `telemetry/node-000.jsonl` and so on; a run that moved has several nodes in one.
         start: seconds since the epoch that the first column begins with.
         end: the same, of the end of the last.
     """
-    rows: list[str] = []
-    tables: dict[str, list[_Row]] = {each.field: [] for each in QUANTITIES}
+    by_host: dict[str, _Columns] = {}
     for file in files:
-        host, columns = _read(file, start, (end - start) / COLUMNS or 1.0)
-        known = {name: _rows(lists) for name, lists in columns.items()}
+        _read(file, start, (end - start) / COLUMNS or 1.0, by_host)
+    rows: list[str] = []
+    tables: dict[str, list[_Row]] = {each.field: [] for each in (*QUANTITIES, *NODE_QUANTITIES)}
+    for host, columns in by_host.items():
+        known = {each.field: _rows(_lists(columns, each.field)) for each in QUANTITIES}
         count = max(map(len, known.values()))
         rows += [f"{host} · GPU {number}" for number in range(count)]
-        for name, table in tables.items():
-            table += known[name] + [[(0.0, 0)] * COLUMNS] * (count - len(known[name]))
-    measured = [each for each in QUANTITIES if any(n for row in tables[each.field] for _, n in row)]
-    return Devices(rows, [_heat_map(each, tables[each.field]) for each in measured])
+        for name, lists in known.items():
+            tables[name] += lists + [[(0.0, 0)] * COLUMNS] * (count - len(lists))
+        for each in NODE_QUANTITIES:
+            tables[each.field].append([_sum(_numbers(column, each.field)) for column in columns])
+    maps, node_maps = (
+        [_heat_map(each, tables[each.field]) for each in kinds if _is_measured(tables[each.field])]
+        for kinds in (QUANTITIES, NODE_QUANTITIES)
+    )
+    return Devices(rows, maps, [_node(host, columns) for host, columns in by_host.items()], node_maps)
 
 
-def _read(file: Path, start: float, width: float) -> tuple[str, dict[str, list[list[list[object]]]]]:
-    """The node's name, and of each quantity what its lines say in each column: values of all GPUs."""
-    host = file.stem
-    lines: list[list[dict[str, Any]]] = [[] for _ in range(COLUMNS + 1)]
+def _read(file: Path, start: float, width: float, by_host: dict[str, _Columns]) -> None:
+    """Sort the lines of a file by their node, and by the columns that what they sum up lies in."""
     for line in read_lines(file):
         if is_finite(time := line.get("time")) and 0 <= (column := int((time - start) / width)) <= COLUMNS:
-            lines[column].append(line)
-            host = line.get("host") or host
-    # What lies at the very end is of the last column.
-    lines[-2] += lines.pop()
-    return str(host), {
-        name: [
-            [
-                values
-                for line in column
-                if type(values := line.get(name)) is list and len(values) <= _MOST_GPUS
-            ]
-            for column in lines
-        ]
-        for name in (each.field for each in QUANTITIES)
-    }
+            host = str(line.get("host") or file.stem)
+            if (columns := by_host.get(host)) is None:
+                columns = by_host[host] = [[] for _ in range(COLUMNS)]
+            # What lies at the very end is of the last column.
+            last = min(column, COLUMNS - 1)
+            columns[last].append(line)
+            if is_finite(seconds := line.get("seconds")) and width < seconds < _LONGEST_LINE_S:
+                for earlier in range(max(0, int((time - seconds - start) / width)), last):
+                    columns[earlier].append(line)
+
+
+def _lists(columns: _Columns, name: str) -> list[list[list[object]]]:
+    """What the lines of each column say of all GPUs."""
+    return [
+        [values for line in column if type(values := line.get(name)) is list and len(values) <= _MOST_GPUS]
+        for column in columns
+    ]
+
+
+def _numbers(column: list[dict[str, Any]], name: str) -> tuple[object, ...]:
+    return tuple([line[name] for line in column if name in line])
+
+
+def _is_measured(table: list[_Row]) -> bool:
+    return any(count for row in table for _, count in row)
+
+
+def _node(host: str, columns: _Columns) -> Node:
+    """What is told of a node once, and what went wrong on it."""
+    node = Node(host)
+    lines = 0
+    reasons: Counter[str] = Counter()
+    clocks, count = 0.0, 0
+    for line in chain.from_iterable(columns):
+        if "cpus" in line:
+            node.cpus, node.memory_bytes = _whole(line["cpus"]), _whole(line.get("memory_total"))
+            names = line.get("gpu_names")
+            node.gpu_names = [str(name) for name in names] if isinstance(names, list) else []
+            node.gpu_memory_bytes = max(_wholes(line, "gpu_memory_total"), default=None)
+            continue
+        lines += 1
+        if "gpu_throttled" in line:
+            reasons.update({str(one) for several in _listed(line, "gpu_throttled") for one in _list(several)})
+        if "gpu_xids" in line:
+            node.xids += [xid for several in _listed(line, "gpu_xids") for xid in _list(several)]
+        if "gpu_ecc_errors" in line:
+            node.ecc_errors = max([node.ecc_errors, sum(_wholes(line, "gpu_ecc_errors"))])
+        if "gpu_memory" in line:
+            node.highest_gpu_memory = max(
+                [*_wholes(line, "gpu_memory"), node.highest_gpu_memory or 0], default=None
+            )
+        if "gpu_clock_mhz" in line:
+            pairs = zip(_listed(line, "gpu_clock_mhz"), _listed(line, "gpu_util"), strict=False)
+            busy = [clock for clock, util in pairs if is_finite(clock) and is_finite(util) and util > _BUSY]
+            clocks, count = clocks + sum(busy), count + len(busy)
+    node.xids = sorted({xid for xid in node.xids if isinstance(xid, int)})
+    node.throttled = {reason: number / lines for reason, number in reasons.most_common()} if lines else {}
+    node.clock_mhz = clocks / count if count else None
+    return node
+
+
+def _whole(value: object) -> int | None:
+    return int(value) if is_finite(value) else None
+
+
+def _wholes(line: dict[str, Any], name: str) -> list[int]:
+    return [int(value) for value in _listed(line, name) if is_finite(value)]
+
+
+def _listed(line: dict[str, Any], name: str) -> list[Any]:
+    return _list(line.get(name))[:_MOST_GPUS]
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _rows(columns: list[list[list[object]]]) -> list[_Row]:

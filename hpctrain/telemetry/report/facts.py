@@ -13,10 +13,12 @@ from typing import Any
 from hpctrain.rundir import RunDir, steps_in
 from hpctrain.telemetry.goodput import Goodput, goodput_of
 from hpctrain.telemetry.ledger import Ledger
+from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.attempts import Attempt, attempts_of
 from hpctrain.telemetry.report.curves import Curves, Point, as_number, rates
 from hpctrain.telemetry.report.devices import Devices, read_devices
 from hpctrain.telemetry.report.lines import read_lines
+from hpctrain.telemetry.report.secrets import without_secrets
 
 #: A diff that is longer is cut: a report is to be looked at.
 _LONGEST_DIFF = 200_000
@@ -82,6 +84,8 @@ class Facts:
     rates: list[Point]
     codes: list[Code]
     devices: Devices
+    environment: dict[str, Any]
+    """What the newest start of the ranks ran on, and the settings of its training."""
     again: list[str]
     notes: list[str] = field(default_factory=list)
 
@@ -146,6 +150,15 @@ class Facts:
                 {"gpu": row, **{each.quantity.field: each.means[index] for each in self.devices.maps}}
                 for index, row in enumerate(self.devices.rows)
             ],
+            "nodes": [
+                {
+                    **asdict(node),
+                    **{each.quantity.field: each.means[index] for each in self.devices.node_maps},
+                }
+                for index, node in enumerate(self.devices.nodes)
+            ],
+            "advice": [asdict(one) for one in advise(self)],
+            "environment": self.environment,
             "spec": self.spec,
             "code": [
                 {"commit": code.commit, "changed": code.changed, "new_files": code.new_files}
@@ -179,7 +192,7 @@ def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
         cause=state.cause or _cause_on_record(events, attempts, name),
         now=now,
         events=events,
-        spec=_read_spec(run.spec),
+        spec=without_secrets(_read_spec(run.spec)),
         ledger=ledger,
         goodput=goodput_of(ledger, curves.counting.values()),
         curves=curves,
@@ -187,6 +200,7 @@ def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
         checkpoints=_checkpoints(run, events),
         rates=rates(metrics, start_us / 1e6),
         codes=_codes(run),
+        environment=_environment(run),
         devices=read_devices(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
         again=list(state.again),
         notes=[*ledger.notes, *(["Nothing is on record of this run yet."] if not ledger.spans else [])],
@@ -231,6 +245,14 @@ def _checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Check
                 )
             )
     return found
+
+
+def _environment(run: RunDir) -> dict[str, Any]:
+    """The newest start's; the values of an older one where that says nothing."""
+    environment: dict[str, Any] = {}
+    for line in read_lines(run.environment):
+        environment |= line
+    return environment
 
 
 def _codes(run: RunDir) -> list[Code]:

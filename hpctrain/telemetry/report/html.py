@@ -18,8 +18,18 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _MOST_DIFF_LINES = 3000
 
 
-def render(template: str, *, title: str, data: Mapping[str, Any], **context: Any) -> str:
-    """Fill a template in; everything of the run is escaped, or stands in a block of JSON."""
+def render(
+    template: str, *, title: str, data: Mapping[str, Any], live_s: int | None = None, **context: Any
+) -> str:
+    """Fill a template in; everything of the run is escaped, or stands in a block of JSON.
+
+    Args:
+        template: its name among the assets.
+        title: of the page.
+        data: what the page's script draws.
+        live_s: after how many seconds the page asks its server for what is new; None never asks.
+        context: what else the template uses.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -38,6 +48,7 @@ def render(template: str, *, title: str, data: Mapping[str, Any], **context: Any
             "default-src 'none'",
             f"script-src {_hash(library)} {_hash(script)}",
             f"style-src {_hash(style)}",
+            *(["connect-src 'self'"] if live_s else []),
             "base-uri 'none'",
             "form-action 'none'",
         ]
@@ -52,6 +63,8 @@ def render(template: str, *, title: str, data: Mapping[str, Any], **context: Any
         version=__version__,
         made=moment(time.time()),
         zone=time.strftime("%Z"),
+        live_s=live_s,
+        has_charts=bool(data["charts"]),
         **context,
     )
 

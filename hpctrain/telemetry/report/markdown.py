@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.compare import differences, side_by_side
 from hpctrain.telemetry.report.facts import Facts
 from hpctrain.telemetry.report.page import ledger_rows
@@ -31,6 +32,9 @@ def report_text(facts: Facts) -> str:
             for one in facts.attempts
         ]
         parts += ["## What happened", _table(("start", "when", "ended", "then", "that cost"), rows)]
+    if advice := advise(facts):
+        told = [(one.what, one.evidence) for one in advice]
+        parts += ["## What would help", _table(("what to do", "why"), told)]
     if facts.again:
         # Longer than any run of backticks inside.
         longest = max(map(len, re.findall(r"`*", "\n".join(facts.again))))

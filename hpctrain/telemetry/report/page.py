@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.telemetry.ledger import Ledger
+from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.curves import Point, thin
-from hpctrain.telemetry.report.devices import COLUMNS
+from hpctrain.telemetry.report.devices import COLUMNS, HeatMap, Node
 from hpctrain.telemetry.report.facts import Checkpoint, Facts
 from hpctrain.telemetry.report.html import render
 from hpctrain.telemetry.report.story import (
@@ -23,7 +25,7 @@ from hpctrain.telemetry.report.story import (
     what_it_cost,
 )
 from hpctrain.telemetry.report.timeline import WIDTH, draw
-from hpctrain.telemetry.report.words import clock, count, duration, moment, number, share, size
+from hpctrain.telemetry.report.words import NOTHING, clock, count, duration, moment, number, share, size
 
 #: Points of a large chart: more than a screen has columns.
 _MOST_POINTS, _MOST_SMALL_POINTS = 4000, 1000
@@ -31,8 +33,8 @@ _MOST_METRICS = 24
 _MOST_ROWS = 200
 
 
-def render_report(facts: Facts) -> str:
-    """The page of one run."""
+def render_report(facts: Facts, *, live_s: int | None = None) -> str:
+    """The page of one run. See `render`."""
     charts: list[dict[str, Any]] = []
     loss = _loss(facts, charts)
     rate = _rate(facts, charts)
@@ -40,11 +42,12 @@ def render_report(facts: Facts) -> str:
     metrics = [_metric(facts, name, place, charts) for place, name in enumerate(names[:_MOST_METRICS])]
     attempts = _first_and_last(facts.attempts)
     timeline = draw(facts) if facts.ledger.spans else None
-    heat = _heat(facts)
+    heats = list(_heats(facts))
     return render(
         "report.html.j2",
+        live_s=live_s,
         title=f"{facts.run_id} · {facts.state}",
-        data={"charts": charts, "heat": None if heat is None else heat | {"means": None}},
+        data={"charts": charts, "heats": [{**heat, "means": None} for heat in heats]},
         facts=facts,
         subtitle=_subtitle(facts),
         story=story(facts),
@@ -60,7 +63,10 @@ def render_report(facts: Facts) -> str:
         wall=duration(facts.ledger.wall_us / 1e6),
         attempts=[_attempt(one) for one in attempts],
         attempts_left_out=len(facts.attempts) - len(attempts),
-        heat=heat,
+        heats=heats,
+        nodes=[_node(one) for one in facts.devices.nodes],
+        advice=advise(facts),
+        environment=_environment(facts),
         checkpoints=[_checkpoint(one) for one in facts.checkpoints[:-13:-1]],
         checkpoint_words=_checkpoint_words(facts.checkpoints),
         spec=[(name, _plain(value)) for name, value in facts.spec.items()],
@@ -155,14 +161,24 @@ def _metric(facts: Facts, name: str, place: int, charts: list[dict[str, Any]]) -
     return {"id": identity, "title": f"{name}: {number(facts.curves.last(name))}", "log": False}
 
 
-def _heat(facts: Facts) -> dict[str, Any] | None:
+def _heats(facts: Facts) -> Iterator[dict[str, Any]]:
+    """The maps of the GPUs and those of the nodes, where anything was measured."""
     devices = facts.devices
-    if not devices.maps:
-        return None
+    hosts = [node.host for node in devices.nodes]
+    for identity, rows, maps in (
+        ("heat", devices.rows, devices.maps),
+        ("nodes-heat", hosts, devices.node_maps),
+    ):
+        if maps:
+            yield _heat(identity, rows, maps, facts.end - facts.start)
+
+
+def _heat(identity: str, rows: Sequence[str], maps: Sequence[HeatMap], seconds: float) -> dict[str, Any]:
     return {
-        "rows": devices.rows,
+        "id": identity,
+        "rows": rows,
         "columns": COLUMNS,
-        "seconds": facts.end - facts.start,
+        "seconds": seconds,
         "maps": [
             {
                 "name": each.quantity.name,
@@ -170,13 +186,35 @@ def _heat(facts: Facts) -> dict[str, Any] | None:
                 "most": each.most,
                 "cells": base64.b64encode(each.cells).decode(),
             }
-            for each in devices.maps
+            for each in maps
         ],
         "means": [
-            [row, *(number(_rounded(each.means[index])) for each in devices.maps)]
-            for index, row in enumerate(devices.rows)
+            [row, *(number(_rounded(each.means[index])) for each in maps)] for index, row in enumerate(rows)
         ],
     }
+
+
+def _node(node: Node) -> dict[str, Any]:
+    kinds = Counter(node.gpu_names)
+    troubles = [f"Xid {xid}" for xid in node.xids]
+    if node.ecc_errors:
+        troubles.append(count(node.ecc_errors, "memory error"))
+    troubles += [f"clock lowered by {reason}: {share(part)}" for reason, part in node.throttled.items()]
+    return {
+        "host": node.host,
+        "gpus": ", ".join(f"{number_of} × {name}" for name, number_of in kinds.items()) or NOTHING,
+        "cpus": NOTHING if node.cpus is None else node.cpus,
+        "memory": size(node.memory_bytes),
+        "troubles": ", ".join(troubles),
+    }
+
+
+def _environment(facts: Facts) -> list[tuple[str, str]]:
+    """What the ranks ran on, and then the settings of the training."""
+    known = {name: value for name, value in facts.environment.items() if name not in ("time", "attempt")}
+    settings = known.pop("settings", None)
+    rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
+    return [(str(name), _plain(value)) for name, value in rows if value is not None]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -28,6 +28,7 @@ _ENDS = {"failure": "failure", "stop": "stop", "vanished": "lost job", "failed":
 _FOLLOWED = {
     "restart": "started again in the same allocation",
     "shrink": "started again on fewer nodes",
+    "replace": "started again with another node",
     "requeue": "put back into the queue",
     "successor": "continued by another job",
     "submission": "submitted again",

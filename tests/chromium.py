@@ -93,7 +93,7 @@ class Chromium:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def open(self, page: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def open(self, page: Path | str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         """Load a page and wait until it is there."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -103,7 +103,7 @@ class Chromium:
             mobile=False,
         )
         self.look(dark=dark)
-        self.call("Page.navigate", url=page.absolute().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         deadline = time.monotonic() + _LIMIT_S
         ready = "document.readyState == 'complete' && document.documentElement.dataset.ready == 'yes'"
         while not self.evaluate(ready):

@@ -1,0 +1,123 @@
+"""`hpctrain serve`: all runs of a folder in the browser, as they train."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.common import runs_dir_option
+from hpctrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.status import RunStatus
+    from hpctrain.rundir import RunDir
+
+#: Seconds between two questions of a page, and between two of ours to the scheduler.
+_LIVE_S, _ASK_S = 3, 10.0
+
+
+@click.command("serve")
+@runs_dir_option
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="0 takes one that is free. [default: 0]"
+)
+def command(runs_dir: Path, port: int) -> None:
+    """Show all runs in the browser as they train, on this machine only, until Ctrl-C.
+
+    Open the address that is printed; the token in it keeps out other users and pages of others.
+    """
+    from hpctrain.telemetry.serving import Server
+
+    try:
+        server = Server(Folder(runs_dir), "127.0.0.1", port)
+    except OSError as error:
+        raise UserError(
+            f"Port {port} (--port) cannot be had: {error.strerror}. Take another, or 0 for one that is free."
+        ) from error
+    with server:
+        click.echo(f"Runs in {runs_dir}: {server.address}")
+        click.echo(
+            f"From your own machine: ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename}, "
+            "and open the same address there. Ctrl-C ends it."
+        )
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+class Folder:
+    """The runs of a folder as pages."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self._runs_dir = runs_dir
+        self._lock = threading.Lock()
+        self._asked = -_ASK_S
+        self._known: dict[str, RunStatus] = {}
+
+    def tag(self, run_id: str | None) -> str | None:
+        known = self._statuses()
+        if run_id is None:
+            return _digest(known.values())
+        if run_id not in known:
+            return None
+        return _digest([known[run_id], *_written(known[run_id])])
+
+    def page(self, run_id: str | None) -> str:
+        from hpctrain.telemetry.report.runs import Row, render_runs
+
+        if run_id is not None:
+            return self._page_of(run_id)
+        rows = [
+            Row(one.run_id, str(one.state), one.attempt, one.step, one.loss, one.submitted, one.words)
+            for one in reversed(self._statuses().values())
+        ]
+        return render_runs(str(self._runs_dir.absolute()), rows, live_s=_LIVE_S)
+
+    def _page_of(self, run_id: str) -> str:
+        from hpctrain.cli.report import read_runs
+        from hpctrain.telemetry.report.comparison import render_comparison
+        from hpctrain.telemetry.report.page import render_report
+
+        status = self._statuses()[run_id]
+        facts = read_runs(status.run_dir, self._runs_dir)
+        if len(facts) == 1:
+            return render_report(facts[0], live_s=_LIVE_S)
+        return render_comparison(facts, live_s=_LIVE_S)
+
+    def _statuses(self) -> dict[str, RunStatus]:
+        """All runs by their ids, those of job arrays with their tasks; asked for now and then."""
+        from hpctrain.jobs.runs import list_runs, statuses
+
+        with self._lock:
+            if time.monotonic() - self._asked >= _ASK_S or not self._known:
+                runs = list_runs(self._runs_dir, os.environ)
+                runs += [task for run in runs for task in run.tasks()]
+                self._known = {one.run_id: one for one in statuses(runs)}
+                self._asked = time.monotonic()
+            return self._known
+
+
+def _written(status: RunStatus) -> Iterator[tuple[str, int, int]]:
+    """How long the files of a run are, and when they were last written."""
+    from hpctrain.rundir import RunDir
+
+    run = RunDir(Path(status.run_dir))
+    runs: list[RunDir] = [run, *(run.task(index) for index in run.tasks())]
+    for one in runs:
+        for path in (one.events, one.metrics, *one.all_telemetry()):
+            try:
+                found = path.stat()
+            except OSError:
+                continue
+            yield str(path), found.st_size, found.st_mtime_ns
+
+
+def _digest(values: Iterable[object]) -> str:
+    return hashlib.sha256(repr(list(values)).encode()).hexdigest()[:32]

@@ -1,0 +1,222 @@
+"""Telling somebody that the run has ended, failed or stalled, beside all that the supervisor does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.notify import Notify, is_address
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.tail import RecordTail, last_records
+from hpctrain.last_words import size_of
+from hpctrain.rundir import RunDir
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+#: A target has so long, and an address that does not answer is asked so often.
+_TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
+#: What is on its way when the job ends is waited for.
+_LAST_LIMIT_S = 60.0
+_LONGEST_CAUSE = 500
+
+
+@contextmanager
+def notifying(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
+    """Tell whom the run's specification names of what happens inside of the block.
+
+    Args:
+        run: the folder of the run.
+        environ: variables that commands get.
+    """
+    try:
+        notify = JobSpec.load(run.spec).notify
+    except SpecError:
+        notify = Notify()  # What is wrong with it is said by whoever needs it.
+    if not notify.targets:
+        yield
+        return
+    notifier = Notifier(run, notify, environ)
+    thread = threading.Thread(target=notifier.run, name="hpctrain-notifications", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        notifier.ended.set()
+        thread.join(_LAST_LIMIT_S)
+
+
+class Notifier:
+    """Reads what the run writes down, and tells of it."""
+
+    def __init__(self, run: RunDir, notify: Notify, environ: Mapping[str, str]) -> None:
+        """Begin with what is written from now on."""
+        self._run, self._notify, self._environ = run, notify, environ
+        self._events, self._logged_bytes = RecordTail(run.events), size_of(run.metrics)
+        while self._events.read():
+            pass
+        self.ended = threading.Event()
+        self._stall = Stall(notify.stall_s)
+
+    def run(self) -> None:
+        """Tell, until the block has ended and all of it is told."""
+        while not self.ended.wait(_LOOK_EVERY_S):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        size = size_of(self._run.metrics)
+        logged_by = self._newest_attempt() if size != self._logged_bytes else None
+        self._logged_bytes = size
+        now = time.monotonic()
+        for event in self._events.read():
+            self._stall.hear(event, now)
+            if (occasion := occasion_of(event)) is not None:
+                self._tell(occasion, event)
+        if (seconds := self._stall.look(now, logged_by)) is not None:
+            self._tell("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
+
+    def _newest_attempt(self) -> object:
+        """The attempt that logged the last step."""
+        return next(last_records(self._run.metrics), {}).get("attempt")
+
+    def _tell(self, occasion: str, event: Mapping[str, Any]) -> None:
+        if occasion not in self._notify.on:
+            return
+        message = message_of(self._run, occasion, event)
+        for target in self._notify.targets:
+            try:
+                if is_address(target):
+                    post(target, message)
+                else:
+                    call(target, message, self._environ)
+            except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
+                log.warning(
+                    "a notification of %s did not arrive: %s: %s", occasion, type(error).__name__, error
+                )
+            else:
+                log.info("told of %s", occasion)
+
+
+class Stall:
+    """Notices that an attempt which has logged steps logs none any more; tells of each stall once."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._attempt: object = None
+        self._over = self._told = False
+
+    def hear(self, event: Mapping[str, Any], now: float) -> None:
+        """An event was written."""
+        match event.get("kind"):
+            case "started":
+                self._since, self._attempt, self._over = None, event.get("attempt"), False
+            case "failure" | "signal" | "finished" | "requeue":
+                self._since, self._over = None, True
+            case "checkpoint" if self._since is not None:
+                self._since = now
+
+    def look(self, now: float, logged_by: object) -> float | None:
+        """Seconds since the last step, where that is a stall that was not told of.
+
+        Args:
+            now: seconds that only go forward.
+            logged_by: the attempt that has logged steps since the last call; None where none has.
+        """
+        is_ours = self._attempt is None or logged_by == self._attempt
+        if logged_by is not None and is_ours and not self._over:
+            self._since, self._told = now, False
+        if self._since is None or self._told or now - self._since < self._limit_s:
+            return None
+        self._told = True
+        return now - self._since
+
+
+def occasion_of(event: Mapping[str, Any]) -> str | None:
+    """What an event is to somebody who is told of little."""
+    match event.get("kind"):
+        case "finished":
+            return "finish"
+        case "failure" if event.get("rank") is not None:
+            return "stall" if event.get("class") == "hang" else "failure"
+    return None
+
+
+def message_of(run: RunDir, occasion: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told; `text` is what chats show, which know it by that name or by `content`."""
+    cause = str(event.get("cause") or "")[:_LONGEST_CAUSE]
+    if occasion == "finish":
+        words = f"Run {run.run_id} has ended: {event.get('state')}"
+    else:
+        words = f"Run {run.run_id} {'has stalled' if occasion == 'stall' else 'had a failure'}"
+    text = f"{words}: {cause}" if cause else f"{words}."
+    known = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
+    about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", time.time())}
+    return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **known}
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """What is posted goes where it was to go, and nowhere else."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def post(address: str, message: Mapping[str, Any]) -> None:
+    """POST a message as JSON.
+
+    Raises:
+        OSError: it was not taken.
+    """
+    opener = urllib.request.build_opener(_NoRedirects)
+    data = json.dumps(message).encode()
+    for left in reversed(range(_TRIES)):
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        try:
+            with opener.open(request, timeout=_ANSWER_LIMIT_S):
+                return
+        except OSError:
+            if not left:
+                raise
+        time.sleep(_PAUSE_S)
+
+
+def call(line: str, message: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Run a line of shell with a message on its standard input, and its main words in variables.
+
+    Raises:
+        OSError: it failed, or took too long.
+    """
+    variables = {
+        "HPCTRAIN_OCCASION": str(message["occasion"]),
+        "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
+    }
+    with subprocess.Popen(
+        ["/bin/sh", "-c", line],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**environ, **variables},
+        start_new_session=True,
+    ) as process:
+        try:
+            _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
+    if process.returncode:
+        raise OSError(
+            f"the command ended with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
+        )

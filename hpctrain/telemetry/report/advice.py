@@ -1,0 +1,184 @@
+"""What would make a run faster or cheaper, as far as what it measured shows that; each with its evidence."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.telemetry.ledger import What
+from hpctrain.telemetry.marks import is_finite
+from hpctrain.telemetry.report.devices import Node
+from hpctrain.telemetry.report.words import count, duration, share, size
+
+if TYPE_CHECKING:
+    from hpctrain.telemetry.report.facts import Facts
+
+#: Shares of the time above which something is worth a word.
+_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
+#: A run that trained shorter says little about itself.
+_LEAST_STEPS, _LEAST_S = 20, 10.0
+#: How much slower than the others' median a node's clock has to be.
+_SLOW = 1.1
+#: Shares of what there is: processors that are busy, and GPU memory of which much is left.
+_BUSY, _ROOMY = 0.9, 0.5
+#: A rank has seldom use for more workers than that.
+_MOST_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to do."""
+
+    what: str
+    evidence: str
+
+
+def advise(facts: Facts) -> list[Advice]:
+    """All advice for which there is evidence, what weighs most first."""
+    told = [*_faults(facts), *_slow_nodes(facts)]
+    if len(facts.curves.counting) >= _LEAST_STEPS and _steps_us(facts) > _LEAST_S * 1e6:
+        told += [*_data(facts), *_saving(facts), *_lost_work(facts), *_memory(facts)]
+    return told
+
+
+def _steps_us(facts: Facts) -> int:
+    """Time in which steps that count were trained."""
+    totals = facts.ledger.totals_us
+    return totals[What.TRAINING] + totals[What.DATA] + totals[What.COMMUNICATING]
+
+
+def _setting(facts: Facts, name: str) -> Any:
+    settings = facts.environment.get("settings")
+    return settings.get(name) if isinstance(settings, dict) else None
+
+
+def _data(facts: Facts) -> Iterator[Advice]:
+    part = facts.ledger.totals_us[What.DATA] / _steps_us(facts)
+    if What.DATA not in facts.ledger.measured or part < _MUCH_WAITING:
+        return
+    evidence = [f"the ranks waited for data in {share(part)} of the time of their steps"]
+    if (util := facts.devices.mean("gpu_util")) is not None:
+        evidence.append(f"the GPUs were idle in {100 - util:.0f} % of the time")
+    cpu = facts.devices.mean("cpu")
+    if cpu is not None:
+        evidence.append(f"the nodes' processors were in use to {cpu:.0f} %")
+    workers, cpus = _setting(facts, "num_workers"), facts.environment.get("cpus_per_rank")
+    if not isinstance(workers, int) or not isinstance(cpus, int):
+        what = "Load data faster: more workers, or less work for each sample."
+    elif cpu is not None and cpu >= 100 * _BUSY:
+        what = "Give the ranks more processors (--cpus-per-task), or do less for each sample beforehand."
+        evidence.append(f"num_workers is {workers}")
+    elif (more := min(_MOST_WORKERS, max(2, 4 * workers), cpus)) > workers:
+        what = f"Trainer(num_workers={more}) in the place of {workers}."
+        evidence.append(f"a rank may use {count(cpus, 'processor')}")
+    else:
+        what = f"Give the ranks more processors (--cpus-per-task) and workers: num_workers is {workers}."
+        evidence.append(f"a rank may use only {count(cpus, 'processor')}")
+    yield Advice(what, _sentence(evidence))
+
+
+def _faults(facts: Facts) -> Iterator[Advice]:
+    """GPUs that are about to fail, or have."""
+    for node in facts.devices.nodes:
+        evidence = []
+        if node.xids:
+            evidence.append(f"the driver reported {', '.join(f'Xid {xid}' for xid in node.xids)}")
+        if node.ecc_errors:
+            evidence.append(f"{count(node.ecc_errors, 'memory error')} could not be corrected")
+        if evidence:
+            yield Advice(
+                f"Have the GPUs of {node.host} looked at, and leave it out meanwhile: --exclude {node.host}.",
+                _sentence(evidence),
+            )
+
+
+def _slow_nodes(facts: Facts) -> Iterator[Advice]:
+    """Nodes for which all others wait in every step."""
+    noticed: dict[str, list[str]] = {}
+    for event in facts.events:
+        if event.get("kind") == "straggler" and event.get("host"):
+            words = str(event.get("cause") or "it was slower than the others")
+            noticed.setdefault(str(event["host"]), []).append(words)
+    clocks = {node.host: node.clock_mhz for node in facts.devices.nodes if node.clock_mhz}
+    for node in facts.devices.nodes:
+        evidence = [noticed.pop(node.host)[-1]] if node.host in noticed else []
+        others = [clock for host, clock in clocks.items() if host != node.host]
+        if others and node.clock_mhz and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW:
+            evidence.append(
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of the others at "
+                f"{statistics.median(others):.0f}: it is {ratio:.1f} × slower"
+            )
+        if evidence:
+            yield Advice(
+                f"{node.host} is slow, and all others wait for it: --exclude {node.host}.",
+                _sentence([*evidence, *_throttled(node)]),
+            )
+        elif reasons := _throttled(node):
+            yield Advice(f"Have the cooling and the power of {node.host} looked at.", _sentence(reasons))
+    for host, told in noticed.items():
+        yield Advice(f"{host} is slow, and all others wait for it: --exclude {host}.", _sentence(told[-1:]))
+
+
+def _throttled(node: Node) -> list[str]:
+    """Why the clocks of a node were lowered much; that it uses all the power it may is as it should be."""
+    reasons = [
+        f"{reason} in {share(part)} of the time"
+        for reason, part in node.throttled.items()
+        if part >= _MUCH_THROTTLED and reason not in ("power cap", "clock setting", "sync boost")
+    ]
+    return [f"its clocks were lowered: {', '.join(reasons)}"] if reasons else []
+
+
+def _saving(facts: Facts) -> Iterator[Advice]:
+    saving_us = facts.ledger.totals_us[What.SAVING]
+    part = saving_us / (saving_us + _steps_us(facts))
+    if part < _MUCH_SAVING or len(facts.checkpoints) < 3:
+        return
+    if _setting(facts, "checkpoint_async") is False:
+        what = "Trainer(checkpoint_async=True): only the copy of the state then holds the training up."
+    elif _setting(facts, "checkpoint_every") == "auto":
+        what = "Save into a fast folder first: Trainer(local_checkpoints='auto')."
+    else:
+        what = "Save more rarely; Trainer(checkpoint_every='auto') weighs a save against the work it spares."
+    evidence = f"{count(len(facts.checkpoints), 'save')} held the training up for {duration(saving_us / 1e6)}"
+    yield Advice(what, _sentence([evidence, f"that is {share(part)} of its time"]))
+
+
+def _lost_work(facts: Facts) -> Iterator[Advice]:
+    lost_us = facts.ledger.totals_us[What.LOST]
+    part = lost_us / (lost_us + _steps_us(facts))
+    every = _setting(facts, "checkpoint_every")
+    if part < _MUCH_LOST or every == "auto":
+        return
+    steps = [attempt for attempt in facts.interruptions if attempt.lost_us]
+    evidence = [f"{share(part)} of the work was lost in {count(len(steps), 'interruption')}"]
+    if is_finite(every):
+        evidence.append(f"it was saved every {every:g} steps")
+    yield Advice(
+        "Save more often: Trainer(checkpoint_every='auto') finds out how often.", _sentence(evidence)
+    )
+
+
+def _memory(facts: Facts) -> Iterator[Advice]:
+    """Room for larger micro-batches, where the training was told to take small ones."""
+    known = [
+        (node.highest_gpu_memory, node.gpu_memory_bytes)
+        for node in facts.devices.nodes
+        if node.highest_gpu_memory and node.gpu_memory_bytes
+    ]
+    micro_batch = _setting(facts, "micro_batch_size")
+    if not known or not isinstance(micro_batch, int):
+        return
+    used, there = max(known, key=lambda pair: pair[0] / pair[1])
+    if used / there < _ROOMY:
+        yield Advice(
+            f"Compute more samples at once: Trainer(micro_batch_size='auto') in the place of {micro_batch}.",
+            _sentence([f"no GPU had more than {size(used)} of its {size(there)} in use"]),
+        )
+
+
+def _sentence(parts: list[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."

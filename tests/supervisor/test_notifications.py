@@ -1,0 +1,170 @@
+"""Somebody is told when a run ends, fails or stalls: by a webhook, by a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from helpers import run_command, wait_for
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.notify import Notify
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.notifications import Notifier, Stall, call, message_of, post
+
+TRAINING = """
+import json, os, sys, time
+run, attempt = os.environ["HPCTRAIN_RUN_DIR"], int(os.environ["HPCTRAIN_ATTEMPT"])
+for step in range(1, 4):
+    with open(run + "/metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "time": time.time(), "attempt": attempt, "loss": 1.0}) + "\\n")
+    time.sleep(0.1)
+if attempt == 0:
+    raise ValueError("bad 'data' $(touch executed)")
+time.sleep(4)
+"""
+
+
+class Hook:
+    """A server that keeps what is posted to it."""
+
+    def __init__(self) -> None:
+        self.got: list[dict] = []
+        self.answers: list[int] = []
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                text = self.rfile.read(int(self.headers["Content-Length"]))
+                status = hook.answers.pop(0) if hook.answers else 200
+                if status == 200:
+                    hook.got.append(json.loads(text))
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}/hook?key=1"
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    hook = Hook()
+    thread = threading.Thread(target=hook.server.serve_forever, args=(0.05,))
+    thread.start()
+    yield hook
+    hook.server.shutdown()
+    thread.join()
+    hook.server.server_close()
+
+
+def submit(tmp_path: Path, *options: str) -> RunDir:
+    (tmp_path / "train.py").write_text(TRAINING)
+    run = RunDir(tmp_path / "run")
+    words = ["submit", "--backend=local", "--run-dir", str(run.path), *options, "train.py"]
+    run_command([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path)
+    run_command([sys.executable, "-m", "hpctrain", "wait", str(run.path)], cwd=tmp_path, check=False)
+    return run
+
+
+def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_path):
+    told = tmp_path / "told.txt"
+    line = f"cat >> '{told}'; echo >> '{told}'; test -n \"$HPCTRAIN_TEXT\""
+    run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--notify-stall-after=2")
+    by_command = [json.loads(row) for row in told.read_text().splitlines() if row]
+    assert by_command == hook.got
+    failure, stall, finish = hook.got
+    assert [one["occasion"] for one in hook.got] == ["failure", "stall", "finish"]
+    assert "bad 'data' $(touch executed)" in failure["text"]
+    assert failure["rank"] == 0
+    assert "no step was logged for" in stall["text"]
+    assert finish["text"] == finish["content"] == "Run run has ended: COMPLETED."
+    assert finish["folder"] == str(run.path)
+    assert not list(tmp_path.rglob("executed"))
+    again = json.loads(
+        run_command([sys.executable, "-m", "hpctrain", "report", str(run.path), "--json"]).stdout
+    )["again"]
+    assert "--notify-stall-after=2" in again[-1]
+
+
+def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(hook, tmp_path):
+    options = ["--notify", "exit 3", "--notify", "http://127.0.0.1:9/", "--notify", hook.address]
+    run = submit(tmp_path, *options, "--notify-on", "finish")
+    assert [one["occasion"] for one in hook.got] == ["finish"]
+    log = run.supervisor_log.read_text()
+    assert "the command ended with 3" in log
+    assert "did not arrive: URLError" in log
+
+
+def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook, monkeypatch):
+    monkeypatch.setattr("hpctrain.supervisor.notifications._PAUSE_S", 0.01)
+    hook.answers = [503, 429]
+    post(hook.address, {"text": "a"})
+    assert hook.got == [{"text": "a"}]
+    hook.answers = [302, 302, 302]
+    with pytest.raises(OSError, match="302"):
+        post(hook.address, {"text": "b"})
+    assert hook.answers == []
+    assert len(hook.got) == 1
+
+
+def test_a_command_that_does_not_end_is_ended_with_its_children(monkeypatch, tmp_path):
+    monkeypatch.setattr("hpctrain.supervisor.notifications._TARGET_LIMIT_S", 0.5)
+    message = message_of(RunDir(tmp_path), "finish", {"state": "FAILED"})
+    with pytest.raises(OSError, match="longer than"):
+        call("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
+
+
+def test_what_was_written_before_is_not_told_again(tmp_path):
+    run = RunDir(tmp_path)
+    run.log_event("finished", 0, state="FAILED")
+    told = tmp_path / "told"
+    notifier = Notifier(run, Notify((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
+    thread = threading.Thread(target=notifier.run)
+    thread.start()
+    run.log_event("failure", 0, rank=None, cause="disk full")
+    run.log_event("failure", 0, rank=1, cause="no step for 900 s", **{"class": "hang"})
+    wait_for(told.exists, 20, "the command")
+    notifier.ended.set()
+    thread.join(20)
+    assert json.loads(told.read_text())["occasion"] == "stall"
+
+
+def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
+    stall = Stall(10)
+    stall.hear({"kind": "started", "attempt": 1}, 0)
+    assert stall.look(50, 0) is None  # of the attempt before
+    assert stall.look(100, None) is None
+    assert stall.look(101, 1) is None
+    assert stall.look(110.5, None) is None
+    stall.hear({"kind": "checkpoint"}, 111)
+    assert stall.look(120, None) is None
+    assert stall.look(121, None) == 10
+    assert stall.look(200, None) is None
+    assert stall.look(201, 1) is None
+    assert stall.look(300, None) == 99
+    stall.hear({"kind": "finished"}, 301)
+    assert stall.look(302, 1) is None
+    assert stall.look(400, None) is None
+
+
+@pytest.mark.parametrize(
+    ("notify", "words"),
+    [
+        (Notify(("https:///path",)), "names no host"),
+        (Notify(("http://a b/",)), "names no host"),
+        (Notify(on=("end",)), "'end' .* is no occasion"),
+        (Notify(stall_s=0), "at least 1"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(notify, words):
+    with pytest.raises(SpecError, match=words):
+        notify.check()

@@ -1,0 +1,198 @@
+"""Advice is given where what was measured shows it, with what shows it, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_stories import START, Story, submitted, write_run
+from test_report_page import facts_of
+
+from hpctrain.rundir import RunDir
+from hpctrain.telemetry.report.advice import Advice, advise
+from hpctrain.telemetry.report.markdown import report_text
+from hpctrain.telemetry.report.page import render_report
+
+
+def node_lines(run: RunDir, node: int, host: str, seconds: int = 100, **values: object) -> None:
+    run.telemetry(0).parent.mkdir(exist_ok=True)
+    lines: list[dict[str, object]] = [
+        {"cpus": 64, "memory_total": 2**39, "gpu_names": ["H100"] * 2, "gpu_memory_total": [80 * 10**9] * 2}
+    ]
+    lines += [values] * (seconds // 5)
+    with run.telemetry(node).open("a") as file:
+        for place, line in enumerate(lines):
+            file.write(json.dumps({"time": START + 5 * place, "host": host, **line}) + "\n")
+
+
+def environment(run: RunDir, cpus: int = 16, **settings: object) -> None:
+    run.environment.write_text(json.dumps({"cpus_per_rank": cpus, "settings": settings}) + "\n")
+
+
+def told(run: RunDir) -> list[Advice]:
+    facts = facts_of(run)
+    page, text = render_report(facts), report_text(facts)
+    advice = advise(facts)
+    assert facts.document()["advice"] == [{"what": one.what, "evidence": one.evidence} for one in advice]
+    assert page.count("<dt>") - page.count("<dt>Steps") > 0
+    assert ('id="advice"' in page) == ("## What would help" in text) == bool(advice)
+    return advice
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> RunDir:
+    """A run that waits for data in 40 % of its time."""
+    return write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.4}))
+
+
+def test_a_run_of_which_nothing_is_known_gets_none(tmp_path):
+    assert told(write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))) == []
+    assert told(write_run(tmp_path / "empty", Story())) == []
+
+
+def test_a_run_without_trouble_gets_none(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.01}))
+    environment(run, num_workers=2, micro_batch_size=None, checkpoint_every="auto")
+    for node, host in enumerate(("n1", "n2")):
+        node_lines(run, node, host, gpu_util=[95, 96], gpu_clock_mhz=[1600, 1610 - node], cpu=20.0)
+    assert told(run) == []
+
+
+def test_waiting_for_data_with_workers_to_spare(waiting):
+    environment(waiting, num_workers=2)
+    node_lines(waiting, 0, "n1", gpu_util=[60, 60], cpu=12.0)
+    (advice,) = told(waiting)
+    assert advice.what == "Trainer(num_workers=8) in the place of 2."
+    assert advice.evidence == (
+        "The ranks waited for data in 40.0 % of the time of their steps; the GPUs were idle in 40 % of the "
+        "time; the nodes' processors were in use to 12 %; a rank may use 16 processors."
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpus", "workers", "use", "words"),
+    [
+        (4, 0, 10.0, "num_workers=2"),
+        (3, 2, 10.0, "num_workers=3"),
+        (2, 2, 10.0, "more processors (--cpus-per-task) and workers"),
+        (64, 8, 10.0, "num_workers=16"),
+        (64, 2, 95.0, "more processors (--cpus-per-task), or do less"),
+    ],
+)
+def test_waiting_for_data_is_advised_by_what_there_is(waiting, cpus, workers, use, words):
+    environment(waiting, cpus, num_workers=workers)
+    node_lines(waiting, 0, "n1", cpu=use)
+    (advice,) = told(waiting)
+    assert words in advice.what
+
+
+def test_a_short_run_says_little(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 19, every=1, spent={"all": 1.0, "data": 0.9}))
+    assert told(run) == []
+
+
+def test_a_node_with_lower_clocks(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    for node in range(3):
+        slow = {"gpu_clock_mhz": [1230, 1230], "gpu_throttled": [["temperature"], []]}
+        fast = {"gpu_clock_mhz": [1600, 1600], "gpu_throttled": [["power cap"], ["power cap"]]}
+        node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
+    (advice,) = told(run)
+    assert advice.what == "n1 is slow, and all others wait for it: --exclude n1."
+    assert "1230 MHz, those of the others at 1600: it is 1.3 × slower" in advice.evidence
+    assert "lowered: temperature in 100.0 % of the time" in advice.evidence
+
+
+def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_clock_mhz=[1600, 1600])
+    node_lines(run, 1, "n2", gpu_util=[0, 0], gpu_clock_mhz=[300, 300])
+    assert told(run) == []
+
+
+def test_a_straggler_that_the_supervisor_noticed(tmp_path):
+    story = submitted(0).steps(1, 50, every=1)
+    story.after(0, "straggler", host="n7", cause="rank 3 on n7 takes 1.4 times as long as the others")
+    (advice,) = told(write_run(tmp_path / "run", story))
+    assert "--exclude n7" in advice.what
+    assert "1.4 times" in advice.evidence
+
+
+def test_errors_of_the_driver_and_of_memory(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 5, every=1))
+    node_lines(run, 0, "n1", seconds=5, gpu_xids=[[79], [31]], gpu_ecc_errors=[0, 3])
+    (advice,) = told(run)
+    assert "--exclude n1" in advice.what
+    assert advice.evidence == "The driver reported Xid 31, Xid 79; 3 memory errors could not be corrected."
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"checkpoint_async": False}, "checkpoint_async=True"),
+        ({"checkpoint_every": "auto"}, "local_checkpoints"),
+        ({"checkpoint_every": 10}, "checkpoint_every='auto'"),
+    ],
+)
+def test_saves_that_hold_up_the_training(tmp_path, settings, words):
+    story = submitted(0)
+    for first in (1, 11, 21):
+        story.steps(first, first + 9, every=1).after(
+            2, "checkpoint", step=first + 9, seconds=2.0, stall_s=2.0
+        )
+    run = write_run(tmp_path / "run", story.steps(31, 40, every=1))
+    environment(run, **settings)
+    (advice,) = told(run)
+    assert words in advice.what
+    assert "3 saves held the training up for 6.0 s" in advice.evidence
+
+
+def test_much_work_that_was_lost(tmp_path):
+    story = submitted(0).steps(1, 40, every=1).after(0, "failure", rank=0, cause="SIGKILL")
+    story.after(0, "restart").after(1, "started").steps(1, 60, every=1)
+    run = write_run(tmp_path / "run", story)
+    environment(run, checkpoint_every=100)
+    (advice,) = told(run)
+    assert "checkpoint_every='auto'" in advice.what
+    assert "% of the work was lost in 1 interruption; it was saved every 100 steps." in advice.evidence
+    environment(run, checkpoint_every="auto")
+    assert told(run) == []
+
+
+def test_memory_that_is_left(tmp_path):
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    environment(run, micro_batch_size=4)
+    node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_memory=[21 * 10**9, 9 * 10**9])
+    (advice,) = told(run)
+    assert "micro_batch_size='auto') in the place of 4" in advice.what
+    assert "21 GB of its 80 GB" in advice.evidence
+    environment(run, micro_batch_size=None)
+    assert told(run) == []
+
+
+def test_nodes_are_told_apart_by_their_names_wherever_they_ran(tmp_path):
+    """A run that was requeued goes on elsewhere: the same file then has lines of another node."""
+    run = write_run(tmp_path / "run", submitted(0).steps(1, 300, every=1))
+    node_lines(run, 0, "n1", gpu_util=[10, 20], cpu=5.0)
+    node_lines(run, 0, "n2", gpu_util=[30, 40], cpu=7.0)
+    node_lines(run, 1, "n1", gpu_util=[10, 20], cpu=5.0)
+    devices = facts_of(run).devices
+    assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
+    assert devices.maps[0].means == [10, 20, 30, 40]
+    assert [node.host for node in devices.nodes] == ["n1", "n2"]
+    assert devices.node_maps[0].means == [5, 7]
+    assert (devices.nodes[0].cpus, devices.nodes[0].gpu_names) == (64, ["H100", "H100"])
+
+
+def test_what_opens_doors_is_not_shown(tmp_path):
+    env = {"WANDB_API_KEY": "sesame1", "HF_TOKEN": "sesame2", "NCCL_DEBUG": "INFO"}
+    notify = {"targets": ["https://me:sesame3@hooks.example.org/services/sesame4?k=sesame5"]}
+    run = write_run(
+        tmp_path / "run", submitted(0).steps(1, 5, every=1), script="t.py", env=env, notify=notify
+    )
+    facts = facts_of(run)
+    for text in (render_report(facts), report_text(facts), json.dumps(facts.document())):
+        assert "sesame" not in text
+    assert "NCCL_DEBUG" in render_report(facts)
+    assert "hooks.example.org/…" in render_report(facts)
