@@ -19,7 +19,7 @@ from hpctrain.training import rng
 from hpctrain.training.checkpointing import Checkpointing
 from hpctrain.training.data.feed import MicroBatch, Step, Until
 from hpctrain.training.data.loading import Loading, to_device
-from hpctrain.training.data.plan import Share
+from hpctrain.training.data.plan import Deal, Share
 from hpctrain.training.data.sources import make_feed, make_validation_set
 from hpctrain.training.micro_batches import (
     find_micro_batch_size,
@@ -88,7 +88,7 @@ class Fit:
             else make_validation_set(
                 val_dataset,
                 loading,
-                deal,
+                Deal(team.ranks.rank, team.ranks.world_size),
                 team,
                 seed=settings.seed,
                 global_batch_size=settings.global_batch_size,
@@ -177,7 +177,8 @@ class Fit:
     def _train(self, step: Step) -> ScalarSums:
         """One optimizer step on this rank's share of the global batch."""
         share, state = step.share, self.state
-        if self._log is not None:
+        # Where all ranks train the same samples, they are told once.
+        if self._log is not None and (self._deal.world_size > 1 or self._team.ranks.is_main):
             self._log.share(share)
         sums = ScalarSums()
         for number, micro_batch in enumerate(self._spent.waiting(step.micro_batches), 1):
@@ -261,6 +262,8 @@ class Fit:
     def _find_micro_batch_size(self) -> int | None:
         """What was set; for "auto" what is kept from before a stop, if it still fits, or what is found."""
         setting, state = self._settings.micro_batch_size, self.state
+        if self._strategy.splits_itself and self._team.is_distributed:
+            return None
         if setting != "auto":
             return setting
         share, batch_of = self._feed.trial()

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -28,7 +29,14 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 class Blocks(hpctrain.Module):
     """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows."""
 
-    def __init__(self, *, norm: bool = False, stop_at: int | None = None, overflow_at: int | None = None):
+    def __init__(
+        self,
+        *,
+        norm: bool = False,
+        stop_at: int | None = None,
+        overflow_at: int | None = None,
+        sleep: float = 0,
+    ):
         super().__init__()
         middle = [nn.BatchNorm1d(5)] if norm else []
         self.net = nn.Sequential(
@@ -43,12 +51,13 @@ class Blocks(hpctrain.Module):
                 parameter, 0.5
             )
         self.stop_at, self.overflow_at = stop_at, overflow_at
-        self.steps = 0
+        self.steps, self.sleep = 0, sleep
 
     def training_step(self, batch, batch_idx):
         x, y = batch
+        time.sleep(self.sleep)
         self.steps += 1
-        if self.stop_at == self.steps and os.environ.get("RANK", "0") == "1":
+        if self.stop_at == self.steps and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         loss = (self.net(x) * self.scale + self.bias - y).pow(2).mean()
         if self.overflow_at == self.steps and os.environ.get("RANK", "0") == "1":
@@ -84,7 +93,11 @@ def by_hand(num_steps: int, *, norm: bool = False) -> dict[str, torch.Tensor]:
 
 def train(settings: dict) -> dict:
     module = Blocks(
-        **{name: settings.pop(name) for name in ("norm", "stop_at", "overflow_at") if name in settings}
+        **{
+            name: settings.pop(name)
+            for name in ("norm", "stop_at", "overflow_at", "sleep")
+            if name in settings
+        }
     )
     steps = settings.pop("max_steps", 2)
     try:

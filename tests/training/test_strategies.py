@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ from strategic import by_hand  # noqa: E402 (a script, not a package)
 from test_exact import trained  # noqa: E402
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+
+needs_horovod = pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
+)
 
 
 def train(folder: Path, *trainings: dict, ranks: int, run: Path | None = None, nodes: int = 1) -> list[dict]:
@@ -48,6 +54,10 @@ def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
         ("zero2", 3),
         ("zero3", 2),
         ("zero3", 4),
+        pytest.param("horovod", 2, marks=needs_horovod),
+        pytest.param("horovod", 3, marks=needs_horovod),
+        ("pipeline", 2),
+        ("pipeline", 3),
     ],
 )
 def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
@@ -83,30 +93,34 @@ def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     """A checkpoint is that of the whole, whoever has which part of it; no sample is lost or repeated."""
     run = tmp_path / "run"
     chain = [
-        ("zero3", 3, 7),
-        ("zero1", 2, 13),
-        ("ddp", 1, 19),
-        ("zero2", 4, 26),
-        ("zero1", 3, 31),
-        ("zero3", 2, 40),
+        ("zero3", 3),
+        ("zero1", 2),
+        ("ddp", 1),
+        ("zero2", 4),
+        ("pipeline", 2),
+        ("zero3", 2),
+        ("pipeline", 3),
     ]
-    for strategy, ranks, last_step in chain:
-        (result,) = train(tmp_path, {"strategy": strategy, "max_steps": last_step}, ranks=ranks, run=run)
-        assert result["step"] == last_step
-    assert_same(result["weights"], by_hand(40))
+    if find_spec("horovod"):
+        chain.append(("horovod", 2))
+    for part, (strategy, ranks) in enumerate(chain, 1):
+        (result,) = train(tmp_path, {"strategy": strategy, "max_steps": 6 * part}, ranks=ranks, run=run)
+        assert result["step"] == 6 * part
+    assert_same(result["weights"], by_hand(6 * len(chain)))
     undisturbed = tmp_path / "undisturbed"
-    train(tmp_path, {"max_steps": 40}, ranks=1, run=undisturbed)
+    train(tmp_path, {"max_steps": 6 * len(chain)}, ranks=1, run=undisturbed)
     assert trained(run) == trained(undisturbed)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
 def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
     """One rank of three is told to stop; all save the same step and leave with code 75."""
+    stop_at = 45 if strategy == "pipeline" else 5  # it takes a step in ten micro-batches
     settings = {"strategy": strategy, "max_steps": 12}
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     (expected,) = train(tmp_path, settings, ranks=3, run=undisturbed)
     with pytest.raises(AssertionError, match="exit code 75"):
-        train(tmp_path, {**settings, "stop_at": 5}, ranks=3, run=run)
+        train(tmp_path, {**settings, "stop_at": stop_at}, ranks=3, run=run)
     (result,) = train(tmp_path, settings, ranks=3, run=run)
     assert all(torch.equal(result["weights"][name], value) for name, value in expected["weights"].items())
     assert trained(run) == trained(undisturbed)
@@ -132,6 +146,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(tmp_path):
 
 MEMORY = """
 import ctypes, re, sys, torch, hpctrain
+from importlib.util import find_spec
 from pathlib import Path
 from torch import nn
 

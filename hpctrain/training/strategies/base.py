@@ -30,12 +30,14 @@ class Strategy:
         in_lockstep: whether ranks wait for each other in every forward pass, also without a backward pass.
         spawns: whether the process that calls `fit` starts the ranks, where nobody has.
         one_process: whether one process computes on all devices.
+        splits_itself: whether it makes micro-batches of a rank's samples itself.
         remarks: what the user is told at the start, in sentences without a full stop.
     """
 
     in_lockstep: ClassVar[bool] = False
     spawns: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
+    splits_itself: ClassVar[bool] = False
     remarks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: Module, team: Team, settings: Settings) -> None:

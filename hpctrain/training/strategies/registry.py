@@ -23,6 +23,7 @@ _OURS = {
     "ddp2": "ddp2:DDP2",
     "dp": "dp:DP",
     "horovod": "horovod:Horovod",
+    "pipeline": "pipeline:Pipeline",
     "zero1": "zero1:ZeRO1",
     "zero2": "sharded:ZeRO2",
     "ddp_sharded": "sharded:ZeRO2",
