@@ -21,6 +21,7 @@ EventKind = Literal[
     "restart",
     "shrink",
     "replace",
+    "grow",
     "excluded",
     "straggler",
     "requeue",
@@ -184,6 +185,14 @@ class RunDir:
     @property
     def failures(self) -> Path:
         return self.path / "failures"
+
+    def check(self, attempt: int, rank: int) -> Path:
+        """What a rank has seen when it looked at its node before the attempt."""
+        return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
+
+    def checks(self, attempt: int) -> list[Path]:
+        """Those files of all ranks that have written one."""
+        return sorted(self.check(attempt, 0).parent.glob("rank-*.json"))
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:03d}"

@@ -14,6 +14,8 @@ from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, JobSpec
 _DEFAULTS = {
     "signal_lead_s": DEFAULT_SIGNAL_LEAD_S,
     "spares": JobSpec.spares,
+    "node_check": JobSpec.node_check,
+    "grow_after_s": JobSpec.grow_after_s,
     "max_failures": JobSpec.max_failures,
     "continue_by": JobSpec.continue_by,
     "gpu_directive": JobSpec.gpu_directive,

@@ -91,6 +91,7 @@ def describe_end(status: RunStatus) -> str:
     lines = []
     if status.cause:
         lines += [f"cause        {status.cause}", f"log          {short_path(status.log or run.logs)}"]
+        lines += [f"             {line}" for line in _traceback(run)]
     step = f", step {status.step}" if status.step is not None else ""
     loss = f", loss {status.loss:.6g}" if status.loss is not None else ""
     counts = f", {status.words}" if status.tasks is not None else ""
@@ -106,6 +107,15 @@ def describe_end(status: RunStatus) -> str:
         f"next         {program()} status {handle}  |  {program()} logs {handle}",
     ]
     return "\n".join(lines)
+
+
+def _traceback(run: RunDir) -> list[str]:
+    """Where the run failed, in the words of the rank that did so first."""
+    from hpctrain.jobs.error_report import failures_since_submission, traceback_of
+
+    failures = [its for its in failures_since_submission(run.read_events()) if its.get("rank") is not None]
+    # The last line is the cause, which is told already.
+    return traceback_of(run, failures[-1])[:-1] if failures else []
 
 
 def leave_with(status: RunStatus) -> None:

@@ -73,6 +73,8 @@ def build_spec(
         nodes=nodes[1],
         min_nodes=nodes[0],
         spares=given.get("spares", JobSpec.spares),
+        node_check=given.get("node_check", JobSpec.node_check),
+        grow_after_s=given.get("grow_after", JobSpec.grow_after_s),
         gpus_per_node=gpus_per_node,
         gpu_type=gpu_type,
         gpu_directive=given.get("gpu_directive", JobSpec.gpu_directive),

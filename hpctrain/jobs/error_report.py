@@ -53,6 +53,12 @@ def report(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) ->
             yield f"also {name_ranks(list(same))}: {words}"
 
 
+def traceback_of(run: RunDir, failure: dict[str, Any]) -> list[str]:
+    """The traceback of the rank that failed first, in lines; none where it left none."""
+    record = _records(run, int(failure.get("attempt", 0))).get(int(failure.get("rank", -1)), {})
+    return str(record.get("traceback") or "").rstrip().splitlines()
+
+
 def _details(record: dict[str, Any]) -> Iterator[str]:
     if traceback := str(record.get("traceback") or ""):
         yield from traceback.rstrip().split("\n")

@@ -16,7 +16,7 @@ from hpctrain.jobs.launcher import LauncherName, RendezvousBackend, Torchrun
 from hpctrain.jobs.notify import DEFAULT_STALL_S, OCCASIONS
 from hpctrain.jobs.option import About, Kind, Option
 from hpctrain.jobs.shell import is_folder_of_conda
-from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, ContinueBy, GpuDirective, JobSpec
+from hpctrain.jobs.spec import DEFAULT_SIGNAL_LEAD_S, ContinueBy, GpuDirective, JobSpec, NodeCheckWhen
 
 
 def is_template_path(value: str) -> bool:
@@ -41,6 +41,22 @@ class _Size(TypedDict, total=False):
             metavar="N",
             default=JobSpec.spares,
             help="Nodes to have besides, which take the place of a lost one without a wait in the queue.",
+        ),
+    ]
+    node_check: Annotated[
+        NodeCheckWhen,
+        About(
+            default=JobSpec.node_check,
+            help="Try nodes out before the ranks start, and leave bad ones out; auto does so after a failure "
+            "of a GPU or of the communication, or a hang.",
+        ),
+    ]
+    grow_after: Annotated[
+        int,
+        About(
+            metavar="SECONDS",
+            default=JobSpec.grow_after_s,
+            help="How long a run on fewer than MAX nodes waits before it looks for more; 0 for never.",
         ),
     ]
     gpus_per_node: Annotated[

@@ -25,6 +25,8 @@ BackendName = Literal["slurm", "local"]
 GpuDirective = Literal["gres", "gpus-per-node"]
 ContinueBy = Literal["auto", "requeue", "successor"]
 
+NodeCheckWhen = Literal["auto", "always", "never"]
+
 DEFAULT_SIGNAL_LEAD_S = 120
 
 
@@ -60,6 +62,10 @@ class JobSpec:
     """The least nodes that the run goes on with; 0 takes `nodes`, so that their number is fixed."""
     spares: int = 0
     """Nodes besides, that wait to take the place of one that is lost."""
+    node_check: NodeCheckWhen = "auto"
+    """When the nodes are tried out before the ranks start."""
+    grow_after_s: int = 600
+    """Seconds for which an elastic run trains on fewer nodes before it looks for more; 0 for never."""
     gpus_per_node: int = 0
     """0 runs the ranks on CPUs."""
     gpu_type: str | None = None
@@ -158,6 +164,7 @@ class JobSpec:
             object.__setattr__(self, "signal_lead_s", longest)
         _check_choice("backend", self.backend, BackendName)
         _check_choice("gpu-directive", self.gpu_directive, GpuDirective)
+        _check_choice("node-check", self.node_check, NodeCheckWhen)
         _check_choice("continue-by", self.continue_by, ContinueBy)
         check_spec(self)
 

@@ -66,6 +66,8 @@ def _check_shape(spec: JobSpec) -> None:
         )
     if spec.spares < 0:
         raise SpecError(f"The number of spare nodes cannot be negative, but it is {spec.spares} (--spares).")
+    if spec.grow_after_s < 0:
+        raise SpecError(f"--grow-after is {spec.grow_after_s} s, but it takes 0 or more.")
     if spec.gpus_per_node < 0:
         raise SpecError(
             f"The number of GPUs cannot be negative, but gpus_per_node is {spec.gpus_per_node} "

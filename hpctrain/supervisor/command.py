@@ -23,6 +23,11 @@ def command_of(spec: JobSpec, num_nodes: int) -> list[str]:
     return [*_module(spec, "agent"), json.dumps(plan)]
 
 
+def check_command(spec: JobSpec) -> list[str]:
+    """What each process of a step runs that only looks at the nodes."""
+    return _module(spec, "node_check")
+
+
 def _module(spec: JobSpec, name: str) -> list[str]:
     if spec.container is not None:
         return module_inside(spec.container, name)

@@ -62,6 +62,15 @@ class Diagnostician:
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
         return self._record(attempt, Kind.KILLED, cause, rank=-1, host=None, log=log_path)
 
+    def nodes_at_fault(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> End:
+        """Record that nodes failed the check before a start."""
+        end = End(Kind.NODE_CHECK)
+        for host, why in bad.items():
+            rank = hosts.index(host) * self.spec.tasks_per_node
+            cause, log_path = f"node check: {host}: {why}", str(self.run.check(attempt, rank))
+            end = self._record(attempt, Kind.NODE_CHECK, cause, rank=rank, host=host, log=log_path)
+        return End(end.kind, f"node check: {in_words(bad)}")
+
     def _kind_of_stop(self, ended: Ended) -> Kind:
         """Who told the ranks to leave. Ranks without the `Trainer` do not say which signal they got."""
         if self.run.is_asked_to_requeue(ended.attempt):

@@ -55,7 +55,7 @@ def _supervise(run: RunDir, environ: Mapping[str, str], deaths: int) -> int:
         allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
         if spec.backend == "slurm":
             launcher, scheduler = SrunLauncher(spec, environ), SlurmJob(run, spec, environ)
-            supervisor = Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ))
+            supervisor = Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ), environ)
             signal.signal(ORPHANED, supervisor.leave_orphaned)
             return supervisor.run(deaths)
         grace = grace_variables(spec, environ)

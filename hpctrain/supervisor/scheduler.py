@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from hpctrain.cluster import compress_hostlist
+from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.chain import can_start_without, excluded_nodes, find_successor, hand_on
 from hpctrain.jobs.duration import parse_duration
@@ -73,6 +73,13 @@ class Scheduler(Protocol):
 
     def others_fit(self, left_out: Collection[str]) -> bool:
         """Whether the site could start the job on other nodes than these."""
+
+    def free_nodes(self, left_out: Collection[str]) -> int:
+        """How many nodes the job could have besides its own, because nobody else wants them.
+
+        Raises:
+            SchedulerError: the scheduler does not answer.
+        """
 
     def exclude(self, left_out: Collection[str]) -> None:
         """Have the job, which is back in the queue, not start on these nodes.
@@ -190,6 +197,17 @@ class SlurmJob:
         """What `sbatch --test-only` says. See `Scheduler.others_fit`."""
         return can_start_without(self._run, self._spec, left_out, self._batch_environ)
 
+    def free_nodes(self, left_out: Collection[str]) -> int:
+        """Idle nodes of the partition, where no other job waits in it. See `Scheduler.free_nodes`."""
+        partition = self._batch_environ.get("SLURM_JOB_PARTITION", "")
+        waiting = ["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"]
+        if run_slurm(waiting, self._environ).strip():
+            return 0
+        idle = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N"]
+        excluded = expand_hostlist(self._spec.directives.get("exclude", ""))
+        found = set(run_slurm(idle, self._environ).split())
+        return len(found.difference(left_out, excluded))
+
     def exclude(self, left_out: Collection[str]) -> None:
         """Change the job's own list, which Slurm allows of a pending job. See `Scheduler.exclude`."""
         nodes = excluded_nodes(self._spec, left_out)
@@ -288,6 +306,10 @@ class LocalJob:
     def others_fit(self, left_out: Collection[str]) -> bool:  # noqa: ARG002
         """There is one machine."""
         return False
+
+    def free_nodes(self, left_out: Collection[str]) -> int:  # noqa: ARG002
+        """There is one machine."""
+        return 0
 
     def exclude(self, left_out: Collection[str]) -> None:
         """There is one machine."""

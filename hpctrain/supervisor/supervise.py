@@ -18,8 +18,10 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.decide import Action, Decision, Nodes, State, decide, suspects
 from hpctrain.supervisor.diagnosis import Diagnosis, Diagnostician, in_words
+from hpctrain.supervisor.grow import Grower
 from hpctrain.supervisor.history import History
 from hpctrain.supervisor.move import Mover, Refused
+from hpctrain.supervisor.node_check import NodeCheck, is_due
 from hpctrain.supervisor.scheduler import Scheduler
 from hpctrain.supervisor.start import Ended, Starter
 from hpctrain.supervisor.step import Event, Launcher, Signalled
@@ -39,12 +41,15 @@ class Supervisor:
         launcher: Launcher,
         scheduler: Scheduler,
         grace: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._run, self._spec = run, spec
         self._launcher, self._scheduler = launcher, scheduler
+        self._environ = environ or {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._starter = Starter(run, spec, launcher, scheduler, self._events, grace or {})
         self._diagnostician = Diagnostician(run, spec, scheduler)
+        self._check = NodeCheck(run, spec, launcher)
         self._mover = Mover(run, spec, scheduler, self._events)
 
     def run(self, deaths: int = 0) -> int:
@@ -61,17 +66,29 @@ class Supervisor:
         self._leave_out()
         if deaths and (exit_code := self._take_over()) is not None:
             return exit_code
+        last: Kind | None = None
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
-            ended = self._starter.start(attempt)
+            if is_due(self._spec, last) and (bad := self._check.bad_nodes(attempt)):
+                diagnosis = Diagnosis(self._diagnostician.nodes_at_fault(attempt, bad, self._launcher.hosts))
+                last, will = Kind.NODE_CHECK, self._mover.will()
+                if (exit_code := self._go_on(attempt, diagnosis, will, time.monotonic() - begun)) is not None:
+                    return exit_code
+                continue
+            with self._grower(attempt):
+                ended = self._starter.start(attempt)
             # The ranks of the next attempt look after the other hosts.
             end_leftovers(str(self._run.path), attempt + 1)
             diagnosis = self._diagnostician.look(ended, self._launcher.hosts)
-            will = self._mover.will(ended.watch.signals)
+            will, last = self._mover.will(ended.watch.signals), diagnosis.end.kind
             if (
                 exit_code := self._go_on(attempt, diagnosis, will, time.monotonic() - begun, ended)
             ) is not None:
                 return exit_code
+
+    def _grower(self, attempt: int) -> Grower:
+        nodes = len(self._launcher.hosts)
+        return Grower(self._run, self._spec, self._scheduler, self._environ, attempt, nodes)
 
     def _take_over(self) -> int | None:
         """Go on after a supervisor that was killed, whose ranks may still be there. See `_go_on`."""

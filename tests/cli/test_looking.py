@@ -95,4 +95,5 @@ def test_what_failed_is_said_once(hpctrain, tmp_path):
     assert "\nError: " not in done.stderr
     waited = hpctrain("wait", "r")
     assert (waited.returncode, waited.stderr) == (4, "")
-    assert waited.stdout.count("boom") == 1
+    assert waited.stdout.count("RuntimeError: boom") == 1
+    assert "line 1, in <module>" in waited.stdout

@@ -1,4 +1,4 @@
-"""What an earlier attempt leaves behind is ended, though it has left its session; what is another's is not."""
+"""What an earlier attempt leaves behind is ended, though it has left its session; no other process is."""
 
 from __future__ import annotations
 

@@ -86,10 +86,12 @@ def submit(
     options: list[str] | None = None,
     step_s: float,
     checkpoint_every: int = 6,
+    slow_attempts: int = 1,
 ) -> Run:
     """Submit `job.py`; does not wait."""
     run = Run(path, env)
     arguments = ["--step-s", str(step_s), "--checkpoint-every", str(checkpoint_every)]
+    arguments += ["--slow-attempts", str(slow_attempts)]
     run.hpctrain("submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), *arguments)
     return run
 

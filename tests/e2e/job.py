@@ -1,6 +1,6 @@
 """A short training for fault tests: four epochs of uneven batches, dropout, a checkpoint every six steps.
 
-Only the first attempt can be slowed down: it is the one that waits to be disturbed.
+Only the first attempts can be slowed down: those that wait to be disturbed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import hpctrain
 
 
 class Small(hpctrain.Module):
-    def __init__(self, step_s: float, dropout: float = 0.1) -> None:
+    def __init__(self, step_s: float, dropout: float = 0.1, slow_attempts: int = 1) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4))
-        self.step_s = step_s if int(os.environ.get("HPCTRAIN_ATTEMPT", 0)) == 0 else 0.0
+        self.step_s = step_s if int(os.environ.get("HPCTRAIN_ATTEMPT", 0)) < slow_attempts else 0.0
 
     def training_step(self, batch, batch_idx):
         time.sleep(self.step_s)
@@ -47,6 +47,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--checkpoint-every", type=int, default=6)
+    parser.add_argument("--slow-attempts", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args()
     trainer = hpctrain.Trainer(
@@ -57,4 +58,4 @@ if __name__ == "__main__":
         record_samples=True,
     )
     data = dataset()
-    trainer.fit(Small(args.step_s, args.dropout), data, data)
+    trainer.fit(Small(args.step_s, args.dropout, args.slow_attempts), data, data)

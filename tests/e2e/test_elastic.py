@@ -96,6 +96,21 @@ def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes,
     assert_same_training(run, reference)
 
 
+def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tmp_path):
+    blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
+    blocker = run_command(blocking, slurm.env).stdout.strip()
+    try:
+        run = submit(tmp_path / "run", slurm.env, [*SHAPE, "--grow-after", "3"], step_s=0.5)
+        run.wait_for_step(3)
+    finally:
+        run_command(["scancel", blocker], slurm.env)
+    assert run.wait() == 0
+    assert sizes(run) == [(2, 4), (4, 8)]
+    (grow,) = run.events("grow")
+    assert (grow["nodes_before"], grow["nodes"]) == (2, 4)
+    assert_same_training(run, reference)
+
+
 def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)

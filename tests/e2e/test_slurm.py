@@ -141,24 +141,6 @@ def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path
 
 
 @pytest.mark.long
-def test_user_error_ends_the_run_after_three_attempts_with_its_cause(slurm, tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text("import os\nif os.environ['RANK'] == '3':\n    raise ValueError('no such thing')\n")
-    run = Run(tmp_path / "run", slurm.env)
-    done = run.hpctrain(
-        "submit", *SHAPE, "--run-dir", str(run.path), "--follow", str(script), timeout=120, check=False
-    )
-    assert done.returncode == 4
-    text = done.stdout + done.stderr
-    assert "rank 3" in text
-    assert "ValueError: no such thing" in text
-    assert str(run.dir.rank_log(2, 3)) in text
-    assert len(run.events("failure")) == 3
-    assert run.status()["state"] == "FAILED"
-    assert_no_process_left(run.path)
-
-
-@pytest.mark.long
 def test_plain_ddp_script_with_its_own_checkpoint_is_requeued_and_finishes(slurm, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)

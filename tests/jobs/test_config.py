@@ -148,6 +148,8 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "exclusive": "user",
         "env": {"FLAG": "yes", "N": "1.0", "EMPTY": ""},
         "spares": 0,
+        "grow_after": 600,
+        "node_check": "auto",
         "gpu_directive": "gres",
         "max_failures": 3,
         "continue_by": "auto",

@@ -105,9 +105,11 @@ def test_defaults_are_those_of_the_specification():
         **{
             name: fields[name].default
             for name in (
-                *("nodes", "spares", "gpus_per_node", "gpu_directive", "max_failures", "continue_by"),
+                *("nodes", "spares", "node_check", "gpus_per_node", "gpu_directive", "max_failures"),
+                "continue_by",
             )
         },
+        "grow_after": JobSpec.grow_after_s,
         "backend": "auto",
         "snapshot_limit": DEFAULT_LIMIT_MB,
         "container_runtime": "auto",

@@ -54,6 +54,7 @@ class PretendScheduler:
     ends_job_at = None
     cancels = frozenset()
     has_machines = True
+    lease = None
 
     def __init__(self, refuses=False, fate=Fate.STAYS, left=None, site_requeues=True, successor=None):
         self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
@@ -73,6 +74,12 @@ class PretendScheduler:
     def others_fit(self, left_out):
         return self.fits
 
+    def free_nodes(self, left_out):
+        return 0
+
+    def end_steps(self):
+        self.ended_steps = True
+
     def exclude(self, left_out):
         self.left_out.append(sorted(left_out))
 
@@ -84,6 +91,9 @@ class PretendScheduler:
 
     def find_successor(self):
         return self.successor
+
+    def submitted_at(self):
+        return None
 
     def is_running(self, job_id):
         return False
@@ -479,5 +489,47 @@ def test_an_xid_of_the_device_makes_it_the_gpus_fault(run):
         path.parent.mkdir()
         path.write_text(json.dumps({"time": 4e9, "host": "n2.site", "gpu_xids": [None, "79"]}) + "\n")
 
-    assert supervise(run, [[report, *KILLED], DONE]) == 0
+    assert supervise(run, [[report, *KILLED], checked(run, 1, [[], []]), DONE]) == 0
     assert failure_of(run)["class"] == "gpu"
+
+
+def checked(run, attempt, trouble):
+    """Have the check of the nodes find what is wrong with each rank's."""
+
+    def write(_variables, _emit):
+        for rank, words in enumerate(trouble):
+            path = run.check(attempt, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"rank": rank, "trouble": words}))
+
+    return [write, StepEnded(0)]
+
+
+def test_a_node_that_fails_the_check_is_left_out_before_the_ranks_start(run):
+    attempts = [checked(run, 0, [[], ["GPU 0 is in use"]]), checked(run, 1, [[]]), DONE]
+    assert supervise(run, attempts, node_check="always", min_nodes=1) == 0
+    assert kinds(run) == ["failure", "excluded", "shrink", "started", "finished"]
+    assert failure_of(run)["cause"] == "node check: n2: GPU 0 is in use"
+    assert next(event for event in run.read_events() if event["kind"] == "started")["hosts"] == ["n1"]
+
+
+def test_a_check_that_does_not_come_to_an_end_on_one_node_tells_of_it(run):
+    attempts = [checked(run, 0, [[]]), DONE]
+    scheduler = PretendScheduler(successor="8", site_requeues=False)
+    scheduler.fits = True
+    assert supervise(run, attempts[:1], scheduler, node_check="always") == 75
+    assert kinds(run) == ["failure", "excluded", "requeue"]
+    assert "n2: its check did not come to an end" in failure_of(run)["cause"]
+
+
+@pytest.mark.parametrize("trouble", [[["no sum"], ["no sum"]], []])
+def test_a_check_that_all_nodes_fail_or_none_can_do_is_no_nodes_fault(run, trouble):
+    assert supervise(run, [checked(run, 0, trouble), DONE], node_check="always") == 0
+    assert kinds(run) == ["started", "finished"]
+
+
+def test_the_nodes_are_looked_at_after_a_failure_of_the_communication(run):
+    lost = raised(run, message="Connection closed by peer")
+    assert supervise(run, [lost, checked(run, 1, [[], []]), DONE]) == 0
+    assert failure_of(run)["class"] == "nccl"
+    assert run.checks(1)

@@ -1,0 +1,153 @@
+"""How much of a core the supervisor takes: over 16 real ranks, and over 10,000 that only pretend.
+
+    python benchmarks/supervisor_cpu.py [--seconds S] [--limit SHARE] [--pretend-limit SHARE]
+
+The real ranks are processes of this machine under the local backend; they train nothing, but are there. The
+others are a launcher's, that reports what srun would: a tenth of them fails in each minute, so that what the
+supervisor does about failures is a part of it. What starting takes is left out. Exits with 1 where a share
+is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.scheduler import LocalJob
+from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
+from hpctrain.supervisor.supervise import Supervisor
+
+#: The ranks are there when they have slept for so long after the last one began its log.
+_SETTLE_S = 2.0
+_START_LIMIT_S = 120.0
+#: A rank that is there, joins nothing, and goes when it is told.
+_SCRIPT = "import time\ntime.sleep(600)\n"
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has taken so far, its children that have ended included; see proc(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
+    """The share of a core that the supervisor of so many real ranks takes."""
+    script, run = folder / "sleep.py", RunDir(folder / "run")
+    script.write_text(_SCRIPT)
+    shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", str(count // 2), "--no-snapshot"]
+    words = [sys.executable, "-m", "hpctrain", "submit", *shape, "--run-dir", str(run.path), str(script)]
+    subprocess.run(words, check=True, capture_output=True, cwd=folder)
+    pid = int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))
+    try:
+        deadline = time.monotonic() + _START_LIMIT_S
+        while len(run.ranks(0)) < count:
+            if time.monotonic() > deadline:
+                sys.exit(f"waited {_START_LIMIT_S:.0f} s for {count} ranks; {len(run.ranks(0))} are there")
+            time.sleep(0.1)
+        time.sleep(_SETTLE_S)
+        before, begun = cpu_seconds(pid), time.monotonic()
+        time.sleep(seconds)
+        return (cpu_seconds(pid) - before) / (time.monotonic() - begun)
+    finally:
+        # A second request ends the ranks at once.
+        for _ in range(2):
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)
+
+
+class PretendStep:
+    """Many ranks, of which some fail when the time has come, and the rest when they are ended."""
+
+    def __init__(self, emit: Emit, failing: list[int], after_s: float) -> None:
+        self._emit = emit
+        self._timer = threading.Timer(after_s, self._fail, [failing])
+        self._timer.start()
+
+    def _fail(self, failing: list[int]) -> None:
+        for rank in failing:
+            self._emit(TaskExit(rank, None, signal.SIGKILL))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nobody is there."""
+
+    def kill(self) -> None:
+        self._emit(StepEnded(137))
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+
+class PretendLauncher:
+    """Starts nothing."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, nodes: int, ranks: int, attempt_s: float, ends: float) -> None:
+        self.hosts, self.spares = [f"n{i}" for i in range(nodes)], []
+        self._ranks, self._attempt_s, self._ends = ranks, attempt_s, ends
+
+    def start(self, _command: list[str], _variables: Mapping[str, str], emit: Emit) -> PretendStep:
+        if time.monotonic() > self._ends:
+            raise SchedulerError("the measurement is over")
+        return PretendStep(emit, list(range(0, self._ranks, 10)), self._attempt_s)
+
+
+def over_pretended_ranks(count: int, seconds: float, folder: Path) -> float:
+    """The share of a core that the supervisor of so many ranks takes, of which a tenth fails each minute."""
+    run = RunDir(folder / "pretended")
+    run.logs.mkdir(parents=True)
+    spec = JobSpec(
+        script="/x.py",
+        name="x",
+        run_id="x",
+        run_dir=str(run.path),
+        backend="local",
+        nodes=count // 8,
+        tasks_per_node=8,
+        max_failures=10_000,
+        python="python",
+        workdir="/",
+    )
+    scheduler = LocalJob(spec)
+    scheduler.on_signal = {}
+    run.log_event("submitted", 0, job_id=scheduler.job_id, backend="local")
+    launcher = PretendLauncher(count // 8, count, min(60.0, seconds / 2), time.monotonic() + seconds)
+    begun, before = time.monotonic(), time.process_time()
+    with contextlib.suppress(SchedulerError):
+        Supervisor(run, spec, launcher, scheduler).run()
+    return (time.process_time() - before) / (time.monotonic() - begun)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--limit", type=float, default=0.01)
+    parser.add_argument("--pretend-limit", type=float, default=0.1)
+    options = parser.parse_args()
+    import torch.distributed  # noqa: F401 (the store's import is not what is measured)
+
+    with tempfile.TemporaryDirectory() as folder:
+        real = over_real_ranks(16, options.seconds, Path(folder))
+        pretended = over_pretended_ranks(10_000, options.seconds, Path(folder))
+    for what, share, limit in (
+        ("    16 ranks", real, options.limit),
+        ("10,000 pretended", pretended, options.pretend_limit),
+    ):
+        print(f"supervisor of {what:<18} {100 * share:6.2f} % of a core    (limit {100 * limit:g})")
+    sys.exit(real > options.limit or pretended > options.pretend_limit)
+
+
+if __name__ == "__main__":
+    main()

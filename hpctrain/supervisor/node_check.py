@@ -1,0 +1,95 @@
+"""The check of the nodes before the ranks start: one process a rank, which writes down what it sees."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.jobs.restart import Kind
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.supervisor.command import check_command
+from hpctrain.supervisor.rendezvous import Rendezvous
+from hpctrain.supervisor.step import Event, Launcher, StepEnded
+
+log = logging.getLogger(__name__)
+
+#: A check that takes longer is given up, and those that have not answered by then are at fault.
+_LIMIT_S = 90.0
+#: Failures after which the nodes are looked at, where the user leaves it open.
+_SUSPICIOUS = frozenset({Kind.GPU, Kind.NCCL, Kind.HANG})
+
+
+def is_due(spec: JobSpec, last: Kind | None) -> bool:
+    """Whether the nodes are to be looked at before a start.
+
+    Args:
+        spec: the job.
+        last: how the attempt before ended; None where there was none in this job.
+    """
+    return spec.node_check == "always" or (spec.node_check == "auto" and last in _SUSPICIOUS)
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """Has all ranks of a start look at their nodes."""
+
+    run: RunDir
+    spec: JobSpec
+    launcher: Launcher
+
+    def bad_nodes(self, attempt: int) -> dict[str, str]:
+        """Nodes on which a rank could not do its work, and why."""
+        begun = time.monotonic()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        with Rendezvous(self.launcher.address) as rendezvous:
+            variables = {
+                **rendezvous.variables,
+                RUN_DIR_VARIABLE: str(self.run.path),
+                ATTEMPT_VARIABLE: str(attempt),
+            }
+            step = self.launcher.start(check_command(self.spec), variables, events.put)
+            try:
+                rendezvous.serve()
+                end = self._wait(events, begun)
+            finally:
+                step.close()
+        found = self._read(attempt)
+        log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, found or "all are fine")
+        if end is not None and not any(self.run.checks(attempt)):
+            # Nobody could look: that says nothing of any one node.
+            log.warning("the check of the nodes did not start: %s", end.words)
+            return {}
+        return found
+
+    def _wait(self, events: queue.SimpleQueue[Event], begun: float) -> StepEnded | None:
+        """Wait for the end of the check; None where it does not come."""
+        while True:
+            try:
+                event = events.get(timeout=max(0.0, begun + _LIMIT_S - time.monotonic()))
+            except queue.Empty:
+                log.warning("done waiting for the check of the nodes after %.0f s", _LIMIT_S)
+                return None
+            if isinstance(event, StepEnded):
+                return event
+
+    def _read(self, attempt: int) -> dict[str, str]:
+        hosts, each = self.launcher.hosts, self.spec.processes_per_node
+        found: dict[str, str] = {}
+        for rank in range(len(hosts) * each):
+            trouble = self._trouble(attempt, rank)
+            if trouble:
+                found.setdefault(hosts[rank // each], "; ".join(trouble))
+        # What all complain of is no one node's fault: the network between them, perhaps.
+        return found if len(found) < len(hosts) or len(hosts) == 1 else {}
+
+    def _trouble(self, attempt: int, rank: int) -> list[str]:
+        try:
+            record: dict[str, Any] = json.loads(self.run.check(attempt, rank).read_text(encoding="utf-8"))
+            return [str(words) for words in record["trouble"]]
+        except (OSError, ValueError, KeyError):
+            return ["its check did not come to an end"]

@@ -1,0 +1,221 @@
+"""Faults of every kind on a real Slurm: whatever is killed, the losses are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
+from helpers import assert_no_process_left, run_command, run_processes, wait_for
+
+from hpctrain.sandbox.processes import Process
+
+TWO = ["--nodes", "2", "--gpus-per-node", "1"]
+
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def reference(slurm, tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, TWO, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+@pytest.fixture
+def free_nodes(slurm):
+    """Nodes that were killed are started again, and all are free at the end."""
+    yield
+    for node, state in slurm.node_states().items():
+        if "down" in state or "*" in state:
+            slurm.start_node(node)
+    wait_for(lambda: set(slurm.node_states().values()) == {"idle"}, 90, "idle nodes", 0.2)
+
+
+def supervisors(run: Run) -> list[Process]:
+    """The process of the batch script, and the supervisor that it has started."""
+    found = [process for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv]
+    pids = {process.pid for process in found}
+    return sorted(found, key=lambda process: process.parent in pids)
+
+
+def assert_as_undisturbed(run: Run, reference: Run) -> None:
+    assert run.wait() == 0
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+def test_kill_9_of_the_supervisor(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2)
+    run.wait_for_step(14)
+    os.kill(supervisors(run)[1].pid, signal.SIGKILL)
+    assert_as_undisturbed(run, reference)
+    assert [event["cause"] for event in run.events("failure")] == ["the supervisor was killed"]
+    assert len(run.events("restart")) == 1
+
+
+@pytest.mark.long
+def test_kill_9_of_the_batch_script(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2)
+    run.wait_for_step(14)
+    os.kill(supervisors(run)[0].pid, signal.SIGKILL)
+    assert_as_undisturbed(run, reference)
+    assert len(run.events("started")) == 2
+
+
+@pytest.mark.long
+def test_kill_9_of_all_ranks_of_a_node(slurm, tmp_path, tmp_path_factory):
+    shape = ["--nodes", "2", "--gpus-per-node", "2"]
+    whole = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
+    assert whole.wait() == 0
+    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
+    run.wait_for_step(14)
+    for rank, process in run.ranks().items():
+        if rank in (2, 3):
+            os.kill(process.pid, signal.SIGKILL)
+    assert_as_undisturbed(run, whole)
+    assert run.events("failure")[0]["rank"] in (2, 3)
+
+
+@pytest.mark.long
+def test_preempted_twice_in_a_row_at_random_moments(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2, slow_attempts=2)
+    for attempt in range(2):
+        wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
+        time.sleep(random.SystemRandom().uniform(0, 8))
+        urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "-o/dev/null", "--wrap=sleep 1"]
+        run_command(urgent, slurm.env)
+        if attempt == 0:
+            wait_for(lambda: run.status()["state"] == "PENDING", 60, "the preemption", 0.5)
+            wait_for(lambda: run.status() and len(run.dir.attempts()) > 1, 90, "the second start", 0.5)
+    assert_as_undisturbed(run, reference)
+    assert len(run.events("started")) >= 2
+
+
+@pytest.mark.long
+def test_the_time_limit_three_times_in_a_row(slurm, reference, tmp_path):
+    # Slurm counts limits in minutes, and may send its signal up to a minute early.
+    limit = ["--time", "1", "--signal-lead", "15"]
+    run = submit(tmp_path / "run", slurm.env, TWO, options=limit, step_s=3.0, slow_attempts=3)
+    wait_for(lambda: run.status() and len(run.events("requeue")) >= 3, 350, "three requeues", 1.0)
+    assert_as_undisturbed(run, reference)
+    assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
+
+
+@pytest.mark.long
+def test_slurmctld_is_down_for_30_seconds_and_a_rank_is_killed_meanwhile(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.5)
+    run.wait_for_step(8)
+    pid = slurm.daemons()["slurmctld"]
+    os.kill(pid, signal.SIGKILL)
+    down = time.monotonic()
+    try:
+        run.kill_rank(1)
+        time.sleep(30)
+    finally:
+        slurm.start()
+    assert time.monotonic() - down >= 30
+    assert_as_undisturbed(run, reference)
+
+
+@pytest.mark.long
+def test_a_spare_node_takes_the_place_of_a_dead_one(slurm, reference, free_nodes, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, [*TWO, "--spares", "1"], step_s=0.2)
+    run.wait_for_step(8)
+    first = run.events("started")[0]["hosts"]
+    slurm.kill_node(first[1])
+    assert_as_undisturbed(run, reference)
+    (replaced,) = run.events("replace")
+    assert (replaced["nodes"], replaced["lost"]) == (2, [first[1]])
+    assert run.events("started")[1]["hosts"] == replaced["hosts"]
+    assert run.events("requeue") == []
+    assert run.events("failure")[0]["class"] == "node-lost"
+
+
+@pytest.mark.long
+def test_a_node_at_fault_is_left_out_of_the_requeued_job(slurm, reference, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.3, slow_attempts=2, checkpoint_every=1000)
+    for attempt in range(2):
+        wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
+        wait_for(lambda: len(run.ranks()) == 2, 60, "the ranks")
+        run.kill_rank(1)
+    assert_as_undisturbed(run, reference)
+    suspect = run.events("failure")[0]["host"]
+    (excluded,) = run.events("excluded")
+    assert (excluded["hosts"], excluded["reason"]) == ([suspect], f"{suspect}: killed, 2 times")
+    assert len(run.events("requeue")) == 1
+    assert suspect not in run.events("started")[-1]["hosts"]
+
+
+LEAVES_A_DAEMON = """
+import os, subprocess, sys, time
+attempt = int(os.environ["HPCTRAIN_ATTEMPT"])
+if attempt == 0:
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    open(sys.argv[1] + ".new", "w").write(str(child.pid))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(300)
+try:
+    state = open(f"/proc/{open(sys.argv[1]).read()}/stat").read().rpartition(")")[2].split()[0]
+except FileNotFoundError:
+    state = "X"
+# Nobody may wait for it: then it stays as a zombie, which holds nothing.
+print("the daemon is", "gone" if state in "ZX" else "there")
+"""
+
+
+def test_what_has_left_the_session_does_not_survive_the_attempt(slurm, tmp_path):
+    script, note = tmp_path / "daemon.py", tmp_path / "pid"
+    script.write_text(LEAVES_A_DAEMON)
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain("submit", "--nodes", "1", "--run-dir", str(run.path), str(script), str(note))
+    wait_for(note.exists, 60, "the daemon")
+    run.kill_rank(0)
+    assert run.wait() == 0
+    assert "the daemon is gone" in run.dir.rank_log(1, 0).read_text()
+    assert_no_process_left(run.path)
+
+
+def test_a_users_error_ends_the_run_at_once_with_the_traceback_of_the_first_rank(slurm, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no such thing')\n")
+    run = Run(tmp_path / "run", slurm.env)
+    words = ["--run-dir", str(run.path), "--follow", str(script)]
+    done = run.hpctrain("submit", *TWO, *words, timeout=120, check=False)
+    assert done.returncode == 4
+    text = done.stdout + done.stderr
+    assert "rank 1" in text
+    assert "ValueError: no such thing" in text
+    assert "line 3, in <module>" in text
+    assert str(run.dir.rank_log(0, 1)) in text
+    (failure,) = run.events("failure")
+    assert (failure["class"], run.events("requeue"), run.events("restart")) == ("user-error", [], [])
+    assert run.status()["state"] == "FAILED"
+    assert_no_process_left(run.path)
+
+
+def test_what_was_submitted_is_what_the_policy_says(slurm, tmp_path):
+    """A row that the user changed: the same error is tried again."""
+    script = tmp_path / "broken.py"
+    script.write_text("import os\nif os.environ['HPCTRAIN_ATTEMPT'] == '0':\n    raise ValueError('once')\n")
+    run = Run(tmp_path / "run", slurm.env)
+    options = ["--nodes", "1", "--restart", "user-error.retries=1", "--run-dir", str(run.path)]
+    run.hpctrain("submit", *options, str(script))
+    assert run.wait() == 0
+    assert [event["class"] for event in run.events("failure")] == ["user-error"]
+
+
+@pytest.mark.long
+def test_the_nodes_are_looked_at_before_the_start(slurm, tmp_path):
+    shape = ["--nodes", "1:2", "--gpus-per-node", "1", "--node-check", "always"]
+    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0)
+    assert run.wait() == 0
+    assert len(run.dir.checks(0)) == 2
+    records = [json.loads(path.read_text()) for path in run.dir.checks(0)]
+    assert [record["trouble"] for record in records] == [[], []]
+    assert [event["kind"] for event in run.dir.read_events()][:2] == ["submitted", "started"]

@@ -1,0 +1,75 @@
+"""Runs on a simulated cluster: none is lost, none starts over and over, and whatever ends has a reason."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.jobs.restart import DEFAULTS, Kind
+from hpctrain.supervisor.decide import CRASHES_PER_FAILURE
+from hpctrain.supervisor.simulation import DAY_S, Conditions, Simulation
+
+#: All budgets together: more starts than these without a checkpoint are none of the table's.
+_MOST_STARTS = 3 + sum(row.retries or 0 for row in DEFAULTS.values()) + 1
+
+
+def check(conditions: Conditions):
+    report = Simulation(conditions).run()
+    end = conditions.days * DAY_S
+    assert report.runs
+    busy: list[str] = []
+    for run in report.runs:
+        # Nothing is lost: each run trains, waits for its turn, or has ended, with the reason if it failed.
+        assert run.state in ("trains", "waits", "complete", "failed")
+        assert (run.state == "failed") == bool(run.why)
+        if run.state == "complete":
+            assert run.trained_s == pytest.approx(run.needs_s)
+            assert run.fails_after_s is None or run.fails_after_s >= run.needs_s
+        busy += [*run.hosts, *run.spare]
+        assert all("cause" in event for event in run.events if event["kind"] == "failure")
+    # No node trains for two.
+    assert len(busy) == len(set(busy))
+    assert report.most_starts_without_progress <= _MOST_STARTS
+    # What does not start again and again ends in time: far fewer ends than minutes of a start fit in.
+    assert sum(report.ends.values()) < len(report.runs) * (50 + 20 * conditions.days * CRASHES_PER_FAILURE)
+    assert all(run.ended is None or run.ended <= end for run in report.runs)
+    return report
+
+
+def test_a_month_on_10000_gpus():
+    report = check(Conditions())
+    assert report.conditions.num_nodes * report.conditions.gpus_per_node == 10_000
+    states = report.states()
+    assert states["complete"] > 0.7 * len(report.runs)
+    # Only a script's own error, which comes again and again, ends a run here.
+    assert all("an error of the script" in run.why for run in report.runs if run.state == "failed")
+    doomed = [run for run in report.runs if run.fails_after_s is not None and run.ended is not None]
+    assert all(run.state == "failed" or run.fails_after_s > run.needs_s for run in doomed)
+    assert {Kind.PREEMPTED, Kind.GPU, Kind.NODE_LOST, Kind.TIME_LIMIT} <= report.ends.keys()
+    assert report.lost_s < 0.05 * report.trained_s
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    gpus=st.integers(8, 200),
+    mtbf=st.floats(0.2, 100),
+    bad=st.floats(0, 1),
+    preemptions=st.floats(0.01, 20),
+    limit=st.floats(0.01, 3),
+    doomed=st.floats(0, 1),
+    seed=st.integers(0, 10**6),
+)
+def test_whatever_the_conditions(gpus, mtbf, bad, preemptions, limit, doomed, seed):
+    check(
+        Conditions(
+            gpus=gpus,
+            days=1,
+            node_mtbf_days=mtbf,
+            bad_nodes=bad,
+            preemptions_per_day=preemptions,
+            time_limit_days=limit,
+            doomed=doomed,
+            seed=seed,
+        )
+    )
