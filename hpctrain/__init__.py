@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.rundir import RunDir
     from hpctrain.runtime.stop import should_stop
     from hpctrain.training import Module, Trainer
+    from hpctrain.training.callbacks import Callback, EarlyStopping
     from hpctrain.training.data.randomness import sample_generator
 
 __version__ = "0.1.0"
@@ -50,6 +51,8 @@ __all__ = [
     # in a rank
     "Module",
     "Trainer",
+    "Callback",
+    "EarlyStopping",
     "sample_generator",
     "should_stop",
     "detect",
@@ -71,6 +74,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "hpctrain.training.callbacks",
+    "EarlyStopping": "hpctrain.training.callbacks",
     "Executor": "hpctrain.jobs.executor",
     "JobSpec": "hpctrain.jobs.spec",
     "Module": "hpctrain.training",

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.training import rng
+from hpctrain.training.advice import cpus_of_rank, too_few_workers, too_many_workers
+from hpctrain.training.callbacks import Callbacks
 from hpctrain.training.checkpointing import Checkpointing
-from hpctrain.training.data.feed import MicroBatch, Step, Until
-from hpctrain.training.data.loading import Loading, to_device
+from hpctrain.training.compilation import compiled
+from hpctrain.training.data.feed import Step, Until
+from hpctrain.training.data.loading import loading_of, to_device
 from hpctrain.training.data.plan import Deal, Share
 from hpctrain.training.data.sources import make_feed, make_validation_set
 from hpctrain.training.micro_batches import (
     find_micro_batch_size,
     fits_here,
     left_as_it_was,
-    out_of_memory_advice,
 )
-from hpctrain.training.module import Module, as_scalars
-from hpctrain.training.optimization import configured
+from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.optimization import configured, parameters_of
 from hpctrain.training.precision import batch_in_precision, forward_context, in_precision, make_scaler
 from hpctrain.training.progress import format_scalars, make_progress
+from hpctrain.training.recompute import recomputing
 from hpctrain.training.report import ScalarSums, StepReport, StepResult
 from hpctrain.training.run_log import RunLog
 from hpctrain.training.settings import Settings
 from hpctrain.training.spent import Spent
 from hpctrain.training.state import TrainingState
+from hpctrain.training.stepping import Stepping
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.surroundings import describe
 from hpctrain.training.tracking import Tracking
@@ -53,6 +54,7 @@ class Fit:
         team: Team,
         train_dataset: Any,
         val_dataset: Any,
+        callbacks: Callbacks,
         run: RunDir | None,
         environ: Mapping[str, str],
         stop: StopFlag,
@@ -63,14 +65,8 @@ class Fit:
             UserError: a data set is empty, or cannot be one.
         """
         self._settings, self._team, self._stop = settings, team, stop
-        loading = Loading(
-            num_workers=settings.num_workers,
-            collate_fn=settings.collate_fn,
-            pin_memory=team.device.type == "cuda",
-            prefetch_factor=settings.prefetch_factor,
-            timeout_s=settings.data_timeout_s,
-            seed_samples=settings.seed_samples,
-        )
+        self._callbacks = callbacks
+        loading = loading_of(settings, team)
         strategy = find_strategy(settings.strategy, environ)
         deal = self._deal = strategy.deal(team.ranks)
         self._feed = make_feed(
@@ -97,10 +93,17 @@ class Fit:
         self._module = module
         in_precision(module, settings.precision)
         self._strategy = strategy(module, team, settings)
-        self.state = TrainingState(module, self._strategy.optimized(configured(module)), self._feed)
-        self._scaler = self.state.scaler = make_scaler(settings.precision, team.device)
+        optimization = configured(module)
+        if takes_optimizer_idx(module):
+            self._strategy.take_turns([parameters_of(each) for each in optimization.optimizers])
+        optimization = self._strategy.optimized(optimization)
+        scaler = make_scaler(settings.precision, team.device)
+        self.state = TrainingState(module, optimization, self._feed)
+        self.state.scaler, self.state.callbacks = scaler, callbacks
+        self._stepping = Stepping(self._strategy, optimization, settings, scaler)
         self._spent = Spent(team.device)
-        self._progress = make_progress(self._feed.last_step, team.ranks.is_main)
+        self._cpus = cpus_of_rank(team.ranks.local_world_size)
+        self._progress = make_progress(self._feed.last_step, team.ranks.is_main, settings.global_batch_size)
         self._log = (
             None
             if run is None
@@ -138,24 +141,42 @@ class Fit:
             SystemExit: with code 75, after a stop.
         """
         rng.seed_all(rng.derived_seed(self._settings.seed, "rank", self._team.ranks.rank))
-        with self._progress, self._tracking, self._checkpoints, closing(self._feed):
+        with self._progress, self._tracking, self._checkpoints, self._changed_module(), closing(self._feed):
             self._begin()
-            self._spent.take()
-            report: StepReport | None = None
-            for step in self._spent.waiting(self._feed.steps()):
-                sums = self._train(step)
-                stop = save = False
-                if report is not None:
-                    result = self._read(report)
-                    stop, save = result.stop, result.save
-                self.state.finished = self._feed.finished
-                report = self._report(step.share, sums)
-                if stop or save or self._is_boundary():
-                    self._at_boundary(self._read(report, show=False), stop, save)
-                    report = None
+            if not self.state.finished:
+                self._train_on()
+                if advice := too_few_workers(*self._spent.on_data(), self._settings.num_workers, self._cpus):
+                    self._progress.say(f"hpctrain: {advice}")
             self._team.barrier()
+            self._callbacks.fit_end()
         if sentence := self._strategy.finish():
             self._progress.say(f"hpctrain: {sentence}")
+
+    def _train_on(self) -> None:
+        """Train step after step, and read the result of each after the next one."""
+        state = self.state
+        self._spent.take()
+        report: StepReport | None = None
+        for step in self._spent.waiting(self._feed.steps()):
+            sums = self._train(step)
+            stop = save = end = False
+            if report is not None:
+                result = self._read(report)
+                stop, save, end = result.stop, result.save, result.end
+            state.finished = self._feed.finished or end
+            report = self._report(step.share, sums)
+            if stop or save or self._is_boundary():
+                self._at_boundary(self._read(report, show=False), stop, save)
+                report = None
+                if state.finished:
+                    break
+
+    @contextmanager
+    def _changed_module(self) -> Iterator[None]:
+        """What is put around the module while it is trained, and taken off again."""
+        settings = self._settings
+        with recomputing(self._module, settings.recompute), compiled(self._module, settings.compile):
+            yield
 
     def _begin(self) -> None:
         """Load what there is to load, and make ready for the step after it."""
@@ -166,6 +187,11 @@ class Fit:
         self._feed.begin(state.step)
         state.finished = self._feed.finished
         self._module.train()
+        if state.step == 0:
+            self._check_sanity()
+        self._advise_on_workers()
+        self._callbacks.fit_start()
+        state.finished = state.finished or self._is_to_end()
         if self._validate_if_due():  # A stop came before it.
             self._write(state.step, state.epoch, state.latest, always=True)
             self._checkpoints.add_score()
@@ -180,81 +206,29 @@ class Fit:
         # Where all ranks train the same samples, they are told once.
         if self._log is not None and (self._deal.world_size > 1 or self._team.ranks.is_main):
             self._log.share(share)
-        sums = ScalarSums()
-        for number, micro_batch in enumerate(self._spent.waiting(step.micro_batches), 1):
-            # Ranks exchange gradients once a step, after the last micro-batch.
-            last = number == step.num_micro_batches
-            with contextlib.nullcontext() if last else self._strategy.accumulating():
-                try:
-                    self._forward_backward(share, micro_batch, sums)
-                except torch.OutOfMemoryError as error:
-                    num_samples = max(micro_batch.num_samples, 1)
-                    out_of_memory_advice(error, self._settings.micro_batch_size, num_samples)
-                    raise
-        self._update()
+        one = step.num_micro_batches == 1
+        sums = self._stepping.take(
+            step, step.micro_batches if one else self._spent.waiting(step.micro_batches)
+        )
         state.step, state.epoch = share.step, share.epoch
         return sums
-
-    def _forward_backward(self, share: Share, micro_batch: MicroBatch, sums: ScalarSums) -> None:
-        """Add the gradient of a micro-batch, at its weight in the global batch."""
-        team = self._team
-        batch = batch_in_precision(to_device(micro_batch.batch, team.device), self._settings.precision)
-        with forward_context(self._settings.precision, team.device):
-            output, num_samples = self._strategy.training_step(
-                batch, share.batch_idx, micro_batch.num_samples
-            )
-        scalars = self._scalars(output)
-        # The strategy takes the mean over those that share the batch; it is to be the mean over the batch.
-        part = num_samples / share.batch_size
-        self._strategy.backward(self._weighted(scalars["loss"], part * self._deal.world_size))
-        sums.add(scalars, part)
-
-    def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
-        """What a training step returned, checked."""
-        scalars = as_scalars(output, "loss", f"{type(self._module).__name__}.training_step")
-        if "loss" not in scalars:
-            raise UserError(
-                f"{type(self._module).__name__}.training_step returned {sorted(scalars)}; "
-                "'loss' is missing among them."
-            )
-        return scalars
-
-    def _weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        weighted = loss if weight == 1.0 else loss * weight
-        return weighted if self._scaler is None else self._scaler.scale(weighted)
-
-    def _update(self) -> None:
-        """Let the optimizers and the schedules take their step."""
-        state, scaler = self.state, self._scaler
-        self._strategy.before_update()
-        if scaler is None:
-            for optimizer in state.optimizers:
-                optimizer.step()
-        else:
-            for optimizer in state.optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-        # Schedules count steps, those included that float16 made the optimizers skip.
-        with _without_remark_on_order() if scaler and not state.step else contextlib.nullcontext():
-            for scheduler in state.schedulers:
-                scheduler.step()
-        for optimizer in state.optimizers:
-            self._strategy.zero_grad(optimizer)
 
     def _report(self, share: Share, sums: ScalarSums) -> StepReport:
         return StepReport(
             self._team,
             share.step,
             share.epoch,
-            sums.values,
+            sums,
             stop=self._stop.is_set,
             save=self._checkpoints.wished(),
+            end=self._callbacks.ending is not None,
             news=self._feed.news(),
         )
 
     def _read(self, report: StepReport, *, show: bool = True) -> StepResult:
         result = report.read()
         self._feed.hear(result.news)
+        self._callbacks.step_end(result.step, result.scalars)
         if show:
             self._write(result.step, result.epoch, result.scalars)
         return result
@@ -272,10 +246,11 @@ class Fit:
         def forward_backward(count: int) -> None:
             batch = to_device(batch_of(count), self._team.device)
             batch = batch_in_precision(batch, self._settings.precision)
-            with forward_context(self._settings.precision, self._team.device):
+            turn = self._strategy.turn_of(0) if takes_optimizer_idx(self._module) else nullcontext()
+            with turn, forward_context(self._settings.precision, self._team.device):
                 # No rank may wait here for one that runs out of memory.
-                scalars = self._scalars(self._strategy.trial_step(batch))
-            torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
+                scalars = self._stepping.scalars(self._strategy.trial_step(batch))
+            torch.autograd.backward(self._stepping.weighted(scalars["loss"], 1.0))
 
         if state.micro_batches is not None and state.micro_batches[0] == world_size:
             # Another size would add the same numbers in another order.
@@ -296,6 +271,7 @@ class Fit:
         """Validate, save or leave, in that order of what is lost least if the job ends meanwhile."""
         state = self.state
         state.latest = result.scalars
+        state.finished = state.finished or result.end
         self._strategy.align_buffers()
         if (stop or result.stop) and not state.finished:
             self._write(state.step, state.epoch, state.latest, always=True)
@@ -323,18 +299,40 @@ class Fit:
         state.validated_step = state.step
         state.latest = {**state.latest, **state.validation}
         self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")
+        self._callbacks.validation_end(state.step, state.validation)
+        state.finished = state.finished or self._is_to_end()
         return True
+
+    def _is_to_end(self) -> bool:
+        """Whether a callback of any rank wants the training to end here. All ranks must call this."""
+        if not self._callbacks:
+            return False
+        ending = next(filter(None, self._team.gather(self._callbacks.ending)), None)
+        if ending is not None:
+            self._progress.say(f"the training ends at step {self.state.step}: {ending}")
+        return ending is not None
+
+    def _check_sanity(self) -> None:
+        """Validate a few batches, so that a mistake in it does not show only after hours."""
+        if self._validation_set is None or self._settings.validate_every is None:
+            return
+        if num_batches := self._settings.sanity_batches:
+            with left_as_it_was(self._module):
+                validate(
+                    self._strategy,
+                    self._validation_set,
+                    self._team,
+                    precision=self._settings.precision,
+                    num_batches=num_batches,
+                )
+
+    def _advise_on_workers(self) -> None:
+        advice = too_many_workers(self._settings.num_workers, self._cpus)
+        if advice and self._settings.num_workers:
+            self._progress.say(f"hpctrain: {advice}")
 
     def _write(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool = False) -> None:
         """Show a step, and log it if its number says so or it is `always` to be logged."""
         self._progress.show(step, scalars)
         if self._log is not None:
             self._log.scalars(step, epoch, scalars, always=always)
-
-
-@contextlib.contextmanager
-def _without_remark_on_order() -> Iterator[None]:
-    """PyTorch remarks that a schedule steps before its optimizer, which float16 made skip its first step."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
-        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,11 @@ class Module(nn.Module):
         """Return the loss, as the mean over the samples of `batch`: a scalar tensor.
 
         A mapping may carry further scalars beside `"loss"`, also means over the batch; each is averaged
-        over the global batch and logged. The names must be the same on every rank and in every step.
+        over the global batch and logged. The names must be the same on every rank and in every step. With
+        `"num_tokens"` among them, the loss is taken for the mean over so many tokens, whatever the samples.
+
+        With a third parameter, `optimizer_idx`, it is called once for each optimizer, and returns the loss
+        that it lowers; parameters of the others take no gradient meanwhile. None: it sits this step out.
 
         Args:
             batch: this rank's share of the global batch, collated, on this rank's device.
@@ -42,11 +47,20 @@ class Module(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no validation_step(self, batch, batch_idx).")
 
+    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
+        """As `validation_step`, for `Trainer.test`; a lone scalar is logged as `test_loss`."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step(self, batch, batch_idx).")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
+        """Return what `Trainer.predict` collects; the module's output by default."""
+        return self(batch)
+
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a pair (optimizer, scheduler), or {"optimizer": …, "lr_scheduler": …}.
 
-        Several optimizers, in a list or tuple, share out the parameters among them, and all step; with
-        schedulers: ([optimizers], [schedulers]). A scheduler advances with every optimizer step.
+        Several optimizers, in a list or tuple, share out the parameters among them, and all step, each after
+        a pass of its own if `training_step` takes `optimizer_idx`; with schedulers: ([optimizers],
+        [schedulers]). A scheduler advances with every optimizer step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(self).")
 
@@ -73,6 +87,9 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
     mapping: Mapping[str, Any] = output if isinstance(output, Mapping) else {only: output}
     scalars = {}
     for name, value in mapping.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            scalars[name] = value
+            continue
         tensor = torch.as_tensor(value)
         if tensor.numel() != 1:
             raise UserError(
@@ -81,3 +98,17 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
             )
         scalars[name] = tensor.reshape(())
     return scalars
+
+
+def takes_optimizer_idx(module: Module) -> bool:
+    """Whether the module's training step is about one optimizer at a time.
+
+    Raises:
+        UserError: it is to optimize by itself.
+    """
+    if getattr(module, "automatic_optimization", True) is False:
+        raise UserError(
+            f"{type(module).__name__}.automatic_optimization is False. Here each optimizer has a pass of its "
+            "own: give training_step a third parameter, optimizer_idx, and return the loss that it lowers."
+        )
+    return "optimizer_idx" in inspect.signature(type(module).training_step).parameters

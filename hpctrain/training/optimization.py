@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from hpctrain.errors import UserError
 from hpctrain.training.module import Module
@@ -52,6 +54,28 @@ def configured(module: Module) -> Optimization:
         f"{origin} returned {answer!r}. Return an optimizer, (optimizer, scheduler), "
         "{'optimizer': …, 'lr_scheduler': …}, several optimizers, or ([optimizers], [schedulers])."
     )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def toggled(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Of the parameters of `module` only its `own` take a gradient meanwhile.
+
+    The critic of a GAN passes a gradient on to the generator then, and keeps none for itself.
+    """
+    kept = {id(parameter) for parameter in own}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in kept]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 def _parts(answer: Any) -> tuple[list[Any], list[Any]] | None:

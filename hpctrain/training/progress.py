@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 #: Seconds between two plain lines.
 _LINE_EVERY_S = 5.0
+#: Shorter times than this tell nothing about the pace.
+_PACE_AFTER_S = 1.0
 
 
 class Progress(Protocol):
@@ -26,11 +28,12 @@ class Progress(Protocol):
         """Something happened that a person wants to know."""
 
 
-def make_progress(last_step: int | None, is_main: bool) -> Progress:
+def make_progress(last_step: int | None, is_main: bool, batch_size: int) -> Progress:
     """A bar where rank 0 has a terminal, plain lines where it has none, silence on the other ranks."""
     if not is_main:
         return _Silence()
-    return _Bar(last_step) if sys.stdout.isatty() else _Lines(last_step)
+    pace = Pace(batch_size)
+    return _Bar(last_step, pace) if sys.stdout.isatty() else _Lines(last_step, pace)
 
 
 class _Silence:
@@ -49,9 +52,28 @@ class _Silence:
         pass
 
 
+class Pace:
+    """How many samples a second are trained."""
+
+    def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Samples of a step, and seconds that only go forward."""
+        self._batch_size, self._clock = batch_size, clock
+        self._since: tuple[float, int] | None = None
+
+    def take(self, step: int) -> str:
+        """Since the last call, for a person; nothing at first, or where too little time has passed."""
+        now, before = self._clock(), self._since
+        if before is not None and (now - before[0] < _PACE_AFTER_S or step <= before[1]):
+            return ""
+        self._since = now, step
+        if before is None:
+            return ""
+        return f"  {(step - before[1]) * self._batch_size / (now - before[0]):.4g} samples/s"
+
+
 class _Lines(_Silence):
-    def __init__(self, last_step: int | None) -> None:
-        self._last_step = last_step
+    def __init__(self, last_step: int | None, pace: Pace) -> None:
+        self._last_step, self._pace = last_step, pace
         self._shown_at = 0.0
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -59,14 +81,14 @@ class _Lines(_Silence):
         if now - self._shown_at >= _LINE_EVERY_S or step == self._last_step:
             self._shown_at = now
             of = "" if self._last_step is None else f"/{self._last_step}"
-            print(f"step {step}{of}  {format_scalars(scalars)}")
+            print(f"step {step}{of}  {format_scalars(scalars)}{self._pace.take(step)}")
 
     def say(self, text: str) -> None:
         print(text)
 
 
 class _Bar(_Silence):
-    def __init__(self, last_step: int | None) -> None:
+    def __init__(self, last_step: int | None, pace: Pace) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
@@ -77,6 +99,7 @@ class _Bar(_Silence):
             TimeRemainingColumn(),
             TextColumn("{task.fields[scalars]}"),
         )
+        self._pace, self._paced = pace, ""
         self._task: Any = self._bar.add_task("training", total=last_step, scalars="")
 
     def __enter__(self) -> Self:
@@ -89,7 +112,8 @@ class _Bar(_Silence):
         self._bar.stop()
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=step, scalars=format_scalars(scalars))
+        self._paced = self._pace.take(step) or self._paced
+        self._bar.update(self._task, completed=step, scalars=format_scalars(scalars) + self._paced)
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)

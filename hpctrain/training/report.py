@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from hpctrain.runtime.process_group import Team
 
+#: What a training step calls the number of tokens, or whatever else, that its loss is the mean over.
+TOKENS = "num_tokens"
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -25,10 +28,12 @@ class StepResult:
     """Whether any rank was told to stop."""
     save: bool
     """Whether rank 0 wants a checkpoint."""
+    end: bool
+    """Whether any rank wants the training to end with what it has reached."""
     news: float
     """What the feeds of all ranks have to tell."""
     scalars: dict[str, float]
-    """Means over the global batch; `loss` is among them."""
+    """Means over the global batch; `loss` is among them. `num_tokens`, where there is one, is a sum."""
 
 
 class StepReport:
@@ -39,72 +44,97 @@ class StepReport:
         team: Team,
         step: int,
         epoch: int,
-        scalars: Mapping[str, torch.Tensor],
+        sums: ScalarSums,
         *,
         stop: bool,
         save: bool,
+        end: bool,
         news: float,
     ) -> None:
-        """Send this rank's part. All ranks must call this, with the same names in `scalars`.
+        """Send this rank's part. All ranks must call this, with the same names in `sums`.
 
         Args:
             team: the ranks that take part.
             step: the optimizer step, from 1.
             epoch: the epoch it lies in, from 0.
-            scalars: this rank's part of each mean over the global batch.
+            sums: this rank's part of each mean over the global batch.
             stop: whether this rank was told to stop.
             save: whether this rank wants a checkpoint.
+            end: whether this rank wants the training to end.
             news: what this rank's feed has to tell.
         """
-        self._step, self._epoch, self._names = step, epoch, list(scalars)
-        self._read = _send(team, [float(stop), float(save), news], list(scalars.values()))
+        self._step, self._epoch, self._names = step, epoch, list(sums.values)
+        self._read = _send(team, [float(stop), float(save), float(end), news], list(sums.values.values()))
 
     def read(self) -> StepResult:
         """Wait for the sum, which has had a step's time to arrive."""
-        stop, save, news, *values = self._read()
-        return StepResult(
-            self._step, self._epoch, stop > 0, save > 0, news, dict(zip(self._names, values, strict=True))
-        )
+        stop, save, end, news, *values = self._read()
+        scalars = dict(zip(self._names, values, strict=True))
+        if scalars.get(TOKENS):
+            scalars["loss"] /= scalars[TOKENS]
+        return StepResult(self._step, self._epoch, stop > 0, save > 0, end > 0, news, scalars)
 
 
 class ScalarSums:
     """This rank's part of the means over the global batch, added up over its micro-batches."""
 
     def __init__(self) -> None:
-        self.values: dict[str, torch.Tensor] = {}
+        # Numbers where the host computes them anyway: reading them is cheaper than adding up tensors.
+        self.values: dict[str, torch.Tensor | float] = {}
 
     def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         """Add means over samples that are `share` of the global batch.
 
+        Where `num_tokens` is among them, `loss` is the mean over so many, whatever the samples.
+
         Raises:
             KeyError: the names are not those of the micro-batch before.
         """
-        # A rank without samples went through the motions on one that is not its own; 0 · inf would be nan.
-        parts = {
-            name: scalar.detach().double() * share if share else torch.zeros_like(scalar, dtype=torch.float64)
-            for name, scalar in scalars.items()
-        }
+        tokens = _double(scalars[TOKENS]) if TOKENS in scalars else None
+        parts: dict[str, torch.Tensor | float] = {}
+        for name, scalar in scalars.items():
+            weight = share if tokens is None or name not in ("loss", TOKENS) else 1.0
+            # A rank without samples computed with one that is not its own; 0 · inf would be nan.
+            part = _double(scalar) * weight if share else 0.0 * _double(torch.zeros_like(scalar))
+            parts[name] = part * tokens if tokens is not None and name == "loss" else part
         self.values = (
             {name: self.values[name] + part for name, part in parts.items()} if self.values else parts
         )
 
+    def join(self, other: ScalarSums) -> None:
+        """Add what another optimizer's pass over the batch gave: losses add up, others are put beside."""
+        losses = [each.values["loss"] for each in (self, other) if "loss" in each.values]
+        self.values |= other.values
+        if losses:
+            self.values["loss"] = sum(losses[1:], losses[0])
 
-def _send(team: Team, flags: list[float], scalars: list[torch.Tensor]) -> Callable[[], list[float]]:
+
+def _double(scalar: torch.Tensor) -> torch.Tensor | float:
+    """As float64: a number on the CPU, which has computed it by now; a tensor on a GPU, which has not."""
+    return scalar.item() if scalar.device.type == "cpu" else scalar.detach().double()
+
+
+def _send(team: Team, flags: list[float], scalars: list[torch.Tensor | float]) -> Callable[[], list[float]]:
     """Begin to sum over all ranks; returns what waits for the sum."""
     device = team.device
-    if not team.is_distributed and device.type == "cpu":
-        return lambda: [*flags, *(scalar.item() for scalar in scalars)]
-    values = torch.stack([scalar.to(device, non_blocking=True) for scalar in scalars])
-    total = torch.cat([torch.tensor(flags, dtype=torch.float64).to(device, non_blocking=True), values])
-    pending = dist.all_reduce(total, async_op=True) if team.is_distributed else None
     if device.type == "cpu":
+        own = [*flags, *map(float, scalars)]
+        if not team.is_distributed:
+            return lambda: own
+        total = torch.tensor(own, dtype=torch.float64)
+        pending = dist.all_reduce(total, async_op=True)
 
         def read() -> list[float]:
-            if pending is not None:
-                pending.wait()
+            pending.wait()
             return list(total.tolist())
 
         return read
+    values = [torch.as_tensor(scalar, dtype=torch.float64) for scalar in scalars]
+    host = torch.tensor(flags, dtype=torch.float64)
+    total = torch.cat(
+        [host.to(device, non_blocking=True), *(v.reshape(1).to(device, non_blocking=True) for v in values)]
+    )
+    pending = dist.all_reduce(total, async_op=True) if team.is_distributed else None
     # The copy to the host has a stream of its own: read on the stream that computes, the value would have to
     # wait for the step after, which is queued there by then.
     aside = _stream_aside(device)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
 from hpctrain.telemetry.loggers import Logger, find_loggers
+from hpctrain.training.callbacks import Callback
 from hpctrain.training.devices import Devices, parse_devices
 from hpctrain.training.precision import check_precision
 from hpctrain.training.strategies import find_strategy
@@ -23,6 +24,7 @@ _COUNTS = (
     "max_steps",
     "max_epochs",
     "global_batch_size",
+    "lr_batch_size",
     "micro_batch_size",
     "keep_checkpoints",
     "keep_every",
@@ -59,6 +61,21 @@ class Settings:
     precision: str = "32"
     """`32`; `bf16-mixed` or `16-mixed`: forward pass in bfloat16 or float16, weights in float32; `bf16-true`:
     weights and all else in bfloat16."""
+    gradient_clip_norm: float | None = None
+    """Gradients whose norm over all parameters is larger are scaled down to it, as `grad_norm` then tells."""
+    gradient_clip_value: float | None = None
+    """Each element of a gradient is cut to between minus this and this."""
+    lr_batch_size: int | None = None
+    """The batch size that the learning rate was found for: it is scaled to `global_batch_size`."""
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
+    """Scale it by the ratio of the batch sizes, as fits SGD, or by its square root, as fits Adam."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises: from what was set if it is scaled up, else from 0."""
+    recompute: Sequence[str] = ()
+    """Submodules whose results are not kept for the backward pass, which computes them again: names as in
+    `named_modules`, such as `blocks.*`."""
+    compile: bool | Mapping[str, Any] = False
+    """Translate the module's steps with `torch.compile`; a mapping gives its arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
     """Save after every so many steps; `auto` balances the time that saving takes against the work that an
     interruption costs. A stop and the end of training save in any case."""
@@ -79,6 +96,10 @@ class Settings:
     `auto` takes /dev/shm, or else TMPDIR."""
     validate_every: int | Literal["epoch"] | None = "epoch"
     """Validate after every so many steps, or at the end of each epoch; and at the end of training."""
+    sanity_batches: int = 1
+    """Batches that each rank validates before the first step, so that a mistake in it shows at once."""
+    callbacks: Sequence[Callback] = ()
+    """What is called at moments of the training, such as `EarlyStopping`."""
     log_every: int = 1
     """Write every so many steps to `metrics.jsonl`."""
     loggers: Sequence[str | Logger] = ()
@@ -112,8 +133,26 @@ class Settings:
                 continue
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-        if self.num_workers < 0:
-            raise UserError(f"num_workers is {self.num_workers}; it must be at least 0.")
+        for name in ("gradient_clip_norm", "gradient_clip_value"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise UserError(f"{name} is {value!r}; it must be a number above 0, or None.")
+        if self.lr_scaling not in ("linear", "sqrt"):
+            raise UserError(f"lr_scaling is {self.lr_scaling!r}; give 'linear' or 'sqrt'.")
+        for name in ("warmup_steps", "sanity_batches", "num_workers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise UserError(f"{name} is {value!r}; it must be a whole number of at least 0.")
+        if isinstance(self.recompute, str):
+            self.recompute = (self.recompute,)
+        if self.recompute and self.compile is not False:
+            raise UserError(
+                f"recompute is {self.recompute!r} and compile is {self.compile!r}: torch.compile decides by "
+                "itself what is computed again in the backward pass. Give one of the two."
+            )
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(f"callbacks has {callback!r}, which is no hpctrain.Callback.")
         if not self.data_timeout_s > 0:
             raise UserError(f"data_timeout_s is {self.data_timeout_s}; it must be more than 0.")
         if not isinstance(self.keep_best, int) or self.keep_best < 0:

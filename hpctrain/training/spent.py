@@ -18,6 +18,7 @@ class Spent:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
+        self._begun, self._on_data_s = self._since, 0.0
 
     def take(self) -> dict[str, float]:
         """All seconds since the last call, and what of them is known, by name; it counts anew from here."""
@@ -25,6 +26,10 @@ class Spent:
         taken = {"all": now - self._since, **self._seconds}
         self._since, self._seconds = now, {}
         return {name: round(seconds, 6) for name, seconds in taken.items()}
+
+    def on_data(self) -> tuple[float, float]:
+        """Seconds of waiting for data, and all seconds, since the beginning."""
+        return self._on_data_s, time.perf_counter() - self._begun
 
     @contextmanager
     def on(self, name: Literal["validation"]) -> Iterator[None]:
@@ -45,7 +50,9 @@ class Spent:
             except StopIteration:
                 return
             if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
-                self._add("data", time.perf_counter() - begun)
+                seconds = time.perf_counter() - begun
+                self._on_data_s += seconds
+                self._add("data", seconds)
             yield batch
 
     def _add(self, name: str, seconds: float) -> None:

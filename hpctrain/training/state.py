@@ -31,6 +31,7 @@ class TrainingState:
         micro_batches: world size, and the size that was found for it; None where none was looked for.
         remarks: what of a loaded checkpoint could not be put back, in sentences.
         scaler: scales the loss of a training in float16; None in any other.
+        callbacks: what a user has called at certain moments; None where there is nothing.
         validated_step: the step after which `validation` was measured, or 0.
         validation: latest results of validation.
         latest: latest scalars that were logged.
@@ -40,6 +41,7 @@ class TrainingState:
         self.module, self.feed = module, feed
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self.scaler: HasState | None = None
+        self.callbacks: HasState | None = None
         self.step = self.epoch = 0
         self.finished = False
         self.micro_batches: tuple[int, int] | None = None
@@ -57,6 +59,7 @@ class TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
             "user": own,
             "plan": self.feed.identity(),
             "epoch": self.epoch,
@@ -96,6 +99,8 @@ class TrainingState:
             ) from error
         if self.scaler is not None and tree["scaler"] is not None:
             self.scaler.load_state_dict(tree["scaler"])
+        if self.callbacks is not None:
+            self.callbacks.load_state_dict(tree.get("callbacks", {}))
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
         if tree["plan"] is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.process_group import join
 from hpctrain.runtime.signals import listen
+from hpctrain.training.callbacks import Callbacks
 from hpctrain.training.devices import find_devices, is_launched, on_devices
+from hpctrain.training.evaluation import Evaluation
 from hpctrain.training.fit import Fit
 from hpctrain.training.launch import Result, train_in_processes
 from hpctrain.training.module import Module
@@ -34,6 +38,7 @@ class Trainer(Settings):
         ranks: who this process is.
         step: completed optimizer steps.
         metrics: latest results of validation.
+        ending: why the training is to end before its last step; None where it is not.
     """
 
     def __post_init__(self) -> None:
@@ -41,6 +46,7 @@ class Trainer(Settings):
         self.ranks: Ranks = detect(os.environ)
         self.step = 0
         self.metrics: dict[str, float] = {}
+        self.ending: str | None = None
         seed_all(self.seed)
 
     @property
@@ -63,6 +69,7 @@ class Trainer(Settings):
             UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
                 of a process in the run's own folder.
         """
+        self.ending = None
         devices = self._own_devices()
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.one_process)):
             self._fit_in_processes(devices, module, train_dataset, val_dataset)
@@ -76,6 +83,7 @@ class Trainer(Settings):
                 team=team,
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
+                callbacks=Callbacks(self.callbacks, self, module),
                 run=self._find_run(),
                 environ=os.environ,
                 stop=stop,
@@ -84,6 +92,51 @@ class Trainer(Settings):
                 fit.run()
             finally:
                 self.step, self.metrics = fit.state.step, fit.state.validation
+
+    def end(self, reason: str = "a callback ended it") -> None:
+        """End the training before its last step. What a `Callback` calls; one rank that does is enough."""
+        self.ending = reason
+
+    def validate(self, module: Module, dataset: Any) -> dict[str, float]:
+        """Means of what `validation_step` returns over `dataset`. All ranks must call this.
+
+        Raises:
+            UserError: the data set is empty, or the ranks' results do not fit together.
+        """
+        with self._evaluation(module, dataset) as evaluation:
+            return evaluation.means("validation_step", "val_loss")
+
+    def test(self, module: Module, dataset: Any) -> dict[str, float]:
+        """Means of what `test_step` returns over `dataset`. All ranks must call this.
+
+        Raises:
+            UserError: the data set is empty, or the ranks' results do not fit together.
+        """
+        with self._evaluation(module, dataset) as evaluation:
+            return evaluation.means("test_step", "test_loss")
+
+    def predict(self, module: Module, dataset: Any) -> list[Any]:
+        """What `predict_step` returns for each batch of `dataset`, on every rank. All ranks must call this.
+
+        Batches are in the order of a data set with an index, whatever the number of ranks; tensors are on
+        the CPU. They have to fit into each rank's memory.
+
+        Raises:
+            UserError: the data set is empty.
+        """
+        with self._evaluation(module, dataset) as evaluation:
+            return evaluation.predictions()
+
+    @contextmanager
+    def _evaluation(self, module: Module, dataset: Any) -> Iterator[Evaluation]:
+        # One of our own devices is enough: nothing is started for it.
+        devices = self._own_devices()[:1]
+        team = on_devices(join(self.ranks, os.environ), devices)
+        evaluation = Evaluation(self, module, team, dataset, os.environ)
+        try:
+            yield evaluation
+        finally:
+            evaluation.finish()
 
     def _own_devices(self) -> list[int | None]:
         """The devices to choose ourselves, for the user has set them; none where ranks were started."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from itertools import islice
+
 import torch
 import torch.distributed as dist
 
@@ -15,30 +18,47 @@ from hpctrain.training.precision import batch_in_precision, forward_context
 from hpctrain.training.strategies import Strategy
 
 
-def validate(strategy: Strategy, data: ValidationSet, team: Team, *, precision: str) -> dict[str, float]:
-    """Means of what the module's `validation_step` returns over all samples of `data`, equal on every rank.
+def validate(
+    strategy: Strategy,
+    data: ValidationSet,
+    team: Team,
+    *,
+    precision: str,
+    method: str = "validation_step",
+    lone_name: str = "val_loss",
+    num_batches: int | None = None,
+) -> dict[str, float]:
+    """Means of what a method of the module returns over all samples of `data`, equal on every rank.
 
     All ranks must call this. The module is in evaluation mode meanwhile, and in training mode afterwards.
+
+    Args:
+        strategy: how ranks compute.
+        data: the samples.
+        team: the ranks.
+        precision: of the forward pass.
+        method: the module's, such as `validation_step`.
+        lone_name: what a result is called that is a scalar.
+        num_batches: of each rank, from the first on; None for all.
 
     Raises:
         UserError: the steps of the ranks do not return the same names, or there was no sample.
     """
     module = strategy.module
-    origin = f"{type(module).__name__}.validation_step"
+    origin = f"{type(module).__name__}.{method}"
     sums: dict[str, torch.Tensor] = {}
     count = 0
     module.eval()
-    with torch.no_grad():
-        batches = in_lockstep(data.batches(), team) if strategy.in_lockstep else data.batches()
+    with torch.no_grad(), closing(data.batches()) as own:
+        some = islice(own, num_batches)
+        batches = in_lockstep(some, team) if strategy.in_lockstep else some
         for batch_idx, (num_held, batch) in enumerate(batches):
             with forward_context(precision, team.device):
                 on_device = batch_in_precision(to_device(batch, team.device), precision)
-                output, num_samples = strategy.evaluation_step(
-                    "validation_step", on_device, batch_idx, num_held
-                )
+                output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
             if num_samples == 0:
                 continue
-            for name, mean in as_scalars(output, "val_loss", origin).items():
+            for name, mean in as_scalars(output, lone_name, origin).items():
                 sums[name] = sums.get(name, 0.0) + mean.to(team.device).double() * num_samples
             count += num_samples
     module.train()
@@ -54,7 +74,7 @@ def validate(strategy: Strategy, data: ValidationSet, team: Team, *, precision: 
 def _agreed_names(team: Team, own: list[str] | None, origin: str) -> list[str]:
     told = [(rank, names) for rank, names in enumerate(team.gather(own)) if names is not None]
     if not told:
-        raise UserError("val_dataset gave no sample to any rank.")
+        raise UserError(f"the data set for {origin} gave no sample to any rank.")
     first, names = told[0]
     for rank, others in told:
         if set(others) != set(names):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpctrain.training.data.fetch import Collate, Fetcher
 from hpctrain.training.data.workers import Workers
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.process_group import Team
+    from hpctrain.training.settings import Settings
 
 #: What to fetch: an epoch, and samples as an int64 tensor of shape [n].
 Order = tuple[int, torch.Tensor]
@@ -54,6 +58,18 @@ class Loading:
             timeout_s=self.timeout_s,
             name=name,
         )
+
+
+def loading_of(settings: Settings, team: Team) -> Loading:
+    """What the settings say about loading."""
+    return Loading(
+        num_workers=settings.num_workers,
+        collate_fn=settings.collate_fn,
+        pin_memory=team.device.type == "cuda",
+        prefetch_factor=settings.prefetch_factor,
+        timeout_s=settings.data_timeout_s,
+        seed_samples=settings.seed_samples,
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

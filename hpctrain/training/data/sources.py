@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -68,12 +68,19 @@ class ValidationSet(Protocol):
     def identity(self) -> dict[str, Any]:
         """What has to be equal on all ranks."""
 
-    def batches(self) -> Iterator[tuple[int, Any]]:
+    def batches(self) -> Generator[tuple[int, Any], None, None]:
         """Yield (number of samples, batch) of this rank's part; augmentation is the same every time."""
 
 
 def make_validation_set(
-    dataset: Any, loading: Loading, deal: Deal, team: Team, *, seed: int, global_batch_size: int
+    dataset: Any,
+    loading: Loading,
+    deal: Deal,
+    team: Team,
+    *,
+    seed: int,
+    global_batch_size: int,
+    name: str = "val_dataset",
 ) -> ValidationSet:
     """The way to go through a validation set, which has an index or is a stream. All ranks must call this.
 
@@ -83,8 +90,8 @@ def make_validation_set(
     seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
     batch_size = deal.largest(global_batch_size)
     make = _ValidationStream if is_stream(dataset) else _ValidationMap
-    data: ValidationSet = make(dataset, loading, deal, seeds, batch_size)
-    _check_equal(team, data.identity(), "val_dataset")
+    data: ValidationSet = make(dataset, loading, deal, seeds, batch_size, name)
+    _check_equal(team, data.identity(), name)
     return data
 
 
@@ -92,20 +99,20 @@ class _ValidationMap:
     """From a data set with an index each rank takes a range."""
 
     def __init__(
-        self, dataset: Any, loading: Loading, deal: Deal, seeds: SampleSeeds, batch_size: int
+        self, dataset: Any, loading: Loading, deal: Deal, seeds: SampleSeeds, batch_size: int, name: str
     ) -> None:
-        self._loading, self._deal, self._batch_size = loading, deal, batch_size
-        self._fetcher = find_fetcher(dataset, loading.collate_fn, seeds, "val_dataset")
+        self._loading, self._deal, self._batch_size, self._name = loading, deal, batch_size, name
+        self._fetcher = find_fetcher(dataset, loading.collate_fn, seeds, name)
 
     def identity(self) -> dict[str, Any]:
         return {"num_samples": self._fetcher.num_samples}
 
-    def batches(self) -> Iterator[tuple[int, Any]]:
+    def batches(self) -> Generator[tuple[int, Any], None, None]:
         low, high = self._deal.part(self._fetcher.num_samples)
         starts = range(low, high, self._batch_size)
         sizes = [min(self._batch_size, high - start) for start in starts]
         orders = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
-        with closing(self._loading.batches(self._fetcher, orders, "val_dataset")) as batches:
+        with closing(self._loading.batches(self._fetcher, orders, self._name)) as batches:
             yield from zip(sizes, batches, strict=True)
 
 
@@ -113,15 +120,15 @@ class _ValidationStream:
     """From a stream each rank takes the shards that it would train; a shard that ranks share, in turns."""
 
     def __init__(
-        self, dataset: Any, loading: Loading, deal: Deal, seeds: SampleSeeds, batch_size: int
+        self, dataset: Any, loading: Loading, deal: Deal, seeds: SampleSeeds, batch_size: int, name: str
     ) -> None:
-        self._stream = ShardedStream(dataset, "val_dataset")
+        self._stream = ShardedStream(dataset, name)
         self._loading, self._deal, self._seeds, self._batch_size = loading, deal, seeds, batch_size
 
     def identity(self) -> dict[str, Any]:
         return {"num_shards": self._stream.num_shards}
 
-    def batches(self) -> Iterator[tuple[int, Any]]:
+    def batches(self) -> Generator[tuple[int, Any], None, None]:
         lanes = Lanes(
             self._stream,
             self._loading,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from hpctrain.cluster import Ranks
+from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.plan import Deal
 from hpctrain.training.module import Module
-from hpctrain.training.optimization import Optimization
+from hpctrain.training.optimization import Optimization, toggled
 
 if TYPE_CHECKING:
     from hpctrain.training.settings import Settings
@@ -28,13 +29,16 @@ class Strategy:
         module: what is trained; its parameters may have become parts of themselves.
         team: the ranks.
         in_lockstep: whether ranks wait for each other in every forward pass, also without a backward pass.
+        has_turns: whether a step may be for some parameters only.
         spawns: whether the process that calls `fit` starts the ranks, where nobody has.
+        turn: index of the optimizer that the step is for, where optimizers take turns.
         one_process: whether one process computes on all devices.
         splits_itself: whether it makes micro-batches of a rank's samples itself.
         remarks: what the user is told at the start, in sentences without a full stop.
     """
 
     in_lockstep: ClassVar[bool] = False
+    has_turns: ClassVar[bool] = True
     spawns: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
     splits_itself: ClassVar[bool] = False
@@ -47,6 +51,8 @@ class Strategy:
             UserError: it cannot be trained in this way.
         """
         self.module, self.team, self.settings = module, team, settings
+        self.turn: tuple[int, ...] = ()
+        self._turns: Sequence[Sequence[torch.Tensor]] = ()
         self.place()
 
     @classmethod
@@ -77,11 +83,39 @@ class Strategy:
         Returns:
             What `training_step_end` returned, and the number of samples that it stands for.
         """
-        return self.module.training_step_end(self.module.training_step(batch, batch_idx)), num_samples
+        output = self.module.training_step(batch, batch_idx, *self.turn)
+        return self.module.training_step_end(output), num_samples
 
     def trial_step(self, batch: Any) -> Any:
         """The module's training step on this rank alone, to see whether it fits into memory."""
-        return self.module.training_step_end(self.module.training_step(batch, 0))
+        return self.module.training_step_end(self.module.training_step(batch, 0, *self.turn))
+
+    def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Make ready for steps that are for one optimizer each. All ranks must call this.
+
+        Args:
+            parameters: those of each optimizer, before `optimized` may have put others in their place.
+
+        Raises:
+            UserError: the strategy cannot let a part of the parameters rest.
+        """
+        if self.team.is_distributed and not self.has_turns:
+            raise UserError(
+                f"training_step takes optimizer_idx, but optimizers cannot take turns with strategy "
+                f"{self.settings.strategy!r}, in which all parameters go through a step together. "
+                "Take 'ddp' or 'zero1', or return one loss for all optimizers."
+            )
+        self._turns = parameters
+
+    @contextmanager
+    def turn_of(self, idx: int) -> Iterator[None]:
+        """Steps meanwhile are for one optimizer: only its parameters take a gradient."""
+        self.turn = (idx,)
+        try:
+            with toggled(self.module, self._turns[idx]):
+                yield
+        finally:
+            self.turn = ()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add to the gradients those of `loss`, which `training_step` returned and which was weighted."""

@@ -50,7 +50,8 @@ class DP(Strategy):
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         parts = _parts(batch, max(1, num_samples), self._devices)
         copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]
-        outputs = [copy.training_step(part, batch_idx) for copy, (part, _) in zip(copies, parts, strict=True)]
+        where = (batch_idx, *self.turn)
+        outputs = [copy.training_step(part, *where) for copy, (part, _) in zip(copies, parts, strict=True)]
         joined = _joined(outputs, self.team.device)
         if not self._ends_itself:
             weights = torch.tensor([float(count) for _, count in parts], device=self.team.device)

@@ -32,6 +32,8 @@ _MARK = "HOROVOD_RANK"
 class Horovod(Strategy):
     """Under horovodrun the ranks meet at its server; under any other launcher rank 0 hosts one."""
 
+    has_turns = False
+
     @classmethod
     def check(cls, settings: Settings) -> None:
         if find_spec("horovod") is None:

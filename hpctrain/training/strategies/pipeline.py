@@ -23,14 +23,13 @@ from hpctrain.training.data.plan import Deal
 from hpctrain.training.micro_batches import left_as_it_was
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optimization import Optimization
+from hpctrain.training.report import TOKENS
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.stages import Stages
 
 if TYPE_CHECKING:
     from hpctrain.training.settings import Settings
 
-#: What a training step calls the number of tokens that its loss is a mean over.
-TOKENS = "num_tokens"
 #: Micro-batches a stage, where nothing is said: the more, the less the stages wait for each other.
 _MICRO_BATCHES_A_STAGE = 4
 
@@ -83,7 +82,7 @@ class Pipeline(Strategy):
         if not self.team.is_distributed:
             return super().training_step(batch, batch_idx, num_samples)
         self._is_pending = True
-        where = (batch_idx, *getattr(self, "turn", ()))
+        where = (batch_idx, *self.turn)
         parts = _parts(batch, num_samples, self._count(num_samples))
         ended: list[dict[str, torch.Tensor]] = []
 

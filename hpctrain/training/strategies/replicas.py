@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.process_group import Team
-from hpctrain.training.module import Module
+from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.optimization import toggled
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.buffers import share_buffers
 
@@ -33,13 +34,8 @@ class Replicas(Strategy):
         super().__init__(module, team, settings)
         self._step = _Step(module, self.join)
         self._forward: nn.Module = self._step
-        if team.is_distributed and any(p.requires_grad for p in module.parameters()):
-            self._forward = DistributedDataParallel(
-                self._step,
-                device_ids=[team.device] if team.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-            )
-            self._regroup_buckets()
+        if not takes_optimizer_idx(module):
+            self._forward = self._averaging()
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
         """What lies between `training_step` and `training_step_end`.
@@ -49,7 +45,7 @@ class Replicas(Strategy):
         return output, num_samples
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        output, counted = self._forward(batch, batch_idx, num_samples)
+        output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
         return output, counted
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -66,10 +62,32 @@ class Replicas(Strategy):
         if self.team.is_distributed:
             share_buffers(self.module)
 
-    def _regroup_buckets(self) -> None:
-        touched: torch.Tensor = self._forward(None, 0, 0, touch_only=True)
+    def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+        super().take_turns(parameters)
+        self._forwards = []
+        for own in parameters:
+            with toggled(self.module, own):
+                self._forwards.append(self._averaging())
+
+    @contextmanager
+    def turn_of(self, idx: int) -> Iterator[None]:
+        with super().turn_of(idx):
+            self._forward = self._forwards[idx]
+            yield
+
+    def _averaging(self) -> nn.Module:
+        """The step, with gradients averaged over the ranks: those of the parameters that take one now."""
+        if not self.team.is_distributed or not any(p.requires_grad for p in self.module.parameters()):
+            return self._step
+        forward = DistributedDataParallel(
+            self._step,
+            device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        touched: torch.Tensor = forward(None, 0, 0, touch_only=True)
         torch.autograd.backward(touched)
-        self._forward.zero_grad(set_to_none=True)
+        forward.zero_grad(set_to_none=True)
+        return forward
 
 
 class _Step(nn.Module):
@@ -80,10 +98,17 @@ class _Step(nn.Module):
         self.module = module
         self._join = join
 
-    def forward(self, batch: Any, batch_idx: int, num_samples: int, touch_only: bool = False) -> Any:
+    def forward(
+        self,
+        batch: Any,
+        batch_idx: int,
+        num_samples: int,
+        turn: tuple[int, ...] = (),
+        touch_only: bool = False,
+    ) -> Any:
         if touch_only:
             return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
-        output, counted = self._join(self.module.training_step(batch, batch_idx), num_samples)
+        output, counted = self._join(self.module.training_step(batch, batch_idx, *turn), num_samples)
         return self.module.training_step_end(output), counted
 
 

@@ -37,6 +37,7 @@ class Sharded(Strategy):
     """
 
     in_lockstep = True
+    has_turns = False
     reshard_after_forward: ClassVar[bool | None]
     """Whether a block is cut again after its forward pass; None: all but what stands outside of blocks."""
 

@@ -1,0 +1,171 @@
+"""What a user may have done at moments of a training, and the one that everybody wants: early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from hpctrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hpctrain.training.module import Module
+    from hpctrain.training.trainer import Trainer
+
+
+class Callback:
+    """Override what you need. Every rank calls every method, at the same step and with the same metrics.
+
+    `trainer.end()` ends the training: at once after a validation, else after a step or two more.
+    What `state_dict` returns is kept in the checkpoints.
+    """
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """The newest checkpoint is loaded, if there is one; `trainer.step` steps are done."""
+
+    def on_step_end(self, trainer: Trainer, module: Module, metrics: Mapping[str, float]) -> None:
+        """The metrics of step `trainer.step` are known: one step later, so that no step waits for them."""
+
+    def on_validation_end(self, trainer: Trainer, module: Module, metrics: Mapping[str, float]) -> None:
+        """The module was validated after step `trainer.step`."""
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        """The training has reached its end; a stop that another job continues is none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep: plain values and tensors, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class EarlyStopping(Callback):
+    """Ends a training whose metric does not get better any more.
+
+    Attributes:
+        best: the best value so far; None before the first validation.
+        waited: validations since then.
+    """
+
+    def __init__(
+        self,
+        metric: str = "val_loss",
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        """End after so many validations in a row without a better value.
+
+        Args:
+            metric: a name that `validation_step` returns.
+            patience: validations to wait, at least 1.
+            mode: whether low values are better, or high ones.
+            min_delta: by how much a value has to be better to count.
+
+        Raises:
+            UserError: an argument is out of its range.
+        """
+        if patience < 1 or mode not in ("min", "max") or min_delta < 0:
+            raise UserError(
+                f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
+                "it takes a patience of at least 1, 'min' or 'max', and a min_delta of at least 0."
+            )
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self.best: float | None = None
+        self.waited = 0
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:  # noqa: ARG002
+        """End again at once what was ended before, unless there is more patience now."""
+        self._end_if_due(trainer)
+
+    def on_validation_end(
+        self,
+        trainer: Trainer,
+        module: Module,  # noqa: ARG002
+        metrics: Mapping[str, float],
+    ) -> None:
+        if self.metric not in metrics:
+            raise UserError(
+                f"EarlyStopping goes by {self.metric!r}, but the validation gave "
+                f"{', '.join(map(repr, sorted(metrics)))}."
+            )
+        value = metrics[self.metric]
+        if self._is_better(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        self._end_if_due(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+    def _end_if_due(self, trainer: Trainer) -> None:
+        if self.waited >= self.patience:
+            trainer.end(f"{self.metric} did not get better than {self.best:.6g} in {self.waited} validations")
+
+
+class Callbacks:
+    """All callbacks of a training, in their order."""
+
+    def __init__(self, callbacks: Sequence[Callback], trainer: Trainer, module: Module) -> None:
+        self._callbacks, self._trainer, self._module = callbacks, trainer, module
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    @property
+    def ending(self) -> str | None:
+        """Why this rank wants the training to end; None where it does not."""
+        return self._trainer.ending
+
+    def fit_start(self) -> None:
+        for callback in self._callbacks:
+            callback.on_fit_start(self._trainer, self._module)
+
+    def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trainer.step = step
+        for callback in self._callbacks:
+            callback.on_step_end(self._trainer, self._module, metrics)
+
+    def validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trainer.step, self._trainer.metrics = step, dict(metrics)
+        for callback in self._callbacks:
+            callback.on_validation_end(self._trainer, self._module, metrics)
+
+    def fit_end(self) -> None:
+        for callback in self._callbacks:
+            callback.on_fit_end(self._trainer, self._module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By class, and by number where there are several of one."""
+        return {
+            name: callback.state_dict() for name, callback in zip(self._names(), self._callbacks, strict=True)
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give each its state; a callback that is new has none."""
+        for name, callback in zip(self._names(), self._callbacks, strict=True):
+            if name in states:
+                callback.load_state_dict(states[name])
+
+    def _names(self) -> list[str]:
+        seen: dict[str, int] = {}
+        names = []
+        for callback in self._callbacks:
+            kind = type(callback).__qualname__
+            seen[kind] = seen.get(kind, 0) + 1
+            names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
+        return names
