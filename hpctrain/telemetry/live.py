@@ -45,6 +45,8 @@ class Snapshot:
     """Until the last step, at the speed of the last minute."""
     waiting_for_data: float | None
     """The share of the last minute's time in which there was no batch."""
+    slowest: str | None = None
+    """Which rank or node holds up the others, where the supervisor has noticed one in this start."""
     losses: list[float] = field(default_factory=list)
     gpus: list[Gpus] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Live:
         self._counts = {"failure": 0, "signal": 0}
         self._last_step: int | None = None
         self._attempt: int | None = None
+        self._slowest: str | None = None
 
     def take(self, events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
         """Take in what was written since the last call."""
@@ -71,7 +74,9 @@ class Live:
             self._events.append(event)
             kind = str(event.get("kind"))
             if kind == "started":
-                self._attempt = attempt_of(event)
+                self._attempt, self._slowest = attempt_of(event), None
+            if kind == "straggler":
+                self._slowest = _straggler(event)
             if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
                 self._counts[kind] += 1
         for record in metrics:
@@ -117,6 +122,7 @@ class Live:
             steps_per_s=speed,
             left_s=left,
             waiting_for_data=self._waiting_for_data(),
+            slowest=self._slowest,
             losses=list(self._losses.values()),
             gpus=[_gpus(line) for line in lines if isinstance(line.get("gpu_util"), list)],
             events=list(self._events)[::-1],
@@ -181,6 +187,8 @@ def _progress(snapshot: Snapshot, width: int) -> Iterator[str]:
         yield f"speed  {number(snapshot.steps_per_s)} steps a second"
     if snapshot.waiting_for_data is not None:
         yield f"data   waited for in {100 * snapshot.waiting_for_data:.1f} % of the time"
+    if snapshot.slowest is not None:
+        yield f"slow   {snapshot.slowest}"
 
 
 def _gpu_lines(nodes: Sequence[Gpus], width: int, most: int) -> Iterator[str]:
@@ -219,6 +227,13 @@ def _event(event: Mapping[str, Any]) -> str:
         *(str(event[name]) for name in ("signal", "state", "cause", "by", "job_id") if event.get(name)),
     ]
     return f"{when}  {kind}  " + ", ".join(filter(None, details))
+
+
+def _straggler(event: Mapping[str, Any]) -> str:
+    """Who it is, and what was noticed."""
+    rank, host, cause = event.get("rank"), event.get("host"), event.get("cause")
+    who = " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
+    return ": ".join(filter(None, [who, str(cause or "")]))
 
 
 def _kind(event: Mapping[str, Any]) -> str:

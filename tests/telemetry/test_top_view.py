@@ -98,5 +98,12 @@ def test_values_of_another_type(value):
     text_of(told)
 
 
+def test_who_holds_up_the_others():
+    story = submitted(0).steps(1, 20, every=1)
+    story.after(0, "straggler", rank=3, host="n7", cause="1.4 times as long as the others")
+    assert "slow   rank 3 on n7: 1.4 times as long" in text_of(look(story))
+    assert look(story.after(1, "started").steps(21, 30, every=1)).slowest is None
+
+
 def test_a_run_that_has_written_nothing():
     assert "nothing has happened yet" in text_of(look(Story()))
