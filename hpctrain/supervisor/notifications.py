@@ -193,7 +193,7 @@ def post(address: str, message: Mapping[str, Any]) -> None:
 
 
 def call(line: str, message: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Run a line of shell with a message on its standard input, and its main words in variables.
+    """Run a line of shell in the run folder, a message on its standard input, its main words in variables.
 
     Raises:
         OSError: it failed, or took too long.
@@ -204,6 +204,7 @@ def call(line: str, message: Mapping[str, Any], environ: Mapping[str, str]) -> N
     }
     with subprocess.Popen(
         ["/bin/sh", "-c", line],
+        cwd=message["folder"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -77,7 +77,7 @@ def submit(tmp_path: Path, *options: str) -> RunDir:
 
 def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_path):
     told = tmp_path / "told.txt"
-    line = f"cat >> '{told}'; echo >> '{told}'; test -n \"$HPCTRAIN_TEXT\""
+    line = f"cat >> '{told}'; echo >> '{told}'; touch here; test -n \"$HPCTRAIN_TEXT\""
     run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--notify-stall-after=2")
     by_command = [json.loads(row) for row in told.read_text().splitlines() if row]
     assert by_command == hook.got
@@ -89,6 +89,7 @@ def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_p
     assert finish["text"] == finish["content"] == "Run run has ended: COMPLETED."
     assert finish["folder"] == str(run.path)
     assert not list(tmp_path.rglob("executed"))
+    assert (run.path / "here").exists()
     again = json.loads(
         run_command([sys.executable, "-m", "hpctrain", "report", str(run.path), "--json"]).stdout
     )["again"]

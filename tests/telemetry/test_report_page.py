@@ -97,7 +97,7 @@ def hostile_run(folder: Path) -> RunDir:
         story.steps(place + 1, place + 6, every=1, **{text: 1.5})
         story.after(1, "checkpoint", step=place + 6, path=text, tier=text, bytes=1, seconds=0.1)
         story.after(1, "failure", rank=0, host=text, cause=text, log=text)
-        story.after(0, "restart", by=text)
+        story.after(0, "restart", by=text).after(0, "straggler", host=text, cause=text)
     story.after(1, "signal", signal=HOSTILE[0], step=HOSTILE[1]).after(1, "requeue", by=HOSTILE[0])
     story.after(1, "finished", state=HOSTILE[0], cause=HOSTILE[1])
     run = write_run(folder, story, script=HOSTILE[0], args=HOSTILE, env={HOSTILE[1]: HOSTILE[2]})
@@ -107,9 +107,14 @@ def hostile_run(folder: Path) -> RunDir:
     )
     (run.code / "submission-000.diff").write_text("\n".join(f"+{text}" for text in HOSTILE))
     run.telemetry(0).parent.mkdir()
-    run.telemetry(0).write_text(
-        json.dumps({"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, "2", None]})
-    )
+    lines = [
+        {"time": START + 4, "host": HOSTILE[0], "cpus": HOSTILE[1], "gpu_names": HOSTILE},
+        {"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, "2", None], "gpu_xids": [HOSTILE, [79]]},
+        {"time": START + 6, "host": HOSTILE[1], "gpu_throttled": [HOSTILE], "cpu": 5.0},
+    ]
+    run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = dict.fromkeys(HOSTILE, HOSTILE[2])
+    run.environment.write_text(json.dumps({"torch": HOSTILE[0], "settings": settings}) + "\n")
     return run
 
 
@@ -134,7 +139,11 @@ def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     text = report_text(facts)
     outside = text.split("````bash")[0]
     assert not re.search(r"(?<!\\)<", outside)
-    rows = [line for line in outside.split("## What happened")[1].splitlines() if line.startswith("|")]
+    rows = [
+        line
+        for line in outside.split("## What happened")[1].split("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
     assert len(rows) == 2 + len(HOSTILE)
     assert {row.count(" | ") for row in rows} == {4}
     assert not re.search(r"(?<!\\)<", comparison_text([facts, facts]))
