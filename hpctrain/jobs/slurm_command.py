@@ -24,6 +24,7 @@ _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 # At the head of a line of its own, where no job name can stand.
 _JOB_FIELDS = {
     "JobState": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
+    "SubmitTime": re.compile(r"^ +SubmitTime=(\S+)", re.MULTILINE),
     "Requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
     "Restarts": re.compile(r"^ +Requeue=\d Restarts=(\d+)", re.MULTILINE),
 }
@@ -176,7 +177,7 @@ def may_succeed_later(error: str) -> bool:
 
 
 def job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """JobState, Requeue and Restarts of a job as the controller has them, as far as the answer has them.
+    """JobState, SubmitTime, Requeue and Restarts of a job, as far as the controller's answer has them.
 
     Raises:
         SchedulerError: the controller does not answer, or knows the job no longer.

@@ -179,7 +179,7 @@ def _is_of(row: JobRow, job: Job) -> bool:
     """
     folder = (job.run.array or job.run).path
     if not row.workdir:
-        submitted = _timestamp(row.submitted_at)
+        submitted = timestamp(row.submitted_at)
         return submitted is not None and abs(submitted - job.submitted) < _CLOCKS_DIFFER_S
     if Path(row.workdir).name == folder.name:
         return True
@@ -203,11 +203,11 @@ def _view(row: JobRow) -> JobView:
 
 def _is_about_to_start(eligible_at: str) -> bool:
     """Whether a job's begin time is so near that its hold must have been lifted already."""
-    begin = _timestamp(eligible_at)
+    begin = timestamp(eligible_at)
     return begin is not None and begin - time.time() <= 2 * REQUEUE_PAUSE_S
 
 
-def _timestamp(text: str) -> float | None:
+def timestamp(text: str) -> float | None:
     """Seconds since the epoch of a time in Slurm's words, which is this machine's local time."""
     try:
         return datetime.fromisoformat(text).timestamp()

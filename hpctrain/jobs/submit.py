@@ -155,6 +155,8 @@ def _refuse_going(runs: Sequence[Run]) -> None:
     recorded = [run for run in runs if run.dir.events.exists()]
     if not recorded:
         return
+    from hpctrain.jobs.environment import outer_environment
+    from hpctrain.jobs.lease import is_alive, newest_lease
     from hpctrain.jobs.states import RunState
 
     for run, status in zip(recorded, statuses(recorded), strict=True):
@@ -166,11 +168,16 @@ def _refuse_going(runs: Sequence[Run]) -> None:
         is_going_here = run.dir.array is not None and is_locked(run.dir.lock)
         if is_going_here or (status.backend == "slurm" and not status.state.ended):
             raise _still_going(run)
+    for run in recorded:
+        # The record knows what was submitted; the lease tells of any supervisor that lives.
+        held = newest_lease(run.dir)
+        if held is not None and is_alive(held, outer_environment(run.environ)):
+            raise _still_going(run, f", as job {held.holder.job_id}")
 
 
-def _still_going(run: Run) -> SpecError:
+def _still_going(run: Run, job: str = "") -> SpecError:
     return SpecError(
-        f"The run in {str(run.dir.path)!r} (--run-dir) is still going. "
+        f"The run in {str(run.dir.path)!r} (--run-dir) is still going{job}. "
         "Wait for it, cancel it, or choose another folder."
     )
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -16,8 +17,10 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.chain import can_start_without, excluded_nodes, find_successor, hand_on
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.environment import outer_environment
+from hpctrain.jobs.lease import Holder, Lease
 from hpctrain.jobs.slurm_command import job_fields, run_slurm, steps_of
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.slurm_status import timestamp
 from hpctrain.jobs.states import RunState, from_slurm
 from hpctrain.last_words import size_of
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
@@ -50,6 +53,10 @@ class Scheduler(Protocol):
     cancels: frozenset[signal.Signals]
     #: Whether nodes are machines of their own, so that one may be at fault and another not.
     has_machines: bool
+
+    @property
+    def lease(self) -> Lease | None:
+        """To be held by whoever trains in the run's folder; None where the run's lock is enough."""
 
     @property
     def ends_job_at(self) -> float | None:
@@ -109,6 +116,9 @@ class Scheduler(Protocol):
     def end_steps(self) -> None:
         """End the tasks that a killed supervisor of this job has left. Waits, for a bounded time."""
 
+    def submitted_at(self) -> float | None:
+        """When this job was submitted, in seconds since the epoch; None where nobody knows."""
+
     def is_running(self, job_id: str) -> bool:
         """Whether another job has begun, and is not gone yet.
 
@@ -157,6 +167,7 @@ class SlurmJob:
         self._run, self._spec, self._batch_environ = run, spec, environ
         self._environ = outer_environment(environ)
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+        self.lease = Lease(run, self.job_id, self._restarts, self._environ, _leave)
         self._said = size_of(run.slurm_log)
 
     def fate(self) -> Fate:
@@ -231,6 +242,14 @@ class SlurmJob:
         except SchedulerError as error:
             log.warning("Ranks of before may still be there: %s", error)
 
+    def submitted_at(self) -> float | None:
+        """What the job's record says. See `Scheduler.submitted_at`."""
+        try:
+            return timestamp(job_fields(self.job_id, self._environ).get("SubmitTime", ""))
+        except SchedulerError as error:
+            log.warning("when this job was submitted cannot be told: %s", error)
+            return None
+
     def is_running(self, job_id: str) -> bool:
         """What the job's record says. See `Scheduler.is_running`."""
         try:
@@ -263,6 +282,14 @@ class SlurmJob:
             return ""
 
 
+def _leave(heir: Holder) -> None:
+    """End this process at once, and with it the job: another one trains in the folder now."""
+    words = f"Job {heir.job_id} has taken over the run: this one was silent for too long. It ends here."
+    log.critical(words)
+    print(f"Error: {words}", file=sys.stderr, flush=True)
+    os._exit(SpecError.exit_code)
+
+
 class LocalJob:
     """A laptop's stand-in for the scheduler: the time limit, preemption by SIGUSR2, the user's SIGTERM."""
 
@@ -274,6 +301,7 @@ class LocalJob:
     cancels = frozenset({signal.SIGTERM, signal.SIGINT})
     has_machines = False
     predecessor: str | None = None
+    lease = None
 
     def __init__(self, spec: JobSpec) -> None:
         in_array = spec.array_task is not None
@@ -324,6 +352,10 @@ class LocalJob:
 
     def end_steps(self) -> None:
         """Ranks here end with their supervisor."""
+
+    def submitted_at(self) -> float | None:
+        """It began then."""
+        return None
 
     def is_running(self, job_id: str) -> bool:  # noqa: ARG002
         """The run's lock tells, and no queue. See `Scheduler.is_running`."""

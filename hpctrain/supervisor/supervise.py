@@ -60,7 +60,7 @@ class Supervisor:
         """
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
-        if (exit_code := take_turn(self._run, self._spec, self._scheduler)) is not None:
+        if (exit_code := take_turn(self._run, self._spec, self._scheduler, deaths)) is not None:
             log.info("the run is complete; nothing is left to do")
             return exit_code
         self._leave_out()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 
 import pytest
 from helpers import environment, run_command, wait_for
 
 from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.record import read_record
 from hpctrain.jobs.states import RunState
 from hpctrain.jobs.submit import hand_over
 
@@ -50,12 +52,20 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
     asked = {"backend": backend, "run_dir": "run"}
     run = hand_over(prepare(script, [str(flag)], asked, environ=environ, cwd=tmp_path, python=sys.executable))
     try:
-        wait_for(lambda: run.status().attempt == 0, 60, "the first attempt")
+        wait_for(lambda: read_record(run.dir).started, 60, "the first attempt")
         before = list(run.dir.read_events())
         if backend == "local":
             refused = run_command(["bash", run.dir.job_script], environ, check=False, timeout=60)
             assert (refused.returncode, "is still going" in refused.stderr) == (2, True)
         else:
+            outside = run_command(["bash", run.dir.job_script], environ, check=False, timeout=60)
+            assert (outside.returncode, f"as job {run.job_id}. " in outside.stderr) == (2, True)
+            second = run_command(
+                ["srun", "--overlap", f"--jobid={run.job_id}", "bash", run.dir.job_script],
+                environ,
+                check=False,
+            )
+            assert (second.returncode, "holds the folder" in second.stderr) == (2, True)
             job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
             ask = ["scontrol", "show", "job", job_id]
             wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")
@@ -65,3 +75,27 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
     finally:
         flag.touch()
     assert run.wait(timeout=60).attempt == 0
+
+
+@pytest.mark.long
+def test_a_job_by_hand_that_waits_is_cancelled_with_the_run(tmp_path, slurm):
+    """It was asked for before the run was cancelled. Asked for again, the run goes on."""
+    environ = environment(slurm.env)
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\ntime.sleep(0 if os.environ['HPCTRAIN_ATTEMPT'] == '1' else 60)\n")
+    asked = {"backend": "slurm", "run_dir": "run"}
+    run = hand_over(prepare(script, [], asked, environ=environ, cwd=tmp_path, python=sys.executable))
+    wait_for(lambda: run.status().attempt == 0, 60, "the first attempt")
+    sbatch = ["sbatch", "--parsable", f"--dependency=afterany:{run.job_id}", run.dir.job_script]
+    waiting = run_command(sbatch, environ).stdout.strip()
+    time.sleep(1.1)  # Slurm tells the second in which a job was submitted.
+    run.cancel()
+    assert run.wait_for_end(timeout=60).state is RunState.CANCELLED
+    before = list(run.dir.read_events())
+    ask = ["scontrol", "show", "job", waiting]
+    wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")
+    assert f"was cancelled after job {waiting} was submitted" in run.dir.slurm_log.read_text()
+    assert list(run.dir.read_events()) == before
+    again = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
+    wait_for(lambda: run.job_id == again, 60, "the record of the second start")
+    assert run.wait(timeout=60).attempt == 1

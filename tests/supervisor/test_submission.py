@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import submission
-from hpctrain.supervisor.submission import StillGoing, join_record
+from hpctrain.supervisor.submission import NoPart, StillGoing, check_place, join_record
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +61,39 @@ def test_whoever_ended_is_not_asked_after(run, spec):
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
     assert join_record(run, spec, "8", lambda job_id: True) is None
     assert newest(run) == "8"
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETED"])
+def test_a_job_by_hand_that_waited_until_the_run_was_over_starts_nothing(run, spec, state):
+    run.log_event("finished", 0, state=state, exit_code=0, cause=None)
+    submitted = time.time() - 5
+    before = list(run.read_events())
+    if state == "CANCELLED":
+        with pytest.raises(NoPart, match="was cancelled after job 8 was submitted by hand"):
+            join_record(run, spec, "8", lambda job_id: False, lambda: submitted)
+    else:
+        assert join_record(run, spec, "8", lambda job_id: False, lambda: submitted) == 0
+    assert list(run.read_events()) == before
+
+
+@pytest.mark.parametrize(("state", "after_s"), [("FAILED", -5), ("CANCELLED", 5), ("COMPLETED", 5)])
+def test_a_job_by_hand_starts_an_ended_run_again(run, spec, state, after_s):
+    """Submitted later, or while a run went on that has failed then; a wish to cancel it is of the past."""
+    run.cancel_request.touch()
+    run.log_event("finished", 0, state=state, exit_code=0, cause=None)
+    assert join_record(run, spec, "8", lambda job_id: False, lambda: time.time() + after_s) is None
+    assert newest(run) == "8"
+    assert not run.cancel_request.exists()
+
+
+@pytest.mark.parametrize("array", [None, "0-1"])
+def test_the_script_of_a_slurm_job_wants_to_be_in_one(run, spec, array):
+    spec = replace(spec, array=array)
+    with pytest.raises(NoPart, match=r"in none .* may still be going, as job 7\. .* sbatch "):
+        check_place(run, spec, {})
+    inside = {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "n1"}
+    if array is None:
+        check_place(run, spec, inside)
+    else:
+        with pytest.raises(NoPart, match="no task of it"):
+            check_place(run, spec, inside)
