@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpctrain.cluster.connections import allow_connections
 from hpctrain.errors import HpctrainError, RunFailed
+from hpctrain.jobs.record import read_record
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.grace import grace_variables
@@ -17,9 +18,9 @@ from hpctrain.supervisor.guardian import ORPHANED
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.notifications import notifying
-from hpctrain.supervisor.scheduler import LocalJob, SlurmJob
+from hpctrain.supervisor.scheduler import LocalJob, SlurmJob, own_job_id
 from hpctrain.supervisor.srun import SrunLauncher
-from hpctrain.supervisor.submission import StillGoing, own_run
+from hpctrain.supervisor.submission import NoPart, check_place, own_run
 from hpctrain.supervisor.supervise import Supervisor
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,13 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         deaths: how many supervisors of this job were killed before.
     """
     run = own_run(RunDir(Path(argv[0])), environ)
+    try:
+        spec = JobSpec.load(run.spec)
+        check_place(run, spec, environ)
+    except HpctrainError as error:
+        # Before anything is written: nothing says so far that this process is the run's.
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
     run.logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         level=logging.INFO,
@@ -44,35 +52,44 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         filename=run.supervisor_log,
     )
     with notifying(run, environ):
-        return _supervise(run, environ, deaths)
+        return _supervise(run, spec, environ, deaths)
 
 
-def _supervise(run: RunDir, environ: Mapping[str, str], deaths: int) -> int:
+def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: int) -> int:
     try:
-        spec = JobSpec.load(run.spec)
         if spec.array is not None:
             return LocalArray(run, spec, environ).run()
         allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
-        if spec.backend == "slurm":
-            launcher, scheduler = SrunLauncher(spec, environ), SlurmJob(run, spec, environ)
-            supervisor = Supervisor(run, spec, launcher, scheduler, grace_variables(spec, environ), environ)
+        grace = grace_variables(spec, environ)
+        if spec.backend == "local":
+            return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec), grace).run()
+        job = SlurmJob(run, spec, environ)
+        try:
+            supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace, environ)
             signal.signal(ORPHANED, supervisor.leave_orphaned)
             return supervisor.run(deaths)
-        grace = grace_variables(spec, environ)
-        return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec), grace).run()
-    except StillGoing as error:
-        # What becomes of the run is for that job to write down.
+        finally:
+            job.lease.release()
+    except NoPart as error:
+        # What becomes of the run is for others to write down.
         log.error("%s", error)
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
     except HpctrainError as error:
         log.error("%s", error)
-        run.log_event(
-            "finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=str(error)
-        )
-        return RunFailed.exit_code
+        return _fail(run, spec, environ, str(error))
     except Exception as error:
         log.exception("the supervisor itself failed")
-        cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
-        run.log_event("finished", max(run.attempts(), default=0), state="FAILED", exit_code=4, cause=cause)
-        return RunFailed.exit_code
+        words = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
+        return _fail(run, spec, environ, words)
+
+
+def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:
+    """Say why this job fails, and write it down, unless it is another one that the run is now."""
+    print(f"Error: {cause}", file=sys.stderr)
+    own_id = LocalJob(spec).job_id if spec.backend == "local" else own_job_id(environ)
+    record = read_record(run)
+    if record.job_id in (None, own_id) or record.finished is not None:
+        attempt = max(run.attempts(), default=0)
+        run.log_event("finished", attempt, state="FAILED", exit_code=RunFailed.exit_code, cause=cause)
+    return RunFailed.exit_code
