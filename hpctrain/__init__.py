@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from hpctrain.training import Module, Trainer
     from hpctrain.training.callbacks import Callback, EarlyStopping
     from hpctrain.training.data.randomness import sample_generator
+    from hpctrain.training.session import session
+    from hpctrain.training.strategies import Strategy, register_strategy
 
 __version__ = "0.1.0"
 
@@ -53,6 +55,9 @@ __all__ = [
     "Trainer",
     "Callback",
     "EarlyStopping",
+    "Strategy",
+    "register_strategy",
+    "session",
     "sample_generator",
     "should_stop",
     "detect",
@@ -84,12 +89,15 @@ _HOMES = {
     "RunDir": "hpctrain.rundir",
     "RunState": "hpctrain.jobs.states",
     "RunStatus": "hpctrain.jobs.status",
+    "Strategy": "hpctrain.training.strategies",
     "SubmitOptions": "hpctrain.jobs.options",
     "Trainer": "hpctrain.training",
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",
     "expand_hostlist": "hpctrain.cluster",
+    "register_strategy": "hpctrain.training.strategies",
     "sample_generator": "hpctrain.training.data.randomness",
+    "session": "hpctrain.training.session",
     "should_stop": "hpctrain.runtime.stop",
     "submit": "hpctrain.jobs.submit",
 }

@@ -36,6 +36,7 @@ class Blocks(hpctrain.Module):
         stop_at: int | None = None,
         overflow_at: int | None = None,
         sleep: float = 0,
+        optimizers: int = 1,
     ):
         super().__init__()
         middle = [nn.BatchNorm1d(5)] if norm else []
@@ -51,7 +52,7 @@ class Blocks(hpctrain.Module):
                 parameter, 0.5
             )
         self.stop_at, self.overflow_at = stop_at, overflow_at
-        self.steps, self.sleep = 0, sleep
+        self.steps, self.sleep, self.optimizers = 0, sleep, optimizers
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -69,8 +70,19 @@ class Blocks(hpctrain.Module):
         return (self.net(x) * self.scale + self.bias - y).pow(2).mean()
 
     def configure_optimizers(self):
+        if self.optimizers == 2:
+            parts = [list(self.net.parameters()), [self.scale, self.bias]]
+            both = [torch.optim.AdamW(part, lr=0.02) for part in parts]
+            return both, [torch.optim.lr_scheduler.CosineAnnealingLR(each, 60) for each in both]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The samples, one after the other."""
+
+    def __iter__(self):
+        return zip(*samples(), strict=True)
 
 
 def by_hand(num_steps: int, *, norm: bool = False) -> dict[str, torch.Tensor]:
@@ -95,16 +107,17 @@ def train(settings: dict) -> dict:
     module = Blocks(
         **{
             name: settings.pop(name)
-            for name in ("norm", "stop_at", "overflow_at", "sleep")
+            for name in ("norm", "stop_at", "overflow_at", "sleep", "optimizers")
             if name in settings
         }
     )
     steps = settings.pop("max_steps", 2)
+    data = Stream() if settings.pop("stream", False) else samples()
     try:
         trainer = hpctrain.Trainer(
             max_steps=steps, global_batch_size=BATCH, seed=SEED, record_samples=True, **settings
         )
-        trainer.fit(module, samples(), samples())
+        trainer.fit(module, data, samples())
     except hpctrain.UserError as error:
         return {"error": str(error)}
     return {"weights": module.state_dict(), "metrics": trainer.metrics, "step": trainer.step}

@@ -38,6 +38,11 @@ def make_feed(
     """
     feed: Feed
     if is_stream(dataset):
+        if deal.world_size != team.ranks.world_size:
+            raise UserError(
+                "train_dataset is a stream, which the ranks read in parts, and with this strategy every rank "
+                "needs all of each batch. Give a data set with len() and an index."
+            )
         feed = StreamFeed(
             dataset, loading, deal, team, seed=seed, global_batch_size=global_batch_size, until=until
         )

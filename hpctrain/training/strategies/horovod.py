@@ -42,6 +42,11 @@ class Horovod(Strategy):
                 "download for current versions of PyTorch: scripts/install_horovod.sh in hpctrain's source "
                 "builds and installs it. Strategy 'ddp' does the same without it."
             )
+        if settings.precision == "bf16-true":
+            raise UserError(
+                "precision 'bf16-true' does not go with strategy 'horovod': Horovod cannot send bfloat16. "
+                "Take 'bf16-mixed', whose gradients are in float32, or strategy 'ddp'."
+            )
 
     def __init__(self, module: Module, team: Team, settings: Settings) -> None:
         """Begin Horovod, and broadcast rank 0's parameters and buffers. All ranks must call this."""

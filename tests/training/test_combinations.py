@@ -1,0 +1,99 @@
+"""Every strategy with everything that a trainer can be asked for: it trains, or is refused with the reason.
+
+docs/strategies.md has the same table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from forked import run_forked
+from helpers import REPOSITORY
+
+SCRIPT = Path(__file__).with_name("strategic.py")
+sys.path.insert(0, str(SCRIPT.parent))
+
+from strategic import by_hand  # noqa: E402 (a script, not a package)
+
+VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+STRATEGIES = ["ddp", "ddp2", "dp", "zero1", "zero2", "zero3", "horovod", "pipeline"]
+#: What is asked for, by the words of the table.
+WISHES: dict[str, dict] = {
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "16-mixed": {"precision": "16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "micro-batches": {"micro_batch_size": 2},
+    '`micro_batch_size="auto"`': {"micro_batch_size": "auto"},
+    "several optimizers": {"optimizers": 2},
+    "batch norm": {"norm": True},
+    "a stream": {"stream": True},
+    "data workers": {"num_workers": 1},
+    "clipping": {"gradient_clip_norm": 0.1, "gradient_clip_value": 0.05},
+    "activation checkpointing": {"recompute": ["net.*"]},
+}
+#: Why not. All else works.
+REFUSED = {
+    ("zero2", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
+    ("zero3", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
+    ("pipeline", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
+    ("horovod", "bf16-true"): "cannot send bfloat16",
+    ("pipeline", "16-mixed"): "before it could be scaled",
+    ("pipeline", "a stream"): "every rank needs all of each batch",
+}
+
+
+@cache
+def outcomes(strategy: str) -> dict[str, dict]:
+    """What came of each wish, on two ranks; dp is for one process."""
+    trainings = [{"strategy": strategy, "max_steps": 2, **wish} for wish in WISHES.values()]
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        if strategy == "dp":
+            trainings = [{**training, "devices": 2} for training in trainings]
+        ranks = 1 if strategy == "dp" else 2
+        run_forked(SCRIPT, [str(out), json.dumps(trainings)], VARIABLES, ranks=ranks, timeout=110)
+        return dict(zip(WISHES, torch.load(out, weights_only=True), strict=True))
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_trains_or_says_why_not(strategy, wish):
+    if strategy == "horovod" and find_spec("horovod") is None:
+        pytest.skip("Horovod is not installed (scripts/install_horovod.sh)")
+    outcome = outcomes(strategy)[wish]
+    if reason := REFUSED.get((strategy, wish)):
+        assert reason in outcome["error"]
+        return
+    assert "error" not in outcome, outcome
+    assert outcome["step"] == 2
+    coarse = wish in ("bf16-mixed", "16-mixed", "bf16-true")
+    if wish == "clipping":
+        for name, value in outcomes("ddp")[wish]["weights"].items():
+            assert torch.allclose(outcome["weights"][name], value, rtol=1e-6, atol=1e-9), name
+    elif wish not in ("a stream", "batch norm"):  # another order of samples; statistics of a rank's share
+        for name, value in by_hand(2).items():
+            got = outcome["weights"][name].double()
+            assert torch.allclose(
+                got, value, rtol=0.02 if coarse else 1e-9, atol=0.02 if coarse else 1e-12
+            ), name
+
+
+def test_the_documentation_has_the_same_table():
+    text = (REPOSITORY / "docs" / "strategies.md").read_text()
+    lines = re.search(r"\n(\| with .*?)\n\n", text, re.DOTALL)[1].splitlines()
+    columns = [cell.strip().strip("`") for cell in lines[0].split("|")[2:-1]]
+    assert columns == STRATEGIES
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]
+    }
+    for wish in WISHES:
+        assert rows[wish] == ["no" if (strategy, wish) in REFUSED else "yes" for strategy in STRATEGIES], wish
