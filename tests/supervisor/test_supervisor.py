@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
 from hpctrain.supervisor import submission
 from hpctrain.supervisor.step import StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor
@@ -124,8 +124,8 @@ def run(tmp_path) -> RunDir:
     return run
 
 
-def supervise(run, attempts, scheduler=None, spares=(), **fields):
-    spec = JobSpec(
+def spec_of(run, **fields):
+    return JobSpec(
         script="/x.py",
         name="x",
         run_id="x",
@@ -136,6 +136,10 @@ def supervise(run, attempts, scheduler=None, spares=(), **fields):
         workdir="/",
         **fields,
     )
+
+
+def supervise(run, attempts, scheduler=None, spares=(), **fields):
+    spec = spec_of(run, **fields)
     launcher = PretendLauncher(attempts)
     launcher.spares = list(spares)
     code = Supervisor(run, spec, launcher, scheduler or PretendScheduler()).run()
@@ -533,3 +537,31 @@ def test_the_nodes_are_looked_at_after_a_failure_of_the_communication(run):
     assert supervise(run, [lost, checked(run, 1, [[], []]), DONE]) == 0
     assert failure_of(run)["class"] == "nccl"
     assert run.checks(1)
+
+
+def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
+    run.log_event("checkpoint", 0, step=1, path="x", seconds=400.0)
+    seen, scheduler = [], PretendScheduler(left=512.0 + 1)
+
+    def note(variables, _emit):
+        seen.append(variables[STOP_GRACE_VARIABLE])
+
+    class Told(PretendStep):
+        def signal(self, number):
+            seen.append(number)
+            self.emit(TaskExit(0, 75))
+            self.emit(StepEnded(75))
+
+    class Launcher(PretendLauncher):
+        def start(self, command, variables, emit):
+            note(variables, emit)
+            step = Told()
+            step.emit = emit
+            return step
+
+    spec = spec_of(run, signal_lead_s=120)
+    grace = {STOP_GRACE_VARIABLE: "SIGTERM=30,SIGUSR2=120"}
+    scheduler.successor, scheduler.site_requeues = "8", False
+    supervisor = Supervisor(run, spec, Launcher([]), scheduler, grace)
+    supervisor.run()
+    assert seen == ["SIGTERM=30,SIGUSR2=512", signal.SIGUSR2]
