@@ -56,6 +56,7 @@ _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
 _RANK_LOG = re.compile(r"rank-(\d{5,})\.log")
 _CODE_FOLDER = re.compile(r"submission-(\d{3,})")
 _TASK_FOLDER = re.compile(r"task-(\d+)")
+_LEASE = re.compile(r"(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,14 @@ class RunDir:
     def succession(self, job_id: str) -> Path:
         """Holds the id of the job that has taken over after that job. Made once, by whoever comes first."""
         return self.path / "chain" / f"after-{job_id}"
+
+    def lease(self, number: int) -> Path:
+        """Says which supervisor may train here, under Slurm; the one with the highest number counts."""
+        return self.path / "lease" / f"{number:06d}"
+
+    def leases(self) -> list[int]:
+        """Numbers of the leases that are kept, ascending."""
+        return _numbered(self.path / "lease", _LEASE)
 
     @property
     def checkpoints(self) -> Path:
