@@ -6,14 +6,11 @@ import errno
 import fcntl
 import functools
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 #: A look at a lock takes microseconds; others may come in between.
 _LOOK_S = 0.1
@@ -150,7 +147,10 @@ def parse_json_line(line: str, path: Path, *, ended: bool | None = None) -> dict
 
 @functools.cache
 def _say_torn(path: Path) -> None:
-    log.warning(
+    # Who submits a job has no use for it.
+    import logging
+
+    logging.getLogger(__name__).warning(
         "hpctrain: a line of %s is torn, by a crash or a full disk perhaps, and is skipped; others are read.",
         path,
     )
