@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
 #: A browser that says nothing for so long is let go.
@@ -55,6 +56,11 @@ class Server(ThreadingHTTPServer):
         # Another name for this machine's address would let a stranger's page pass for this one.
         self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost")}
         self.cookie = f"hpctrain-{self.port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has gone away."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
