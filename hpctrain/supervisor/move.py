@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from signal import Signals
 
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobs.restart import Kind
+from hpctrain.jobs.slurm_command import may_succeed_later
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.scheduler import Scheduler
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 #: After a requeue Slurm ends this process, which waits for that, lest the batch script end by itself.
 _REQUEUE_LIMIT_S = 60.0
+#: A controller that is out of reach is asked again for so long: the state is saved, and waits as well.
+_OUT_OF_REACH_S, _PAUSE_S = 3600.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Refused:
     """No other allocation is to be had."""
 
     cause: str
+    may_pass: bool
+    """Whether it was only that the controller is out of reach."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,19 @@ class Mover:
         """
         ways = ways_on(self.spec.continue_by, will, requeues=self._requeues())
         self.run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value, **{"class": kind})
-        refusals = []
+        deadline = time.monotonic() + _OUT_OF_REACH_S
+        while True:
+            moved = self._try(ways, attempt, left_out)
+            if not (isinstance(moved, Refused) and moved.may_pass) or time.monotonic() > deadline:
+                return moved
+            log.warning("the controller is out of reach; asking again in %.0f s", _PAUSE_S)
+            # Whatever signal comes says that Slurm ends this job: then there is no more time to wait.
+            with suppress(queue.Empty):
+                self.events.get(timeout=_PAUSE_S)
+
+    def _try(self, ways: Sequence[Way], attempt: int, left_out: Collection[str]) -> int | Refused | None:
+        """Try each of the ways once. See `move`."""
+        refusals, may_pass = [], False
         for way in ways:
             try:
                 if way is Way.SUCCESSOR:
@@ -70,7 +89,8 @@ class Mover:
                     return EXIT_CONTINUE  # Slurm was faster, and has taken over.
                 log.warning("no %s: %s", way.value, error)
                 refusals.append(f"the {way.value} failed: {error}")
-        return Refused("; ".join(refusals))
+                may_pass = may_pass or may_succeed_later(str(error))
+        return Refused("; ".join(refusals), may_pass)
 
     def save_run(self) -> None:
         """Have the run go on though Slurm is about to end this process: without another word to anybody."""

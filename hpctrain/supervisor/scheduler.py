@@ -19,8 +19,8 @@ from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.lease import Holder, Lease
 from hpctrain.jobs.slurm_command import job_fields, run_slurm, steps_of
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.slurm_status import timestamp
+from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.states import RunState, from_slurm
 from hpctrain.last_words import size_of
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir

@@ -13,7 +13,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
-from hpctrain.supervisor import submission
+from hpctrain.supervisor import move, submission
 from hpctrain.supervisor.step import StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.will import Fate
@@ -565,3 +565,31 @@ def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
     supervisor = Supervisor(run, spec, Launcher([]), scheduler, grace)
     supervisor.run()
     assert seen == ["SIGTERM=30,SIGUSR2=512", signal.SIGUSR2]
+
+
+def test_a_controller_that_is_out_of_reach_is_asked_again(run, monkeypatch):
+    monkeypatch.setattr(move, "_PAUSE_S", 0.01)
+
+    class Away(PretendScheduler):
+        def requeue(self):
+            self.num_requeues += 1
+            if self.num_requeues < 4:
+                raise SchedulerError("scontrol says: Unable to contact slurm controller (connect failure)")
+            return False
+
+    scheduler = Away()
+    assert supervise(run, [STOPPED, DONE], scheduler) == 0
+    assert scheduler.num_requeues == 4
+    assert kinds(run) == ["started", "requeue", "started", "finished"]
+
+
+def test_a_controller_that_stays_out_of_reach_is_not_waited_for_for_ever(run, monkeypatch):
+    monkeypatch.setattr(move, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(move, "_OUT_OF_REACH_S", 0.05)
+
+    class Away(PretendScheduler):
+        def requeue(self):
+            raise SchedulerError("scontrol says: Unable to contact slurm controller (connect failure)")
+
+    assert supervise(run, [STOPPED], Away()) == 4
+    assert "Unable to contact slurm controller" in finished(run)["cause"]
