@@ -26,7 +26,7 @@ for step in range(1, 4):
     time.sleep(0.1)
 if attempt == 0:
     raise ValueError("bad 'data' $(touch executed)")
-time.sleep(4)
+time.sleep(9)
 """
 
 
@@ -78,7 +78,7 @@ def submit(tmp_path: Path, *options: str) -> RunDir:
 def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_path):
     told = tmp_path / "told.txt"
     line = f"cat >> '{told}'; echo >> '{told}'; touch here; test -n \"$HPCTRAIN_TEXT\""
-    run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--notify-stall-after=2")
+    run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--notify-stall-after=6")
     by_command = [json.loads(row) for row in told.read_text().splitlines() if row]
     assert by_command == hook.got
     failure, stall, finish = hook.got
@@ -93,7 +93,7 @@ def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_p
     again = json.loads(
         run_command([sys.executable, "-m", "hpctrain", "report", str(run.path), "--json"]).stdout
     )["again"]
-    assert "--notify-stall-after=2" in again[-1]
+    assert "--notify-stall-after=6" in again[-1]
 
 
 def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(hook, tmp_path):
