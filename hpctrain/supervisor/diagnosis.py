@@ -123,8 +123,8 @@ class Diagnostician:
 
         A function says so itself. A script does where it raises soon after its start, in its first step.
         """
-        if first.final:
-            return True
+        if first.final or self.run.function.exists():
+            return first.final
         if not comes_again(first) or time.time() - ended.begun > SHORT_ATTEMPT_S:
             return False
         saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())

@@ -139,8 +139,8 @@ class Supervisor:
             case Action.CANCEL:
                 return self._finish(attempt, "CANCELLED")
             case Action.FAIL:
-                cause = "; ".join(filter(None, [end.cause, decision.why]))
-                return self._finish(attempt, "FAILED", cause)
+                note = decision.why if end.cause else None
+                return self._finish(attempt, "FAILED", end.cause or decision.why, note)
 
     def _state(self, diagnosis: Diagnosis, will: Will) -> State:
         """Where the run stands. Asks the controller only for what matters: after a failure, that is."""

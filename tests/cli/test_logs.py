@@ -28,7 +28,8 @@ TWO_RANKS = ("--backend", "local", "--tasks-per-node", "2", "--run-dir", "r")
 def crashed(hpctrain, tmp_path):
     """A run that failed once, and then went well."""
     (tmp_path / "crash.py").write_text(SCRIPT)
-    done = hpctrain("submit", *TWO_RANKS, "--follow", "crash.py")
+    again = ("--restart", "user-error.retries=1")
+    done = hpctrain("submit", *TWO_RANKS, *again, "--follow", "crash.py")
     assert done.returncode == 0, done.stderr
     return done
 

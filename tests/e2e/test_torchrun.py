@@ -82,6 +82,7 @@ def test_requeued_on_slurm(slurm, tmp_path):
 @pytest.mark.timeout(240)
 def test_a_crash_is_named_and_all_start_again(tmp_path):
     shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2", "--max-failures", "4"]
+    shape += ["--restart", "user-error.retries=1"]
     run = submit(tmp_path, {}, shape, ["raise", "kill"])
     assert run.wait() == 0
     first, second = run.events("failure")

@@ -447,7 +447,8 @@ def test_an_exception_may_pass_that_is_no_users_error(run, known):
 def test_the_same_exception_twice_in_a_row_is_not_tried_a_third_time(run):
     run.log_event("checkpoint", 0, step=1, path="x")
     assert supervise(run, [raised(run), raised(run, 1)]) == 4
-    assert "the same python failure 2 times in a row" in finished(run)["cause"]
+    assert finished(run)["cause"] == "rank 1 on n2: KeyError: 'x'"
+    assert finished(run)["note"].startswith("the same python failure 2 times in a row")
 
 
 def test_the_user_may_have_an_error_tried_again(run):
