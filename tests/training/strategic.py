@@ -125,5 +125,5 @@ def train(settings: dict) -> dict:
 
 if __name__ == "__main__":
     results = [train(settings) for settings in json.loads(sys.argv[2])]
-    if os.environ.get("RANK", "0") == "0":
+    if hpctrain.detect(os.environ).is_main:
         torch.save(results, Path(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""Horovod under its own launcher, and what is said where it is not installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_command
+
+import hpctrain
+from hpctrain.training.strategies import horovod
+from hpctrain.training.strategies.horovod import _slot
+
+SCRIPT = Path(__file__).with_name("strategic.py")
+sys.path.insert(0, str(SCRIPT.parent))
+
+from strategic import by_hand  # noqa: E402 (a script, not a package)
+
+
+@pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
+)
+def test_under_horovodrun(tmp_path):
+    training = {"strategy": "horovod", "max_steps": 5, "micro_batch_size": 3}
+    horovodrun = [Path(sys.executable).with_name("horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2"]
+    run_command(
+        [*horovodrun, sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])],
+        {"OMP_NUM_THREADS": "1"},
+        timeout=110,
+    )
+    (result,) = torch.load(tmp_path / "out", weights_only=True)
+    for name, value in by_hand(5).items():
+        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
+
+
+def test_without_horovod_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(horovod, "find_spec", lambda name: None)
+    with pytest.raises(hpctrain.UserError, match=r"scripts/install_horovod\.sh"):
+        hpctrain.Trainer(max_steps=1, strategy="horovod")
+
+
+def test_the_place_of_a_rank_among_uneven_nodes():
+    places = [(0, 0), (0, 1), (1, 0)]
+    assert _slot(places, 1) == {
+        "hostname": "node-0",
+        "rank": 1,
+        "size": 3,
+        "local_rank": 1,
+        "local_size": 2,
+        "cross_rank": 0,
+        "cross_size": 1,
+    }
+    assert [_slot(places, 2)[name] for name in ("local_rank", "local_size", "cross_rank", "cross_size")] == [
+        0,
+        1,
+        1,
+        2,
+    ]
