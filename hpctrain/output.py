@@ -1,4 +1,4 @@
-"""The output of a rank, which a full disk or a vanished folder must not end."""
+"""The output of a process, which a full disk or a vanished folder must not end."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def make_lenient() -> None:
     """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name)
+        if before is None:
+            continue  # It was closed when this process was started.
         before.flush()
         stream = io.TextIOWrapper(
             io.BufferedWriter(_Lenient(fd)),

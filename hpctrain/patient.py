@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,20 @@ class PatientLines:
         self._path, self._say = path, say
         self._waiting: deque[str] = deque(maxlen=_KEPT)
         self._retry_at = 0.0
+        self._writing = threading.RLock()
         self.trouble: OSError | None = None
         """Why the file cannot be written; None where it can."""
 
     @property
-    def waiting(self) -> list[str]:
-        """The lines that could not be written so far."""
-        return list(self._waiting)
+    def is_waiting(self) -> bool:
+        """Whether there are lines that could not be written so far."""
+        return bool(self._waiting)
+
+    @contextmanager
+    def waiting(self) -> Iterator[list[str]]:
+        """The lines that could not be written so far; none is written while the block lasts."""
+        with self._writing:
+            yield list(self._waiting)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write `record` as JSON behind what waits, now or later."""
@@ -47,6 +56,10 @@ class PatientLines:
 
     def flush(self) -> None:
         """Write what waits, as far as that works."""
+        with self._writing:
+            self._flush()
+
+    def _flush(self) -> None:
         try:
             while self._waiting:
                 append_line(self._path, self._waiting[0])

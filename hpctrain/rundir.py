@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.files import append_json_line, read_json_lines
+from hpctrain.files import append_json_line, read_json_lines, write_atomic
 
 EventKind = Literal[
     "submitted",
@@ -281,6 +281,15 @@ class RunDir:
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
         """Append an event to the run's record, with the time in seconds since the epoch."""
         append_json_line(self.events, event_record(kind, attempt, **fields))
+
+    def write(self, path: Path, content: str) -> None:
+        """Write a file of the run, and make the folder that it lies in.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, content)
 
     def read_events(self) -> Iterator[dict[str, Any]]:
         return read_json_lines(self.events)

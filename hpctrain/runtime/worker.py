@@ -93,9 +93,17 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def _redirect_output(log: Path) -> None:
-    """Send stdout and stderr, of native code too, to the end of `log`, line by line."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    """Send stdout and stderr, of native code too, to the end of `log`, line by line.
+
+    Where that cannot be opened, the disk being full perhaps, they go on to where the launcher's go.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as error:
+        make_lenient()
+        print(f"hpctrain: {log} cannot be opened: {error.strerror}. What this rank prints goes here.")
+        return
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

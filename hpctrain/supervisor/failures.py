@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import time
@@ -10,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.files import write_atomic
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.last_words import LastWords, last_words
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.step import Ending, TaskExit
+
+log = logging.getLogger(__name__)
 
 #: What torch says on a rank whose peer went away: the consequence of a failure, not one.
 _PEER_LOST = re.compile(
@@ -121,7 +123,7 @@ def _read(run: RunDir, attempt: int) -> Iterable[Failure]:
                 classes=tuple(record.get("classes", ())),
             )
         except (OSError, ValueError, KeyError) as error:
-            print(f"hpctrain: {path} cannot be read: {error}", flush=True)
+            log.warning("%s cannot be read: %s", path, error)
 
 
 def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, words: LastWords) -> Failure:
@@ -141,9 +143,5 @@ def _write(run: RunDir, attempt: int, rank: int, task: TaskExit, host: str, word
         out_of_memory=task.out_of_memory,
     )
     record = {**failure.__dict__, "node": host, "traceback": words.traceback}
-    try:
-        run.failures.mkdir(exist_ok=True)
-        write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        print(f"hpctrain: {run.failure(attempt, rank)} cannot be written: {error}", flush=True)
+    run.write(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")
     return failure

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import FrameType
 
 from hpctrain.errors import RunFailed, SpecError
@@ -43,6 +44,7 @@ class LocalArray:
         self._going: dict[int, subprocess.Popen[bytes]] = {}
         self._places = deque(range(self._array.throttle or 1))
         self._place_of: dict[int, int] = {}
+        self._cancelled = False
 
     def run(self) -> int:
         """See all tasks to their end. Returns the exit code of the job."""
@@ -67,7 +69,7 @@ class LocalArray:
     def _start(self, index: int) -> None:
         """Start a task, unless somebody has cancelled it or it is going already."""
         task = self._run.task(index)
-        if task.cancel_request.exists():
+        if self._cancelled or task.cancel_request.exists():
             self._finish(task, "CANCELLED", None)
             return
         lock = try_lock(task.lock)
@@ -90,8 +92,9 @@ class LocalArray:
                     start_new_session=True,
                     pass_fds=[lock],
                 )
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{process.pid}\n".encode(), 0)
+            with suppress(OSError):  # A full disk: who holds the lock is only said in it.
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         finally:
             os.close(lock)
         self._going[index], self._place_of[index] = process, place
@@ -111,8 +114,10 @@ class LocalArray:
     def _pass_on(self, number: signal.Signals, waiting: Iterable[int]) -> None:
         log.info("got %s; sending it to the tasks that run", number.name)
         if number in _CANCELS:
+            self._cancelled = True
             for index in (*self._going, *waiting):
-                self._run.task(index).cancel_request.touch()
+                with suppress(OSError):
+                    self._run.task(index).cancel_request.touch()
         for process in self._going.values():
             process.send_signal(number)
 

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.cluster.connections import allow_connections
@@ -15,6 +16,7 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.grace import grace_variables
 from hpctrain.supervisor.guardian import ORPHANED
+from hpctrain.supervisor.lasting import LastingRun, LogFile, words_of_disk
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.notifications import notifying
@@ -37,7 +39,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         environ: the variables of the job's script.
         deaths: how many supervisors of this job were killed before.
     """
-    run = own_run(RunDir(Path(argv[0])), environ)
+    run = LastingRun(own_run(RunDir(Path(argv[0])), environ).path)
     try:
         spec = JobSpec.load(run.spec)
         check_place(run, spec, environ)
@@ -45,14 +47,19 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         # Before anything is written: nothing says so far that this process is the run's.
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
-    run.logs.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        run.logs.mkdir(parents=True, exist_ok=True)
+    run.keep_room()
+    log_file = LogFile(run.supervisor_log)
     logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        filename=run.supervisor_log,
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]
     )
-    with notifying(run, environ):
-        return _supervise(run, spec, environ, deaths)
+    try:
+        with notifying(run, environ):
+            return _supervise(run, spec, environ, deaths)
+    finally:
+        run.settle()
+        log_file.lines.flush()
 
 
 def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: int) -> int:
@@ -79,6 +86,9 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         log.error("%s", error)
         return _fail(run, spec, environ, str(error))
     except Exception as error:
+        if isinstance(error, OSError) and (words := words_of_disk(error, run.path)):
+            log.error("%s", words)
+            return _fail(run, spec, environ, words)
         log.exception("the supervisor itself failed")
         words = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
         return _fail(run, spec, environ, words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.patient import PatientLines, Say
@@ -34,8 +35,8 @@ class SamplesFile:
     """`samples/attempt-000-rank-00000.jsonl`: the indices that a rank trained in each step."""
 
     def __init__(self, path: Path, say: Say) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = PatientLines(path, say)
+        self._path, self._lines = path, PatientLines(path, say)
+        self._make_folder()
 
     def write(self, share: Share) -> None:
         if len(share.indices):
@@ -43,4 +44,11 @@ class SamplesFile:
 
     def flush(self) -> None:
         """Write what could not be written before, as far as that works."""
+        if self._lines.trouble is not None:
+            self._make_folder()
         self._lines.flush()
+
+    def _make_folder(self) -> None:
+        """Where that does not work, the lines wait."""
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)

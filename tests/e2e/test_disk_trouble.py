@@ -94,10 +94,56 @@ def test_a_job_on_a_full_disk_ends_well(small_disk):
     """With a supervisor and logs on the same disk: printing to them harms nobody, either."""
     run = Run(small_disk / "run", {})
     run.hpctrain(
-        *("submit", "--backend", "local", "--tasks-per-node", "2", "--run-dir", str(run.path)),
+        *(
+            "submit",
+            "--backend",
+            "local",
+            "--no-snapshot",
+            "--tasks-per-node",
+            "2",
+            "--run-dir",
+            str(run.path),
+        ),
         *(str(SCRIPT), "80", json.dumps({20: "fill", 60: "free"})),
     )
     assert run.wait() == 0
     assert any("No space left" in cause for cause in failures(run.dir))
     assert_complete(run.dir, 80)
     assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_on_a_full_disk_is_started_again(small_disk):
+    """The supervisor goes on from memory, and the record is complete in the end."""
+    run = Run(small_disk / "run", {})
+    run.hpctrain(
+        *(
+            "submit",
+            "--backend",
+            "local",
+            "--no-snapshot",
+            "--tasks-per-node",
+            "2",
+            "--run-dir",
+            str(run.path),
+        ),
+        *(str(SCRIPT), "60", json.dumps({20: "fill", 25: "crash", 30: "free"})),
+    )
+    assert run.wait() == 0
+    assert_complete_after_a_crash(run.dir, 60)
+    kinds = [
+        event["kind"] for event in run.dir.read_events() if event["kind"] not in ("checkpoint", "failure")
+    ]
+    assert kinds == ["submitted", "started", "restart", "started", "resumed", "finished"]
+    assert any("SIGKILL" in cause for cause in failures(run.dir))
+    assert run.dir.failure(0, 0).exists()
+    log = run.dir.supervisor_log.read_text()
+    assert "attempt 1: starting" in log
+    assert "Traceback" not in log + run.dir.slurm_log.read_text()
+    assert_no_process_left(run.path)
+
+
+def assert_complete_after_a_crash(run: RunDir, last_step: int) -> None:
+    """Steps of the first start whose lines were lost with their rank are trained again."""
+    assert {record["step"] for record in read_json_lines(run.metrics)} == set(range(1, last_step + 1))
+    assert list_checkpoints(run, verify=True)[0][-1].step == last_step

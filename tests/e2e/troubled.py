@@ -1,7 +1,7 @@
 """A training whose disk has trouble at given steps: `troubled.py LAST_STEP '{"10": "fill", "30": "free"}'`.
 
 fill: the run's file system takes no byte more; free: it does again. hide: the checkpoints are gone. wreck: a
-file is in their place; repair: it is gone.
+file is in their place; repair: it is gone. crash: the first start of the ranks ends, by kill -9 of rank 0.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class Line(hpctrain.Module):
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
+
+    def crash(self) -> None:
+        if os.environ.get("HPCTRAIN_ATTEMPT") == "0":
+            os.kill(os.getpid(), 9)
 
     def free(self) -> None:
         self.filler.unlink()

@@ -1,0 +1,166 @@
+"""The supervisor on a disk that is full, or gone: it goes on from memory, and writes what waits later."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from helpers import run_command, wait_for
+
+from hpctrain.errors import HpctrainError
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor import lasting
+from hpctrain.supervisor.lasting import LastingRun, LogFile, words_of_disk
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch):
+    monkeypatch.setattr(lasting, "_RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(lasting, "_VANISHED_LIMIT_S", 0.2)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 kB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    run_command(["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=12", "tmpfs", folder])
+    yield folder
+    run_command(["umount", "--lazy", folder])
+
+
+def fill(disk: Path) -> None:
+    """No byte and no file more."""
+    with open(disk / "filler", "ab", buffering=0) as file:
+        for size in (4096, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    for number in range(20):
+        try:
+            (disk / f"filler-{number}").touch()
+        except OSError:
+            return
+    raise AssertionError("there is always room for another file")
+
+
+def free(disk: Path) -> None:
+    for path in disk.glob("filler*"):
+        path.unlink()
+
+
+def kinds(run: RunDir) -> list[str]:
+    return [event["kind"] for event in run.read_events()]
+
+
+def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
+    run = LastingRun(disk)
+    run.spec.touch()
+    assert run.new_attempt() == 0
+    run.log_event("started", 0)
+    before = run.events.stat().st_size
+    fill(disk)
+    for i in range(300):
+        run.log_event("failure", 0, rank=i, cause="x" * 100)
+    run.write(run.failure(0, 0), "how")
+    assert run.new_attempt() == 1
+    assert run.new_attempt() == 2
+    assert run.attempts() == [0, 1, 2]
+    assert kinds(run) == ["started"] + ["failure"] * 300, "what waits counts"
+    assert len(kinds(RunDir(disk))) < 100, "the disk was full"
+    assert "disk full at" in str(run.trouble)
+    free(disk)
+    wait_for(lambda: len(kinds(RunDir(disk))) == 301, 10, "what waits to be written")
+    wait_for(run.failure(0, 0).exists, 10, "the file that waits")
+    assert run.trouble is None
+    assert run.events.stat().st_size > before
+
+
+def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(disk, capsys):
+    run = LastingRun(disk)
+    fill(disk)
+    run.log_event("started", 0)
+    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 1 died")
+    begun = time.monotonic()
+    run.settle(0.3)
+    assert time.monotonic() - begun < 5
+    lost = [line.partition(": {")[2] for line in capsys.readouterr().err.splitlines() if '"finished"' in line]
+    assert json.loads("{" + lost[0])["cause"].startswith("rank 1 died; disk full at ")
+
+
+def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(disk):
+    run = LastingRun(disk)
+    run.keep_room()
+    fill(disk)
+    run.log_event("failure", 0, rank=1, cause="rank 1 died")
+    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 1 died")
+    run.settle(5)
+    failure, finished = RunDir(disk).read_events()
+    assert failure["cause"] == "rank 1 died"
+    assert "disk full at" in finished["cause"]
+    assert not run.reserve.exists()
+
+
+def test_the_log_waits_too(disk, capsys):
+    handler = LogFile(disk / "supervisor.log")
+    fill(disk)
+    for i in range(3):
+        handler.emit(logging.makeLogRecord({"msg": f"line {i}"}))
+    assert "cannot be written: No space left" in capsys.readouterr().err
+    free(disk)
+    handler.lines.flush()
+    assert (disk / "supervisor.log").read_text() == "line 0\nline 1\nline 2\n"
+
+
+def test_a_folder_that_has_vanished_ends_the_run_and_is_not_made_anew(tmp_path):
+    run = LastingRun(tmp_path / "run")
+    with pytest.raises(HpctrainError, match="has vanished"):
+        run.new_attempt()
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
+def test_a_disks_errors_are_told_from_others(number):
+    assert "/x" in str(words_of_disk(OSError(number, "what"), Path("/x")))
+    assert words_of_disk(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
+
+
+def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceback(disk, tmp_path):
+    """The job's own log, too, is on the disk, which was full before it began."""
+    run = RunDir(disk)
+    script = tmp_path / "script.py"
+    script.write_text("print('here')\n")
+    spec = JobSpec(
+        script=str(script),
+        name="x",
+        run_id="x",
+        run_dir=str(disk),
+        backend="local",
+        python=sys.executable,
+        workdir=str(tmp_path),
+        tasks_per_node=1,
+    )
+    spec.save(run.spec)
+    run.lock.touch()
+    said = tmp_path / "said"
+    with open(said, "wb") as errors, open(disk / "output", "ab") as output:
+        fill(disk)
+        command = [sys.executable, "-m", "hpctrain.supervisor", str(disk)]
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+    wait_for(lambda: "cannot be written" in said.read_text(), 60, "the supervisor to notice")
+    free(disk)
+    assert process.wait(100) == 0, said.read_text()
+    assert "Traceback" not in said.read_text()
+    assert kinds(run)[-1] == "finished"
