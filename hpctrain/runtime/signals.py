@@ -8,6 +8,7 @@ there is nothing to save, and the rank leaves at once, asking to be continued.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import os
 import signal
@@ -19,6 +20,12 @@ from types import FrameType
 
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, settle_stop
+
+#: Whoever was told to leave at once, and cleans up, has so long.
+LEAVE_LIMIT_S = 15.0
+
+_left_by: int | None = None
+"""The signal at which this process was to leave at once."""
 
 
 class LeftAtOnce(SystemExit):
@@ -51,6 +58,9 @@ def listen() -> Iterator[StopFlag]:
     said on stderr.
     """
     flag = StopFlag()
+    if (number := _left_by) is not None:
+        # The exception was swallowed by whatever it came into: the training is told instead.
+        flag.note(number, None)
     if threading.current_thread() is not threading.main_thread():
         print("hpctrain: not in the main thread, so a stop signal cannot be noted here.", file=sys.stderr)
         yield flag
@@ -77,7 +87,26 @@ def _leave(number: int, _frame: FrameType | None) -> None:
         return  # The script handles it, and tells its predecessor too: it knows when to leave.
     # Not print: the signal may have come in the middle of one.
     os.write(2, f"hpctrain: {signal.Signals(number).name} while nothing is training: leaving.\n".encode())
+    global _left_by
+    if _left_by is None:
+        _left_by = number
+        threading.Thread(target=_see_it_left, name="hpctrain-leaving", daemon=True).start()
     raise LeftAtOnce(EXIT_CONTINUE)
+
+
+def _see_it_left() -> None:
+    """End this process where it has not ended by itself.
+
+    The exception comes into whatever runs: a finalizer or a callback, which Python lets swallow it, a module
+    that is being imported, or a library's clean-up that waits for peers which have left.
+    """
+    time.sleep(LEAVE_LIMIT_S)
+    if signal.getsignal(_left_by or 0) is not _leave:
+        return  # Somebody listens by now, and has been told.
+    message = f"hpctrain: told to stop {LEAVE_LIMIT_S:.0f} s ago, and still here: leaving. It is here:\n"
+    os.write(2, message.encode())
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_CONTINUE)
 
 
 @functools.cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import signal
 import time
 from dataclasses import dataclass, field
 
+from hpctrain.errors import SchedulerError
 from hpctrain.supervisor.outcome import Outcome
 from hpctrain.supervisor.scheduler import Scheduler
 from hpctrain.supervisor.step import Ending, Event, Signalled, Step, StepEnded, TaskExit
@@ -18,6 +20,10 @@ log = logging.getLogger(__name__)
 _LAST_WORDS_S = 3.0
 #: After the first rank left to be continued, the others have this long to follow: their state is saved.
 _FOLLOW_S = 60.0
+#: Ending the step and putting the job back into the queue takes less.
+_REQUEUE_S = 12.0
+#: Ranks leave one after the other, however late it is.
+_LEAST_FOLLOW_S = 2.0
 #: Ranks that are told to stop have this long to save, where no scheduler sets a limit.
 STOP_GRACE_S = 300.0
 #: Ranks of a cancelled run have this long; a second request to cancel ends them at once.
@@ -92,7 +98,17 @@ class Watch:
         if task.ending is Ending.FAILED:
             self._limit(_LAST_WORDS_S, f"the other ranks' last words after {name} failed")
         elif task.ending is Ending.CONTINUE:
-            self._limit(_FOLLOW_S, f"the other ranks to leave as {name} did")
+            follow_s = min(_FOLLOW_S, self._left_to_requeue_s())
+            self._limit(follow_s, f"the other ranks to leave as {name} did")
+
+    def _left_to_requeue_s(self) -> float:
+        """How long ranks may be waited for if the job is to be requeued before its time is over."""
+        try:
+            left = self.scheduler.seconds_left()
+        except SchedulerError as error:
+            log.warning("%s Taking the time to be enough.", error)
+            return math.inf
+        return math.inf if left is None else max(_LEAST_FOLLOW_S, left - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
         """Wait `seconds` at the most from now on. An earlier limit stands."""

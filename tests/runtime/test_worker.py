@@ -101,6 +101,40 @@ def test_a_stop_signal_while_nobody_listens_leaves_with_75(run, number):
     assert not run.failure(4, 1).exists()
 
 
+#: A finalizer runs until the signal has come, and Python has it swallow every exception.
+SWALLOWING = """
+import os, signal, time
+class Swallows:
+    def __del__(self):
+        print("here")
+        for _ in range(300):
+            time.sleep(0.1)
+Swallows()
+"""
+
+
+def test_leaving_cannot_be_lost_in_a_finalizer(run):
+    text = f"import hpctrain.runtime.signals as s\ns.LEAVE_LIMIT_S = 0.5\n{SWALLOWING}\ntime.sleep(300)"
+    with start(run, text) as process:
+        wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
+        process.send_signal(signal.SIGUSR2)
+        assert process.wait(20) == 75
+    assert "Exception ignored in" in log(run)
+    assert "and still here: leaving" in log(run)
+
+
+def test_a_training_that_begins_after_a_stop_was_swallowed_is_told(run):
+    text = (
+        "import hpctrain.runtime.signals as s\ns.LEAVE_LIMIT_S = 0.5\n"
+        f"{SWALLOWING}\nwith s.listen() as flag:\n    time.sleep(1)\n    print('told', flag.signal_name)\n"
+    )
+    with start(run, text) as process:
+        wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
+        process.send_signal(signal.SIGUSR2)
+        process.wait(20)
+    assert "told SIGUSR2" in log(run)
+
+
 def test_it_dies_with_the_supervisor_that_holds_its_lifeline(run):
     reading, writing = os.pipe()
     text = "import subprocess, time\nsubprocess.Popen(['sleep', '300'])\nprint('here')\ntime.sleep(300)"

@@ -129,3 +129,18 @@ def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
     )
     assert LocalJob(spec).job_id == str(os.getpid())
+
+
+def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
+    monkeypatch.setattr(attempt, "_FOLLOW_S", 60.0)
+    monkeypatch.setattr(attempt, "_REQUEUE_S", 12.0)
+    monkeypatch.setattr(attempt, "_LEAST_FOLLOW_S", 0.05)
+
+    class Slurm(Local):
+        def seconds_left(self):
+            return 12.1
+
+    begun = time.monotonic()
+    outcome, step, _ = watch(TaskExit(0, 75), scheduler=Slurm())
+    assert (outcome, step.killed) == (Outcome.STOPPED, True)
+    assert time.monotonic() - begun < 5
