@@ -8,6 +8,7 @@ whole when it got it.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from hpctrain.files import fsync_folder, is_locked, lock_folder, write_atomic
 from hpctrain.rundir import step_name, steps_in
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
+_SHOWN = re.compile(r"step-\d{8,}(\.broken-\d+)?")
 #: A hidden folder that another machine began counts as abandoned when nothing in it changed for so long.
 ABANDONED_AFTER_S = 600.0
 
@@ -35,6 +37,11 @@ def hidden_name(step: int, machine: str, token: str) -> str:
         token: of this save alone, so that no other save has that name, of this attempt or another.
     """
     return f"{_SAVING}{step_name(step)}-{machine}-{token}"
+
+
+def is_of_a_store(name: str) -> bool:
+    """Whether an entry of a folder of checkpoints is one of ours: saved, being saved or deleted, or broken."""
+    return name.startswith((_SAVING, _DELETING)) or _SHOWN.fullmatch(name) is not None
 
 
 def new_token() -> str:

@@ -7,12 +7,11 @@ folder have come or changed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-#: What the `Trainer` calls its own: saved, being saved, or found broken.
-_TRAINERS = re.compile(r"(\.saving-)?step-\d{8,}(\.broken-\d+)?")
+from hpctrain.checkpoint.place import is_of_a_store
+
 #: Files in the folder, and in folders in it: that is where they are looked for, and not below.
 _DEPTH = 2
 
@@ -41,7 +40,7 @@ def _look(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:
     except OSError:
         return
     for entry in entries:
-        if _TRAINERS.fullmatch(entry.name):
+        if is_of_a_store(entry.name):
             continue
         try:
             if not entry.is_dir():

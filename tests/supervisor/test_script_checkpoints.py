@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hpctrain.checkpoint.place import hidden_name, new_token, this_machine
 from hpctrain.supervisor.script_checkpoints import ScriptCheckpoints
 
 
@@ -37,7 +38,9 @@ def test_a_file_that_is_gone_is_no_checkpoint(tmp_path):
 
 def test_the_trainers_own_are_told_by_it_with_their_steps(tmp_path):
     before = ScriptCheckpoints(tmp_path)
-    for name in ("step-00000100", ".saving-step-00000200", "step-00000050.broken-0"):
+    saving = hidden_name(200, this_machine(), new_token())
+    deleting = saving.replace("saving", "deleting")
+    for name in ("step-00000100", saving, deleting, "step-00000050.broken-0"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_text("1")
     assert before.newest_since() is None
