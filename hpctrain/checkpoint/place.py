@@ -40,7 +40,7 @@ def hidden_name(step: int, machine: str, token: str) -> str:
 
 
 def is_of_a_store(name: str) -> bool:
-    """Whether an entry of a folder of checkpoints is one of ours: saved, being saved or deleted, or broken."""
+    """Whether an entry of a folder of checkpoints is one of ours, whole or not."""
     return name.startswith((_SAVING, _DELETING)) or _SHOWN.fullmatch(name) is not None
 
 
