@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,8 @@ class Submission:
     #: See `prospects`.
     foretell: Callable[[], tuple[str, ...]]
     backend: Backend
-    environ: Mapping[str, str]
+    #: Some of its variables may be secret.
+    environ: Mapping[str, str] = field(repr=False)
     #: What is copied into the run folder; None where the script itself is run.
     snapshot: Snapshot | None = None
 
@@ -74,6 +75,11 @@ def prepare(
         SpecError: the job cannot be done as asked.
         SchedulerError: Slurm was asked for by name and does not answer.
     """
+    if isinstance(args, str | bytes) or not all(isinstance(arg, str) for arg in args):
+        raise SpecError(
+            f"The arguments of the script are {args!r}, but they have to be a list of texts, such as "
+            "['--steps', '100']."
+        )
     settings = resolve(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:
         return _prepare(script, args, settings, environ, cwd, python, code)

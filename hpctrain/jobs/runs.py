@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ class Run:
     """A run that has been submitted. Holds no state: every question is asked anew."""
 
     dir: RunDir
-    #: Variables that the scheduler's commands run under.
-    environ: Mapping[str, str]
+    #: Variables that the scheduler's commands run under. Some may be secret.
+    environ: Mapping[str, str] = field(repr=False)
 
     @property
     def run_id(self) -> str:

@@ -9,6 +9,8 @@ from helpers import environment
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.prepare import prepare
+from hpctrain.jobs.runs import Run
+from hpctrain.rundir import RunDir
 from hpctrain.telemetry import gpus
 
 
@@ -130,3 +132,13 @@ def test_more_gpus_than_this_machine_has(prepared, monkeypatch):
 
 def test_options_that_mean_nothing_locally_are_said(prepared):
     assert "--partition changes nothing here" in prepared(partition="big").notes[0]
+
+
+@pytest.mark.parametrize("args", ["notalist", ["--steps", 60]])
+def test_arguments_are_a_list_of_texts(script, args, tmp_path):
+    with pytest.raises(SpecError, match="have to be a list of texts"):
+        prepare(script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python")
+
+
+def test_what_a_run_is_shown_as_tells_no_secret(tmp_path):
+    assert "hunter2" not in repr(Run(RunDir(tmp_path), {"TOKEN": "hunter2"}))
