@@ -86,12 +86,14 @@ def describe_state(status: RunStatus) -> str:
 
 def describe_end(status: RunStatus) -> str:
     """What became of an ended run, where its files lie and what to type next."""
+    from hpctrain.jobs.error_report import end_of_job_log
+
     run = RunDir(Path(status.run_dir))
     handle = handle_of(status.run_dir)
     lines = []
     if status.cause:
         lines += [f"cause        {status.cause}", f"log          {short_path(status.log or run.logs)}"]
-        lines += [f"             {line}" for line in _traceback(run)]
+        lines += [f"             {line}" for line in _traceback(run) or end_of_job_log(status.log)]
     step = f", step {status.step}" if status.step is not None else ""
     loss = f", loss {status.loss:.6g}" if status.loss is not None else ""
     counts = f", {status.words}" if status.tasks is not None else ""

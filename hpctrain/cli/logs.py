@@ -10,6 +10,7 @@ from hpctrain.cli.common import handle_of, open_run, run_argument, short_path
 from hpctrain.errors import UserError
 from hpctrain.jobs.reading import Shown
 from hpctrain.jobs.runs import Run
+from hpctrain.jobs.status import RunStatus
 
 
 @click.command("logs")
@@ -42,13 +43,14 @@ def command(
         from hpctrain.cli.stream import stream
 
         stream(found, shown, whole=False)
+    elif errors:
+        for part in found.tasks() or [found]:
+            _print_errors(part, shown)
     elif tasks := found.tasks():
         raise UserError(
             f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with logs of its own. Name one, "
             f"such as {handle_of(str(tasks[0].dir.path))}; with -f, those of all are shown."
         )
-    elif errors:
-        _print_errors(found, shown)
     else:
         _print_logs(found, shown)
 
@@ -92,6 +94,8 @@ def _say_that_nothing_is_there(run: Run, shown: Shown, attempt: int = 0) -> None
         advice = " `hpctrain logs --errors` shows what went wrong." if status.cause else ""
         words = f"{whose} have written nothing.{advice}"
     click.echo(f"Run {run.run_id} is {status.state}: {words}", err=True)
+    if attempt == (status.attempt or 0):
+        _show_job_log(status, err=True)
 
 
 def _print_errors(run: Run, shown: Shown) -> None:
@@ -99,11 +103,25 @@ def _print_errors(run: Run, shown: Shown) -> None:
 
     failures = failures_since_submission(run.dir.read_events())
     wanted = [failure for failure in failures if shown.attempt in (None, failure.get("attempt"))]
+    label = f"{run.run_id}: " if run.dir.array else ""
     if not wanted:
-        click.echo(f"No failure of run {run.run_id} is on record.", err=True)
+        status = run.status()
+        if not (label and status.cause is None):
+            click.echo(f"No failure of run {run.run_id} is on record.", err=True)
+        if status.cause and shown.attempt in (None, status.attempt):
+            click.echo(f"{label}cause: {status.cause}")
+            _show_job_log(status)
     for failure in wanted:
-        for line in report(run.dir, failure, shown.ranks):
-            click.echo(line)
+        for number, line in enumerate(report(run.dir, failure, shown.ranks)):
+            click.echo(f"{'' if number else label}{line}")
+
+
+def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
+    """Where no rank tells why the run failed, the batch script may."""
+    from hpctrain.jobs.error_report import end_of_job_log
+
+    if lines := end_of_job_log(status.log):
+        click.echo("\n".join([f"the end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)
 
 
 def _range(numbers: list[int]) -> str:

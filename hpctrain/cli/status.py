@@ -32,6 +32,8 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     if as_json:
         echo_json({**asdict(status), "hold_lifted": lifted})
         return
+    from hpctrain.jobs.error_report import end_of_job_log
+
     facts = {
         "run": status.run_id,
         "folder": short_path(status.run_dir),
@@ -48,5 +50,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     for name, value in facts.items():
         if value is not None:
             click.echo(f"{name:<11} {value}")
+    for line in end_of_job_log(status.log):
+        click.echo(f"            {line}")
     if lifted:
         click.echo("Slurm held the requeued job back for two minutes; the delay is lifted.")

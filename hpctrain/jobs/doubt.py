@@ -1,4 +1,7 @@
-"""What to tell those who wait while nobody can say where their run stands, and when to wait no longer."""
+"""What to tell those who wait while nobody can say where their run stands, and when to wait no longer.
+
+That is after a while without an answer, and at once where the scheduler says that the run cannot start.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,14 @@ class Doubt:
         """What to say of this status; mostly nothing.
 
         Raises:
-            SchedulerError: the limit is reached.
+            SchedulerError: the limit is reached, or the run will never start.
         """
+        if status.never_starts:
+            raise SchedulerError(
+                f"Run {status.run_id} will never start, so nobody waits for it any longer: "
+                f"{status.words or 'what it depends on cannot come any more'}. Cancel it, and submit it "
+                "again with another --dependency."
+            )
         now = time.monotonic()
         if status.state is not RunState.UNKNOWN:
             was_unknown, self._since = self._since is not None, None

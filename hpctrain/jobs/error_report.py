@@ -59,6 +59,13 @@ def traceback_of(run: RunDir, failure: dict[str, Any]) -> list[str]:
     return str(record.get("traceback") or "").rstrip().splitlines()
 
 
+def end_of_job_log(log: str | None) -> list[str]:
+    """The end of what the batch script and Slurm print, where that is the log that tells of a failure."""
+    if log is None or Path(log).name != RunDir(Path()).slurm_log.name:
+        return []
+    return last_lines(Path(log), _LAST_LINES)
+
+
 def _details(record: dict[str, Any]) -> Iterator[str]:
     if traceback := str(record.get("traceback") or ""):
         yield from traceback.rstrip().split("\n")

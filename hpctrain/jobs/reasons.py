@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+#: The reason of a job that waits for what cannot come any more.
+NEVER_STARTS = "DependencyNeverSatisfied"
+
 #: Reasons of squeue(1), section JOB REASON CODES, that call for something, or that nobody guesses.
 _REASONS = {
     "BeginTime": "its time to begin has not come",
     "Dependency": "another job has to end first",
-    "DependencyNeverSatisfied": "a job that it depends on has not ended as it was to: it will never start",
+    NEVER_STARTS: "a job that it depends on has not ended as it was to: it will never start",
     "JobArrayTaskLimit": "as many tasks of the array as may run at once do",
     "JobHeldAdmin": "held by an administrator",
     "JobHeldUser": "held by its user; `scontrol release {job_id}` lets it go",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.manifest import committed_steps
+from hpctrain.jobs.reasons import NEVER_STARTS
 from hpctrain.jobs.record import Record, last_sign_of_life, read_record
 from hpctrain.jobs.states import JobView, RunState, count, describe_counts, overall
 from hpctrain.jobs.tail import last_records
@@ -43,6 +44,8 @@ class RunStatus:
     loss: float | None = None
     #: Folder of the newest whole checkpoint.
     checkpoint: str | None = None
+    #: Slurm says that the job waits for what cannot come any more.
+    never_starts: bool = False
     #: Why the run failed, and the log that shows it.
     cause: str | None = None
     log: str | None = None
@@ -79,7 +82,7 @@ def settle(record: Record, view: JobView | None, last_sure: float = 0.0) -> RunS
     else:
         state = view.state
     if state is RunState.FAILED:
-        cause, log = _cause(record, words)
+        cause, log = _cause(record, _end_in_words(record, view))
     metrics = _last_metrics(run.metrics)
     return RunStatus(
         run_id=run.run_id,
@@ -90,6 +93,7 @@ def settle(record: Record, view: JobView | None, last_sure: float = 0.0) -> RunS
         job_id=record.job_id,
         backend=record.backend,
         job_state=view.job_state if view is not None else None,
+        never_starts=state is RunState.PENDING and NEVER_STARTS in words,
         unknown_s=_unknown_s(record, last_sure) if state is RunState.UNKNOWN else None,
         attempt=max(run.attempts(), default=None),
         nodes=record.started.get("nodes") if record.started else None,
@@ -121,6 +125,7 @@ def sum_up(record: Record, tasks: Sequence[RunStatus]) -> RunStatus:
         cause=f"{failed.run_id}: {failed.cause}" if failed else None,
         log=failed.log if failed else None,
         submitted=record.submitted["time"] if record.submitted else None,
+        never_starts=state is RunState.PENDING and all(it.never_starts or it.state.ended for it in tasks),
         tasks=counts,
     )
 
@@ -135,6 +140,21 @@ def _finished_state(finished: dict[str, Any]) -> RunState:
         return RunState(finished.get("state", ""))
     except ValueError:
         return RunState.UNKNOWN
+
+
+def _end_in_words(record: Record, view: JobView | None) -> str:
+    """What the scheduler says of a job that ended and whose supervisor has not said why."""
+    if view is None or record.backend != "slurm" or view.job_state is None:
+        return view.words if view else ""
+    if record.started is not None:
+        odd = ", but the run is not complete: its supervisor ended without a word"
+        return view.words + (odd if view.job_state == "COMPLETED" else "")
+    if view.job_state == "COMPLETED":
+        return (
+            f"{view.words}, but its batch script ended before a rank was started: there may be an `exit` in "
+            "--setup, or in what that loads"
+        )
+    return f"{view.words}, before a rank was started"
 
 
 def _cause(record: Record, words: str) -> tuple[str, str]:

@@ -302,9 +302,11 @@ def test_the_run_knows_better_than_the_scheduler(run, fake_slurm, finished, view
     fake_slurm.answer("squeue", queued("17", view or "RUNNING"))
     status = run.status()
     assert status.state is state
-    assert status.cause == (
-        None if state is not RunState.FAILED else "new" if finished else f"Slurm says {view}"
-    )
+    if state is not RunState.FAILED or finished:
+        assert status.cause == ("new" if finished and state is RunState.FAILED else None)
+    else:
+        assert status.cause.startswith(f"Slurm says {view}, ")
+        assert "before a rank was started" in status.cause
 
 
 def test_an_end_written_between_the_two_looks_counts(run, fake_slurm):

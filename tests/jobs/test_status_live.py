@@ -144,7 +144,8 @@ QUICK = {
         options=("--ntasks=1", ":", "--ntasks=2"),
     ),
     "failed": Scenario(
-        failed, "PENDING RUNNING FAILED", "FAILED", "Slurm says FAILED", script="sleep 1; exit 3"
+        *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm says FAILED, before a rank was started"),
+        script="sleep 1; exit 3",
     ),
     # Slurm is content, but a run that is complete says so itself.
     "stopped": Scenario(
@@ -279,7 +280,7 @@ def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
         words |= {status.words for status in statuses(run.tasks()[-1:])}
     assert whole.tasks == {"FAILED": 1, "COMPLETED": 19}
     assert whole.state is RunState.FAILED
-    assert whole.cause == "r/task-7: Slurm says FAILED"
+    assert whole.cause == "r/task-7: Slurm says FAILED, before a rank was started"
     assert "JobArrayTaskLimit: as many tasks of the array as may run at once do" in words
 
 
