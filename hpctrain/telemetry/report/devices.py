@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -165,8 +166,8 @@ def _lists(columns: _Columns, name: str) -> list[list[list[object]]]:
     ]
 
 
-def _numbers(column: list[dict[str, Any]], name: str) -> tuple[object, ...]:
-    return tuple([line[name] for line in column if name in line])
+def _numbers(column: list[dict[str, Any]], name: str) -> list[object]:
+    return [line[name] for line in column if name in line]
 
 
 def _is_measured(table: list[_Row]) -> bool:
@@ -178,7 +179,7 @@ def _node(host: str, columns: _Columns) -> Node:
     node = Node(host)
     lines = 0
     reasons: Counter[str] = Counter()
-    clocks, count = 0.0, 0
+    clocks, count, highest = 0.0, 0, 0
     for line in chain.from_iterable(columns):
         if "cpus" in line:
             node.cpus, node.memory_bytes = _whole(line["cpus"]), _whole(line.get("memory_total"))
@@ -194,17 +195,24 @@ def _node(host: str, columns: _Columns) -> Node:
         if "gpu_ecc_errors" in line:
             node.ecc_errors = max([node.ecc_errors, sum(_wholes(line, "gpu_ecc_errors"))])
         if "gpu_memory" in line:
-            node.highest_gpu_memory = max(
-                [*_wholes(line, "gpu_memory"), node.highest_gpu_memory or 0], default=None
-            )
+            highest = max(highest, _highest(line["gpu_memory"]))
         if "gpu_clock_mhz" in line:
             pairs = zip(_listed(line, "gpu_clock_mhz"), _listed(line, "gpu_util"), strict=False)
             busy = [clock for clock, util in pairs if is_finite(clock) and is_finite(util) and util > _BUSY]
             clocks, count = clocks + sum(busy), count + len(busy)
     node.xids = sorted({xid for xid in node.xids if isinstance(xid, int)})
     node.throttled = {reason: number / lines for reason, number in reasons.most_common()} if lines else {}
+    node.highest_gpu_memory = highest or None
     node.clock_mhz = clocks / count if count else None
     return node
+
+
+def _highest(values: object) -> int:
+    try:
+        most: object = max(values)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        most = max((value for value in _list(values) if is_finite(value)), default=0)
+    return int(most) if is_finite(most) else 0
 
 
 def _whole(value: object) -> int | None:
@@ -229,11 +237,14 @@ def _rows(columns: list[list[list[object]]]) -> list[_Row]:
     return [list(row) for row in zip_longest(*cells, fillvalue=(0.0, 0))]
 
 
-def _sum(values: tuple[object, ...]) -> tuple[float, int]:
-    if set(map(type, values)) <= {int, float}:
-        total = sum(values)  # type: ignore[arg-type]
-        if is_finite(total):
-            return float(total), len(values)
+def _sum(values: Sequence[object]) -> tuple[float, int]:
+    """Sum and number of those that are numbers; nearly always all are, and that is tried first."""
+    try:
+        total: object = sum(values)  # type: ignore[arg-type]
+    except TypeError:
+        total = None
+    if is_finite(total):
+        return float(total), len(values)
     known = [float(value) for value in values if is_finite(value)]
     return sum(known), len(known)
 
