@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
 #: Key in the attempt's store that counts failures: the order in which ranks failed, by one clock.
@@ -43,7 +44,8 @@ def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
         "message": str(error),
         "traceback": _traceback(error),
         "log": str(log),
-        "final": getattr(error, _FINAL, False),
+        # What is wrong with what the user asked for is so at every start.
+        "final": getattr(error, _FINAL, False) or isinstance(error, UserError),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

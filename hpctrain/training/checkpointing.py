@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -58,6 +59,7 @@ class Checkpointing:
             history=Interruptions.of(run.read_events()) if run is not None and is_main else None,
         )
         self._saves: Saves | None = None
+        self._run_checkpoints = Path() if run is None else run.checkpoints
         self._prepared = False
         if run is not None and log is not None:
             store = CheckpointStore(
@@ -135,6 +137,7 @@ class Checkpointing:
         Raises:
             UserError: the checkpoint belongs to another model, data set or batch size.
             CheckpointError: the state of this training holds what a checkpoint cannot keep.
+            UserError: there were checkpoints, and none of them is whole.
         """
         if self._saves is None or self._log is None:
             return
@@ -144,8 +147,7 @@ class Checkpointing:
         for sentence in broken:
             self._progress.say(f"hpctrain: {sentence}")
         if loaded is None:
-            if broken:
-                self._log.event("resumed", step=0, checkpoint=None, broken=broken)
+            self._refuse_to_begin_anew(broken)
             return
         self._state.load(loaded)
         if loaded.rank_state:  # What was imported has none.
@@ -161,6 +163,18 @@ class Checkpointing:
             seconds=time.monotonic() - begun,
         )
         self._progress.say(f"resumed after step {loaded.step} from {loaded.path}")
+
+    def _refuse_to_begin_anew(self, broken: list[str]) -> None:
+        """Nobody who has checkpoints wants all of it trained again, unasked. All ranks must call this."""
+        folder, is_main = self._run_checkpoints, self._team.ranks.is_main
+        aside = self._team.from_main(sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else [])
+        if broken or aside:
+            raise UserError(
+                f"No checkpoint in {folder} is whole, and training would begin anew, at step 0. "
+                f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Put back what is missing and "
+                "take '.broken-N' off the folder's name, or bring in a checkpoint from elsewhere (hpctrain "
+                "checkpoints import). To begin anew, delete those folders, or use another --run-dir."
+            )
 
     def add_score(self) -> None:
         """Tell how good the resumed state is, where it was validated only now. All ranks must call this.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.signals import StopFlag
@@ -90,6 +91,12 @@ class Fit:
                 global_batch_size=settings.global_batch_size,
             )
         )
+        if settings.keep_best and val_dataset is None and settings.best_metric.startswith("val_"):
+            raise UserError(
+                f"keep_best is {settings.keep_best} and goes by best_metric={settings.best_metric!r}, which "
+                "a validation measures, but fit() was given no validation set. Give one, or a best_metric "
+                "that training_step returns, such as 'loss'."
+            )
         self._module = module
         in_precision(module, settings.precision)
         self._strategy = strategy(module, team, settings)

@@ -10,6 +10,7 @@ import torch
 from hpctrain.checkpoint.store import Loaded
 from hpctrain.errors import UserError
 from hpctrain.training.data.feed import Feed
+from hpctrain.training.differences import ignored_settings
 from hpctrain.training.module import Module
 from hpctrain.training.optimization import Optimization
 
@@ -88,6 +89,7 @@ class TrainingState:
                 f"{self.feed.identity()}. "
                 "The order of samples depends on these: put them back, or start a new run in a new folder."
             )
+        ignored = ignored_settings(self.optimizers, tree["optimizers"])
         try:
             self.module.load_state_dict(tree["module"])
             _load_each("optimizer", self.optimizers, tree["optimizers"])
@@ -106,6 +108,7 @@ class TrainingState:
         if tree["plan"] is not None:
             self.remarks = self.feed.load_state_dict(tree["position"])
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
+        self.remarks = [*ignored, *self.remarks]
         self.step, self.validated_step = loaded.step, tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 

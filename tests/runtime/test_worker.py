@@ -268,3 +268,10 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
     assert start(run, text).wait(30) == 75
     assert "saved" in log(run)
+
+
+@pytest.mark.parametrize(("error", "final"), [("UserError", True), ("CheckpointError", False)])
+def test_what_the_user_asked_for_in_vain_is_not_tried_again(run, error, final):
+    text = f"from hpctrain.errors import {error}\nraise {error}('seed is 2, and was 1')"
+    assert start(run, text).wait(30) == 1
+    assert json.loads(run.failure(4, 1).read_text())["final"] is final

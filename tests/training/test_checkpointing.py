@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.training import cadence as cadence_module
 from hpctrain.training.cadence import CheckpointCadence
+from hpctrain.training.differences import ignored_settings
 from hpctrain.training.grace import Grace, LastSave, plan_last_save
 
 DAY = 86_400.0
@@ -38,7 +40,7 @@ class Line(hpctrain.Module):
         super().__init__()
         torch.manual_seed(7)
         self.layer = torch.nn.Linear(2, 1)
-        self.at = at or {}
+        self.at, self.rate = at or {}, 0.1
         self.seen = {"steps": 0, "mean": torch.zeros(2), "words": ("a", None, 0.1)}
 
     def training_step(self, batch, batch_idx):
@@ -55,7 +57,7 @@ class Line(hpctrain.Module):
         }
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["seen"] = self.seen
@@ -225,6 +227,65 @@ def test_a_fast_folder_takes_the_saves_first_and_is_clean_at_the_end(tmp_path):
     assert (6, "shared") in saved
     assert steps(tmp_path / "run")[-1] == 6
     assert list(fast.iterdir()) == []
+
+
+def test_a_fast_folder_that_is_not_there_is_not_made_and_the_saves_go_to_the_run_folder(tmp_path, capsys):
+    fit(tmp_path / "run", 4, local_checkpoints=tmp_path / "nope" / "deep")
+    assert "there is no such folder on this node" in capsys.readouterr().out
+    assert not (tmp_path / "nope").exists()
+    assert steps(tmp_path / "run")[-1] == 4
+
+
+def test_the_best_by_a_validation_that_there_is_not_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"keep_best is 2 .*best_metric='val_loss'.* no validation set"):
+        fit(tmp_path, keep_best=2)
+
+
+def test_a_changed_learning_rate_is_not_ignored_in_silence(tmp_path, capsys):
+    fit(tmp_path, 2)
+    capsys.readouterr()
+    module = Line()
+    module.rate = 0.5
+    fit(tmp_path, 4, module)
+    said = capsys.readouterr().out
+    assert re.search(r"lr goes on as [\d.]+, which the checkpoint has, though the script now has 0.5\.", said)
+    fit(tmp_path, 6)
+    assert "goes on as" not in capsys.readouterr().out
+
+
+def test_a_schedule_is_no_change_of_the_learning_rate():
+    parameter = torch.nn.Parameter(torch.ones(1))
+
+    def make(rate, **more):
+        optimizer = torch.optim.SGD([parameter], lr=rate, **more)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    old, schedule = make(0.1)
+    old.step()
+    schedule.step()
+    assert old.param_groups[0]["lr"] < 0.1
+    state = old.state_dict()
+    assert ignored_settings([make(0.1)[0]], [state]) == []
+    (said,) = ignored_settings([make(0.2)[0]], [state])
+    assert said.startswith("lr goes on as 0.1, which the checkpoint has, though the script now has 0.2.")
+    (said,) = ignored_settings([make(0.1, momentum=0.9)[0]], [state])
+    assert said.startswith("momentum goes on as 0")
+    assert ignored_settings([old], None) == []
+
+
+def test_a_run_of_whose_checkpoints_none_is_whole_is_not_trained_again_unasked(tmp_path):
+    fit(tmp_path, 4)
+    for step in steps(tmp_path):
+        (RunDir(tmp_path).checkpoint(step) / "manifest.json").write_text("torn")
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"No checkpoint in .* is whole.*step-0+4\.broken-0.*To begin anew"
+        ):
+            fit(tmp_path, 6)
+    for path in RunDir(tmp_path).checkpoints.glob("*.broken-0"):
+        shutil.rmtree(path)
+    fit(tmp_path, 6)
+    assert steps(tmp_path)[-1] == 6
 
 
 # --- what goes wrong with a disk -----------------------------------------------------------------------
