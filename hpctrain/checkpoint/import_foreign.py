@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -74,7 +73,9 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
     with torch.serialization.safe_globals([_class(name) for name in allow]):
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             if others := _other_classes(file):
                 raise UserError(
                     f"{file} holds objects of {', '.join(others)}, and loading them would run code of the "
@@ -82,7 +83,9 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
                     f"{' '.join(f'--allow {name}' for name in others)}. Or write a file without them where "
                     "it comes from: torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
-            raise UserError(f"{file} is no file that torch.save has written: {_first_line(error)}") from error
+            raise UserError(
+                f"{file} is no file that torch.save has written: {_first_line(error)}."
+            ) from error
 
 
 def _other_classes(file: Path) -> list[str]:
@@ -131,4 +134,5 @@ def _told(foreign: Foreign) -> Iterator[str]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    line = str(error).partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

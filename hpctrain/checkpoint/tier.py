@@ -8,6 +8,7 @@ which is what the copying would have done.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -94,6 +95,8 @@ class Tier:
         failure = f"the second tier {base} cannot be used"
 
         def mark() -> None:
+            if not base.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "there is no such folder on this node", str(base))
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             marker.touch()
 

@@ -168,7 +168,16 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
             f"Run {status.run_id} is {status.state}: a checkpoint is imported into one that has ended, "
             "or into a new folder."
         )
+    if not folder.spec.exists() and not folder.checkpoints.exists() and _holds_anything(folder.path):
+        raise UserError(
+            f"{short_path(folder.path)} is no run, and not empty: its files would lie among those of a run. "
+            "Name a run, or a folder that is not there yet."
+        )
     return folder
+
+
+def _holds_anything(path: Path) -> bool:
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def _chosen(folder: RunDir, found: list[Listed], step: int | None, *, best: bool) -> Listed:

@@ -267,6 +267,8 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
 def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunDir) -> None:
     torch.save({"epochs": 3, "loss": 0.5}, "nothing.pt")
     Path("text.pt").write_text("no checkpoint")
+    Path("hello.pt").write_text("hello")
+    Path("empty.pt").touch()
     Path("text.safetensors").write_text("no checkpoint")
     torch.save({"state_dict": {"w": torch.zeros(1)}, "step": 4}, "old.pt")
     torch.save(torch.zeros(1), "tensor.pt")
@@ -274,6 +276,9 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
         (["new", "nothing.pt"], "no state_dict among them"),
         (["new", "text.pt"], "no file that torch.save has written"),
         (["new", "text.safetensors"], "no safetensors file"),
+        (["new", "hello.pt"], "no file that torch.save has written: "),
+        (["new", "empty.pt"], "no file that torch.save has written: EOFError"),
+        ([".", "old.pt"], "no run, and not empty"),
         (["new", "tensor.pt"], "holds a Tensor"),
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
         (["run", "old.pt"], "has a checkpoint of step 6, and old.pt would be that of step 4"),

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Leg, train_leg
 from streams import OwnIterator, Sharded, Stateful, Whole
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import hpctrain
 from hpctrain.training.data.feed import Until
 from hpctrain.training.data.loading import Loading
+from hpctrain.training.data.shard_reading import ShardedStream
 from hpctrain.training.data.shards import ENDLESS, Cursor, next_batch, reader, shards_of
 from hpctrain.training.data.sources import make_feed
 
@@ -241,3 +242,15 @@ def test_a_step_of_a_stream_is_planned_fast_however_large_it_is():
     assert batch is not None
     assert batch.picks[0].tolist() == [7, 10**9]
     assert batch.after == replace(batch.after, round=10**9 + 4, shard=7)
+
+
+def test_a_stream_whose_num_shards_is_not_for_us_is_one_shard():
+    class Own(IterableDataset):
+        num_shards = 4
+
+        def __iter__(self):
+            return iter(range(8))
+
+    stream = ShardedStream(Own(), "train_dataset")
+    assert stream.num_shards == 1
+    assert list(stream.shard(0)) == list(range(8))
