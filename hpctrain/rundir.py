@@ -25,6 +25,7 @@ EventKind = Literal[
     "excluded",
     "straggler",
     "requeue",
+    "straggler",
     "handover",
     "seen",
     "finished",
@@ -46,6 +47,10 @@ CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
 CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
 #: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
+#: Where the supervisor listens to its ranks: ADDRESS:PORT:TOKEN.
+LINE_VARIABLE = "HPCTRAIN_LINE"
+#: Tells a worker to import these modules, in JSON, and then to wait for the word to begin.
+WAIT_VARIABLE = "HPCTRAIN_WAIT"
 #: Set to 0, nodes are not measured.
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 #: The job that this one continues, where the site does not requeue.
@@ -159,6 +164,11 @@ class RunDir:
         return self.path / "supervisor.lock"
 
     @property
+    def pace(self) -> Path:
+        """How long the run took at most for what: by it a hang is known."""
+        return self.path / "pace.json"
+
+    @property
     def cancel_request(self) -> Path:
         """Exists once the user asked to cancel: a saved stop is then the end, not a requeue."""
         return self.path / "cancel-requested"
@@ -227,6 +237,18 @@ class RunDir:
 
     def failure(self, attempt: int, rank: int) -> Path:
         return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
+
+    def stacks(self, attempt: int, rank: int) -> Path:
+        """Where the threads of a rank were when the run hung."""
+        return self.failures / f"attempt-{attempt:03d}-stacks-{rank:05d}.txt"
+
+    def collectives(self, attempt: int, rank: int) -> Path:
+        """What the rank had exchanged with others until the run hung, as torch's flight recorder has it."""
+        return self.failures / f"attempt-{attempt:03d}-collectives-{rank:05d}.json"
+
+    def hung_gpus(self, attempt: int, node: int) -> Path:
+        """How the GPUs of a node were when the run hung."""
+        return self.failures / f"attempt-{attempt:03d}-gpus-{node:03d}.json"
 
     def raised(self, attempt: int, rank: int) -> Path:
         """The exception behind a failure, pickled, where that is possible."""

@@ -86,6 +86,8 @@ def build_spec(
         signal_lead_s=_positive("signal-lead", given.get("signal_lead")),
         max_failures=given.get("max_failures", JobSpec.max_failures),
         restart=read_changes(cast(Mapping[str, str], given.get("restart", {}))),
+        warm_workers_s=_seconds("warm-workers", given.get("warm_workers", JobSpec.warm_workers_s), 0),
+        hang_limit_s=_seconds("hang-limit", given.get("hang_limit", JobSpec.hang_limit_s), 1),
         continue_by=given.get("continue_by", JobSpec.continue_by),
         directives=directives,
         template=_template(given.get("template"), cwd),
@@ -106,6 +108,15 @@ def _positive(option: str, value: int | None) -> int:
         return 0
     if value < 1:
         raise SpecError(f"--{option} is {value}, but it takes at least 1.")
+    return value
+
+
+def _seconds(option: str, value: int | str | None, least: int) -> int | None:
+    """A number of seconds; None for `never`."""
+    if not isinstance(value, int):
+        return None
+    if value < least:
+        raise SpecError(f"--{option} is {value}, but it takes at least {least} seconds, or never.")
     return value
 
 

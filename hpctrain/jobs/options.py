@@ -155,6 +155,24 @@ class _Run(TypedDict, total=False):
             help="Another number in the table of what follows on which kind of failure.",
         ),
     ]
+    warm_workers: Annotated[
+        int | Literal["never"],
+        About(
+            metavar="SECONDS|never",
+            default=JobSpec.warm_workers_s,
+            help="After so many seconds of training, have workers wait on each node with what takes long "
+            "imported: a restart then takes a fraction of the time, and each waiting worker some 250 MB.",
+        ),
+    ]
+    hang_limit: Annotated[
+        int | Literal["never"],
+        About(
+            metavar="SECONDS|never",
+            default=JobSpec.hang_limit_s,
+            help="A run hangs where no rank gets on for longer than this, and than ten times the longest "
+            "step that it has seen; it is then started again.",
+        ),
+    ]
     continue_by: Annotated[
         ContinueBy,
         About(

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain.errors import SchedulerError
 
@@ -19,6 +19,9 @@ NO_ANSWER = "gave no answer within"
 #: What is said where a request may have arrived and only the answer is missing.
 _ANSWER_LOST = (NO_ANSWER, "Socket timed out", "Zero Bytes were transmitted or received")
 _OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "says: exit code -")
+
+#: Names of steps, before the number of the attempt.
+_RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
 
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 # At the head of a line of its own, where no job name can stand.
@@ -186,23 +189,57 @@ def job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {field: match[1] for field, pattern in _JOB_FIELDS.items() if (match := pattern.search(record))}
 
 
-def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The step of each job in which tasks run now; the batch script and Slurm's own steps are left out.
+def step_name(attempt: int, *, waits: bool = False) -> str:
+    """The name of the step in which the ranks of an attempt run, or `waits` until that begins."""
+    return f"{_WAITING if waits else _RUNNING}{attempt}"
 
-    It is the newest: an older one only waits for Slurm to give up the node that it has lost.
+
+def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The step of each job in which ranks run now; the batch script and Slurm's own steps are left out.
+
+    It is the newest: an older one only waits for Slurm to give up the node that it has lost. One whose
+    workers wait for the end of another does not count.
 
     Raises:
         SchedulerError: the controller does not answer, or knows the only job that was named no longer.
     """
-    listed = run_slurm(
-        ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i"], environ
-    )
-    newest: dict[str, int] = {}
-    for step in listed.split():
+    steps: dict[str, dict[int, str]] = {}
+    for step, name in _named_steps(job_ids, environ):
         job, _, number = step.rpartition(".")
         if number.isdigit():
-            newest[job] = max(int(number), newest.get(job, 0))
-    return [f"{job}.{number}" for job, number in newest.items()]
+            steps.setdefault(job, {})[int(number)] = name
+    return [
+        f"{job}.{max(running)}" for job, named in steps.items() if (running := [*_without_waiting(named)])
+    ]
+
+
+def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
+    """The step of that name, if the job has it.
+
+    Raises:
+        SchedulerError: the controller does not answer, or does not know the job.
+    """
+    return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
+
+
+def _named_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    listed = run_slurm(
+        ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i %j"], environ
+    )
+    pairs = [line.split(maxsplit=1) for line in listed.splitlines() if line.strip()]
+    return [(pair[0], pair[1].strip() if len(pair) > 1 else "") for pair in pairs]
+
+
+def _without_waiting(named: Mapping[int, str]) -> Iterator[int]:
+    """Numbers of the steps whose workers do not wait for the end of another one of them."""
+    names = set(named.values())
+    for number, name in named.items():
+        attempt = name.removeprefix(_WAITING)
+        waits = attempt.isdigit() and names.intersection(
+            (step_name(int(attempt) - 1), step_name(int(attempt) - 1, waits=True))
+        )
+        if not waits:
+            yield number
 
 
 def _words(stderr: str) -> str:

@@ -91,6 +91,10 @@ class JobSpec:
     continue_by: ContinueBy = "auto"
     """How a run that was stopped goes on: as the same job, requeued, or as a successor job; auto takes what
     the site allows."""
+    warm_workers_s: int | None = 30
+    """Seconds of training after which workers wait ready for the next start; None for none."""
+    hang_limit_s: int | None = 300
+    """The least seconds without a step after which a run counts as hung; None never looks."""
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by their long names without the dashes; a flag has no value."""
     template: str | None = None

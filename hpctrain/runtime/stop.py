@@ -6,6 +6,7 @@ import os
 from functools import cache
 
 from hpctrain.cluster import detect
+from hpctrain.runtime.pulse import pulse
 from hpctrain.runtime.signals import listen
 
 
@@ -16,7 +17,11 @@ def should_stop() -> bool:
     `sys.exit(75)`: "continue me". From the first call on a signal no longer ends the rank by itself.
     It costs one small all-reduce on the CPU.
     """
-    return _agreement().ask()
+    told = _agreement().ask()
+    # Whoever asks gets on.
+    pulse.enter("step")
+    pulse.trained()
+    return told
 
 
 class _Agreement:

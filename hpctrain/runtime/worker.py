@@ -12,24 +12,30 @@ import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.leftovers import end_leftovers
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.output import make_lenient
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, LINE_VARIABLE, RUN_DIR_VARIABLE, WAIT_VARIABLE, RunDir
 from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
+from hpctrain.runtime.line import Line, talk
 from hpctrain.runtime.log_times import note_log_times
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.signals import leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
+from hpctrain.runtime.telling import beat, tell
+from hpctrain.runtime.waiting import wait_for_the_word
 
 #: Exit codes of a script that was told to stop and did. Whether it had come to its end nobody can tell from
 #: 0; a complete one ends at once when it is started again.
@@ -56,20 +62,32 @@ def main(argv: list[str]) -> NoReturn:
     # Srun and the local launcher speak Slurm's language; what an outer torchrun or the user's shell left
     # behind must not tell a rank that it is alone.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
-    ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: environment[0] if environment else "slurm"})
-    os.environ.update(ranks.torch_variables())
+    told_by = environment[0] if environment else "slurm"
+    ranks = _know_ranks(told_by)
+    script, *args = json.loads(words)
+    where, ahead = os.environ.pop(LINE_VARIABLE, None), os.environ.pop(WAIT_VARIABLE, None)
     log = run.rank_log(attempt, ranks.rank)
-    _redirect_output(log)
+    open_line, printed = partial(Line, where or "", ranks, attempt), b""
+    if ahead is not None:
+        line = open_line()
+        word = wait_for_the_word(line, json.loads(ahead), script)
+        os.environ.update(word.variables)
+        ranks, printed = _know_ranks(told_by), word.printed
+        open_line = partial(_same, line)
+    _redirect_output(log, printed)
     note_log_times(run.log_times(attempt, ranks.node_rank), ranks.rank)
     if ranks.local_rank == 0:
         end_leftovers(os.environ[RUN_DIR_VARIABLE], attempt)
     sampler = NodeSampler(run, ranks, os.environ)
     faulthandler.enable()
-    script, *args = json.loads(words)
+    # The supervisor asks so where a rank cannot answer: one that runs native code, and holds Python's lock.
+    faulthandler.register(signal.SIGQUIT)
     sys.argv = [script, *args]
     import_from_copy(os.environ)
     # As `python SCRIPT` does; this interpreter was started with -P, so no other folder stands first.
     sys.path.insert(0, str(Path(script).resolve().parent))
+    if where is not None:
+        talk(open_line, partial(beat, dict(os.environ)), partial(tell, run, attempt, ranks))
     words_of_exit: object = None
     try:
         runpy.run_path(script, run_name="__main__")
@@ -92,8 +110,19 @@ def main(argv: list[str]) -> NoReturn:
     _exit_orderly(0, sampler)
 
 
-def _redirect_output(log: Path) -> None:
-    """Send stdout and stderr, of native code too, to the end of `log`, line by line.
+def _know_ranks(told_by: str) -> Ranks:
+    """Who this process is, which the environment then tells the script, too."""
+    ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: told_by})
+    os.environ.update(ranks.torch_variables())
+    return ranks
+
+
+def _same(line: Line) -> Line:
+    return line
+
+
+def _redirect_output(log: Path, printed: bytes) -> None:
+    """Send stdout and stderr, of native code too, to the end of `log`, line by line, behind `printed`.
 
     Where that cannot be opened, the disk being full perhaps, they go on to where the launcher's go.
     """
@@ -104,6 +133,8 @@ def _redirect_output(log: Path) -> None:
         make_lenient()
         print(f"hpctrain: {log} cannot be opened: {error.strerror}. What this rank prints goes here.")
         return
+    with suppress(OSError):
+        os.write(fd, printed)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from hpctrain.errors import SchedulerError
 from hpctrain.supervisor.outcome import Outcome
 from hpctrain.supervisor.scheduler import Scheduler
-from hpctrain.supervisor.step import Ending, Event, Signalled, Step, StepEnded, TaskExit
+from hpctrain.supervisor.step import (
+    Ending,
+    Event,
+    Hung,
+    Signalled,
+    Step,
+    StepEnded,
+    Straggling,
+    TaskExit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +57,10 @@ class Watch:
     """Processes that ended by themselves, in the order in which it was noticed."""
     signals: list[signal.Signals] = field(default_factory=list)
     """Signals that the supervisor got."""
+    hung: Hung | None = None
+    """Why the step was ended, where it hung."""
+    stragglers: list[Straggling] = field(default_factory=list)
+    """Ranks that were slow, as it was noticed."""
     end: StepEnded | None = None
     out_of_time: bool = False
     _deadline: float | None = None
@@ -76,6 +89,13 @@ class Watch:
                 self.end = event
             case TaskExit():
                 self._task_ended(event)
+            case Straggling():
+                self.stragglers.append(event)
+            case Hung():
+                if not self._killed:
+                    self.hung = event
+                    log.error("%s", event.cause)
+                    self._kill(step)
             case Signalled(number):
                 self.signals.append(number)
                 forward = self.scheduler.on_signal.get(number)

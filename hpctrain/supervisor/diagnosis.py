@@ -91,6 +91,10 @@ class Diagnostician:
         """Ranks that only lost peers which had been told to leave have not failed: they were stopped."""
         attempt, exits = ended.attempt, ended.watch.exits
         lost = self._find_lost(hosts)
+        if (hung := ended.watch.hung) is not None and not lost:
+            log_path = str(self.run.rank_log(attempt, hung.rank))
+            end = self._record(attempt, Kind.HANG, hung.cause, rank=hung.rank, host=hung.host, log=log_path)
+            return Diagnosis(end)
         failures = collect(self.run, self.spec, attempt, exits, hosts, ended.said)
         if lost:
             # Whatever the ranks say, they say it because of that.

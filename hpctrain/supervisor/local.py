@@ -36,7 +36,14 @@ class LocalLauncher:
         self._gpus = visible_gpus(environ)
         self._num_steps = 0
 
-    def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> LocalStep:
+    def start(
+        self,
+        command: list[str],
+        variables: Mapping[str, str],
+        emit: Emit,
+        *,
+        beside: bool = False,  # noqa: ARG002 (processes share a machine anyway)
+    ) -> LocalStep:
         """Start one process a rank. See `Launcher.start`."""
         spec = self._spec
         num_nodes = len(self.hosts)

@@ -27,8 +27,9 @@ from hpctrain.supervisor.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 
-#: To the store: one for its process group, and one where it reports a failure.
-_CONNECTIONS_PER_RANK = 2
+#: To the store: one for its process group, and one where it reports a failure; its line, and that of the
+#: worker that waits for its place.
+_CONNECTIONS_PER_RANK = 4
 
 
 def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:

@@ -25,7 +25,7 @@ class Rendezvous:
         """
         self._address = address
         # The store asks nobody who they are: other hosts reach it only where ranks are there.
-        self._socket: socket.socket | None = _listen(address if address == "127.0.0.1" else "")
+        self._socket: socket.socket | None = listen_for_ranks(address)
         self._port: int = self._socket.getsockname()[1]
         self._store: Any = None
 
@@ -67,8 +67,13 @@ class Rendezvous:
             self._socket.close()
 
 
-def _listen(interface: str) -> socket.socket:
-    """A socket that listens at a free port, for IPv4 and IPv6 alike where it is meant for all interfaces."""
+def listen_for_ranks(address: str) -> socket.socket:
+    """A socket that listens at a free port for ranks that reach this host at `address`.
+
+    Raises:
+        OSError: no port can be bound.
+    """
+    interface = address if address == "127.0.0.1" else ""
     if not interface and socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN

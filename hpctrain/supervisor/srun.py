@@ -15,8 +15,9 @@ from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.defaults import with_defaults
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.environment import outer_environment
-from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, run_slurm, steps_of
+from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, find_step, run_slurm, step_name
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.supervisor.container import enclose
 from hpctrain.supervisor.scheduler import own_job_id
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
@@ -64,12 +65,16 @@ class SrunLauncher:
         self._job_id = own_job_id(environ)
         self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}
 
-    def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> SrunStep:
+    def start(
+        self, command: list[str], variables: Mapping[str, str], emit: Emit, *, beside: bool = False
+    ) -> SrunStep:
         """Start one task a rank. See `Launcher.start`."""
         spec = self._spec
         threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
         processes = spec.processes_per_node
+        name = step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
         options = [
+            f"--job-name={name}",
             f"--nodes={len(self.hosts)}",
             f"--ntasks={len(self.hosts) * processes}",
             f"--ntasks-per-node={processes}",
@@ -83,27 +88,34 @@ class SrunLauncher:
             f"--chdir={spec.workdir}",
         ]
         if len(self.hosts) < self._num_granted:
-            # The step before holds its CPUs and GPUs until Slurm has given up the node that was lost.
-            options += [f"--nodelist={compress_hostlist(self.hosts)}", "--overlap"]
+            options.append(f"--nodelist={compress_hostlist(self.hosts)}")
+        if beside or len(self.hosts) < self._num_granted:
+            # Another step holds the CPUs and GPUs: the one that is running, or the one before until Slurm has
+            # given up the node that was lost.
+            options.append("--overlap")
         if spec.cpus_per_task is not None or spec.torchrun is not None or spec.is_elastic:
             # Since 22.05 srun does not take this over from sbatch; an agent has the CPUs of all its ranks.
             cpus = (spec.cpus_per_task or 1) * spec.tasks_per_node // processes
             options.append(f"--cpus-per-task={cpus}")
-        # By way of env: the user's variables are for the ranks, and not for srun.
-        command = ["/usr/bin/env", *(f"{name}={value}" for name, value in spec.env.items()), *command]
+        # By way of env: the user's variables are for the ranks, and not for srun. The name of the job is
+        # the ranks' too, in which srun puts that of the step.
+        own = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ} | spec.env
+        command = ["/usr/bin/env", *(f"{name}={value}" for name, value in own.items()), *command]
         defaults = {name: value for name, value in threads.items() if name not in spec.env}
         environ = with_defaults({**self._environ, **variables}, defaults)
         enclosed = enclose(spec, command, [*variables, *defaults], environ.get("PATH"))
         words = ["srun", *options, *enclosed.srun_options, *enclosed.command]
-        return SrunStep(words, environ, self._job_id, emit)
+        return SrunStep(words, environ, self._job_id, name, emit)
 
 
 class SrunStep:
     """A step under srun."""
 
-    def __init__(self, command: list[str], environ: Mapping[str, str], job_id: str, emit: Emit) -> None:
+    def __init__(
+        self, command: list[str], environ: Mapping[str, str], job_id: str, name: str, emit: Emit
+    ) -> None:
         self._emit = emit
-        self._job_id = job_id
+        self._job_id, self._name = job_id, name
         self._outer = outer_environment(environ)
         self._killed = False
         self._last_words: deque[str] = deque(maxlen=5)
@@ -121,8 +133,8 @@ class SrunStep:
         self._reader.start()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send `number` to every task of the job's steps."""
-        for step in steps_of([self._job_id], self._outer):
+        """Send `number` to every task of this step."""
+        if (step := find_step(self._job_id, self._name, self._outer)) is not None:
             run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
 
     def kill(self) -> None:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.spec import JobSpec
@@ -22,7 +23,7 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.supervisor.attempt import Watch
-from hpctrain.supervisor.command import command_of
+from hpctrain.supervisor.crew import Crew
 from hpctrain.supervisor.lead import lead_s
 from hpctrain.supervisor.outcome import Outcome
 from hpctrain.supervisor.rendezvous import Rendezvous
@@ -60,6 +61,7 @@ class Starter:
     launcher: Launcher
     scheduler: Scheduler
     events: queue.SimpleQueue[Event]
+    crew: Crew
     grace: Mapping[str, str]
     """Variables that tell the ranks how long each signal leaves them."""
 
@@ -81,16 +83,17 @@ class Starter:
         hosts, begun = self.launcher.hosts, time.time()
         scripts_own = ScriptCheckpoints(self.run.checkpoints)
         with Rendezvous(self.launcher.address) as rendezvous:
-            variables = {**rendezvous.variables, **self._variables(attempt, lead)}
             self.run.log_event("started", attempt, nodes=len(hosts), world_size=self.world_size, hosts=hosts)
             said = size_of(self.run.slurm_log)
             log.info("attempt %d: starting %d ranks on %s", attempt, self.world_size, hosts)
-            step = self.launcher.start(command_of(self.spec, len(hosts)), variables, self.events.put)
+            variables = partial(self._variables, lead=lead)
+            step = self.crew.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
                 rendezvous.serve()
                 outcome = watch.until_end(step)
                 ranks_met = rendezvous.was_used()
             finally:
+                self.crew.end()
                 step.close()
         if (path := scripts_own.newest_since()) is not None:
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))

@@ -69,7 +69,33 @@ class Signalled:
     signal: signal.Signals
 
 
-Event = TaskExit | StepEnded | Signalled
+@dataclass(frozen=True)
+class Hung:
+    """No rank gets on any more: the step is to be ended."""
+
+    cause: str
+    rank: int
+    """The rank that the others wait for; the first one where that cannot be told."""
+    host: str
+    absent: tuple[int, ...]
+    """All ranks that the others wait for; none where that cannot be told."""
+
+
+@dataclass(frozen=True)
+class Straggling:
+    """A rank takes longer than the others, who wait for it."""
+
+    host: str
+    rank: int
+    ratio: float
+    """Of its time to that of most."""
+    part: str
+    """Where it loses most of it: `data` or `compute`."""
+    lasting: bool
+    """Whether it has been so for a while."""
+
+
+Event = TaskExit | StepEnded | Signalled | Hung | Straggling
 Emit = Callable[[Event], None]
 
 
@@ -96,5 +122,14 @@ class Launcher(Protocol):
     address: str
     """Where the tasks reach the supervisor's host."""
 
-    def start(self, command: list[str], variables: Mapping[str, str], emit: Emit) -> Step:
-        """Start one task a rank, each running `command` with `variables` on top of the environment."""
+    def start(
+        self, command: list[str], variables: Mapping[str, str], emit: Emit, *, beside: bool = False
+    ) -> Step:
+        """Start one task a rank, each running `command` with `variables` on top of the environment.
+
+        Args:
+            command: what each task runs.
+            variables: what it is told; the number of the attempt is among them.
+            emit: takes the events of the step.
+            beside: whether it shares the nodes with the step that is running.
+        """

@@ -16,6 +16,7 @@ from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError
 from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.supervisor.crew import Crew
 from hpctrain.supervisor.decide import Action, Decision, Nodes, State, decide, suspects
 from hpctrain.supervisor.diagnosis import Diagnosis, Diagnostician, in_words
 from hpctrain.supervisor.grow import Grower
@@ -47,7 +48,8 @@ class Supervisor:
         self._launcher, self._scheduler = launcher, scheduler
         self._environ = environ or {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._starter = Starter(run, spec, launcher, scheduler, self._events, grace or {})
+        self._crew = Crew(run, spec, launcher)
+        self._starter = Starter(run, spec, launcher, scheduler, self._events, self._crew, grace or {})
         self._diagnostician = Diagnostician(run, spec, scheduler)
         self._check = NodeCheck(run, spec, launcher)
         self._mover = Mover(run, spec, scheduler, self._events)
@@ -66,6 +68,10 @@ class Supervisor:
         self._leave_out()
         if deaths and (exit_code := self._take_over()) is not None:
             return exit_code
+        with self._crew:
+            return self._attempts()
+
+    def _attempts(self) -> int:
         last: Kind | None = None
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()

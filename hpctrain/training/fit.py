@@ -11,6 +11,7 @@ import torch
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.process_group import Team
+from hpctrain.runtime.pulse import pulse
 from hpctrain.runtime.signals import StopFlag
 from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.training import rng
@@ -37,6 +38,7 @@ from hpctrain.training.run_log import RunLog
 from hpctrain.training.settings import Settings
 from hpctrain.training.spent import Spent
 from hpctrain.training.state import TrainingState
+from hpctrain.training.step_clock import StepClock
 from hpctrain.training.stepping import Stepping
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.surroundings import describe
@@ -109,6 +111,7 @@ class Fit:
         self.state.scaler, self.state.callbacks = scaler, callbacks
         self._stepping = Stepping(self._strategy, optimization, settings, scaler)
         self._spent = Spent(team.device)
+        self._clock = StepClock(module, self.state.optimizers[0], team.device)
         self._cpus = cpus_of_rank(team.ranks.local_world_size)
         self._progress = make_progress(self._feed.last_step, team.ranks.is_main, settings.global_batch_size)
         self._log = (
@@ -156,6 +159,7 @@ class Fit:
                     self._progress.say(f"hpctrain: {advice}")
             self._team.barrier()
             self._callbacks.fit_end()
+        pulse.enter("end")
         if sentence := self._strategy.finish():
             self._progress.say(f"hpctrain: {sentence}")
 
@@ -165,7 +169,8 @@ class Fit:
         self._spent.take()
         report: StepReport | None = None
         for step in self._spent.waiting(self._feed.steps()):
-            sums = self._train(step)
+            with self._clock.step():
+                sums = self._train(step)
             stop = save = end = False
             if report is not None:
                 result = self._read(report)
@@ -188,6 +193,7 @@ class Fit:
     def _begin(self) -> None:
         """Load what there is to load, and make ready for the step after it."""
         state = self.state
+        pulse.enter("load")
         self._checkpoints.resume()
         for remark in (*self._strategy.remarks, *state.remarks):
             self._progress.say(f"hpctrain: {remark}")
@@ -233,7 +239,8 @@ class Fit:
         )
 
     def _read(self, report: StepReport, *, show: bool = True) -> StepResult:
-        result = report.read()
+        with self._clock.exchange():
+            result = report.read()
         self._feed.hear(result.news)
         self._callbacks.step_end(result.step, result.scalars)
         if show:
@@ -282,11 +289,13 @@ class Fit:
         self._strategy.align_buffers()
         if (stop or result.stop) and not state.finished:
             self._write(state.step, state.epoch, state.latest, always=True)
+            pulse.enter("save")
             self._checkpoints.leave()
         self._validate_if_due()
         self._write(state.step, state.epoch, state.latest, always=True)
         if save or result.save or self._checkpoints.due():
-            self._checkpoints.save()
+            with pulse.during("save"):
+                self._checkpoints.save()
 
     def _validation_due(self) -> bool:
         every, state = self._settings.validate_every, self.state
@@ -299,7 +308,7 @@ class Fit:
         state = self.state
         if self._validation_set is None or not self._validation_due() or state.validated_step == state.step:
             return False
-        with self._spent.on("validation"):
+        with pulse.during("validate"), self._spent.on("validation"):
             state.validation = validate(
                 self._strategy, self._validation_set, self._team, precision=self._settings.precision
             )

@@ -9,6 +9,8 @@ from typing import Literal, TypeVar
 
 import torch
 
+from hpctrain.runtime.pulse import pulse
+
 T = TypeVar("T")
 
 
@@ -45,10 +47,13 @@ class Spent:
         iterator = iter(batches)
         while True:
             begun = time.perf_counter()
+            pulse.enter("data")
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            pulse.enter("step")
+            pulse.data_s += time.perf_counter() - begun
             if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
                 seconds = time.perf_counter() - begun
                 self._on_data_s += seconds

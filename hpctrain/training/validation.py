@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
+from hpctrain.runtime.pulse import pulse
 from hpctrain.training.data.loading import to_device
 from hpctrain.training.data.lockstep import in_lockstep
 from hpctrain.training.data.sources import ValidationSet
@@ -61,6 +62,7 @@ def validate(
             for name, mean in as_scalars(output, lone_name, origin).items():
                 sums[name] = sums.get(name, 0.0) + mean.to(team.device).double() * num_samples
             count += num_samples
+            pulse.enter("validate")
     module.train()
     # A rank that had no sample does not know the names.
     names = _agreed_names(team, list(sums) if count else None, origin)

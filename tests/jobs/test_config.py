@@ -152,6 +152,8 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "node_check": "auto",
         "gpu_directive": "gres",
         "max_failures": 3,
+        "warm_workers": 30,
+        "hang_limit": 300,
         "continue_by": "auto",
         "snapshot_limit": 200,
         "container_runtime": "auto",

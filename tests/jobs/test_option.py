@@ -110,6 +110,8 @@ def test_defaults_are_those_of_the_specification():
             )
         },
         "grow_after": JobSpec.grow_after_s,
+        "warm_workers": fields["warm_workers_s"].default,
+        "hang_limit": fields["hang_limit_s"].default,
         "backend": "auto",
         "snapshot_limit": DEFAULT_LIMIT_MB,
         "container_runtime": "auto",

@@ -1,0 +1,221 @@
+"""Time from `kill -9` of a rank to the next trained step: hpctrain against torchrun, on the same script.
+
+    python benchmarks/restart.py [--ranks N] [--rounds N] [--limit RATIO] [--warm-limit RATIO]
+
+In each round every side is started anew, trains, loses its last rank to SIGKILL, and trains again from the
+script's own checkpoint: `torchrun --standalone --max-restarts`, hpctrain with workers that start from
+nothing, and hpctrain with workers that wait. The sides take turns; the ratios are those of the medians of the
+restarts that came to a step: torchrun's ranks sometimes do not meet again, and a minute later it is counted
+so. Exits with 1 where a ratio is above its limit, or hpctrain did not come back. `--phases` tells where the
+time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from math import inf, isfinite
+from pathlib import Path
+
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SCRIPT = """
+import json, os, sys, time
+begun = time.time()
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+imported = time.time()
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo")
+met = time.time()
+rank = dist.get_rank()
+torch.manual_seed(0)
+module = torch.nn.Linear(64, 64)
+model = DistributedDataParallel(module)
+optimizer = torch.optim.AdamW(model.parameters())
+saved, first = folder / "state.pt", 0
+if saved.exists():
+    state = torch.load(saved)
+    first = state["step"]
+    module.load_state_dict(state["module"])
+    optimizer.load_state_dict(state["optimizer"])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+for step in range(first + 1, 1_000_000):
+    loss = model(torch.full((8, 64), float(rank))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        if step % 10 == 0:
+            state = {"step": step, "module": module.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, folder / "new.pt")
+            os.replace(folder / "new.pt", saved)
+        times = {"begun": begun, "imported": imported, "met": met} if step == first + 1 else {}
+        with open(folder / "steps.jsonl", "a") as lines:
+            print(json.dumps({"step": step, "time": time.time(), "pid": os.getpid(), **times}), file=lines)
+    time.sleep(0.02)
+"""
+#: A start on a busy machine takes less.
+LIMIT_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=1.0)
+    parser.add_argument("--warm-limit", type=float, default=0.5)
+    parser.add_argument("--phases", action="store_true", help="say where the time goes")
+    options = parser.parse_args()
+    sides: dict[str, Callable[[Path, Path], Side]] = {
+        "torchrun": lambda script, folder: Torchrun(script, folder, options.ranks),
+        "hpctrain": lambda script, folder: Hpctrain(script, folder, options.ranks, warm=False),
+        "hpctrain, workers that wait": lambda script, folder: Hpctrain(
+            script, folder, options.ranks, warm=True
+        ),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    phases: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(options.rounds):
+            for name, start in sides.items():
+                folder = Path(scratch, f"{number}-{len(seconds[name])}-{list(sides).index(name)}")
+                folder.mkdir()
+                script = folder / "train.py"
+                script.write_text(SCRIPT)
+                side = start(script, folder)
+                try:
+                    parts = measure(side, folder, options.ranks - 1)
+                finally:
+                    side.stop()
+                seconds[name].append(parts["first step"])
+                phases[name].append(parts)
+    medians = {
+        name: statistics.median([value for value in values if isfinite(value)] or [inf])
+        for name, values in seconds.items()
+    }
+    print(f"{'kill -9 of a rank to the next step':36} {'median':>8} {'ratio':>6}    all")
+    for name, median in medians.items():
+        values = " ".join(f"{value:.2f}" for value in seconds[name])
+        print(f"{name:36} {median:6.2f} s {median / medians['torchrun']:6.2f}    {values}")
+        if options.phases:
+            for part in max(phases[name], key=len):
+                took = statistics.median(run[part] for run in phases[name] if part in run)
+                print(f"    {part:40} {took:6.2f} s")
+    fresh, warm = (max(seconds[name]) for name in list(sides)[1:])
+    ratios = [medians[name] / medians["torchrun"] for name in list(sides)[1:]]
+    sys.exit(not isfinite(fresh + warm) or ratios[0] > options.limit or ratios[1] > options.warm_limit)
+
+
+class Side:
+    """One way to start the script."""
+
+    def ready(self) -> bool:
+        """Whether the rank may be killed now."""
+        return True
+
+    def moments(self) -> dict[str, float]:
+        """When this or that was done, in seconds since the epoch."""
+        return {}
+
+    def stop(self) -> None:
+        """End it, and all that it started."""
+
+
+class Torchrun(Side):
+    def __init__(self, script: Path, folder: Path, ranks: int) -> None:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        self._process = subprocess.Popen(
+            [sys.executable, *command, "--max-restarts=3", str(script), str(folder)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)  # which it passes on to the ranks
+        self._process.wait(LIMIT_S)
+
+
+class Hpctrain(Side):
+    def __init__(self, script: Path, folder: Path, ranks: int, *, warm: bool) -> None:
+        self._run, self._warm = RunDir(folder / "run"), warm
+        self._hpctrain(
+            *("submit", "--backend", "local", f"--tasks-per-node={ranks}", "--cpus-per-task=1"),
+            *(f"--warm-workers={'2' if warm else 'never'}", "--run-dir", str(self._run.path)),
+            *("--no-snapshot", str(script), str(folder)),
+        )
+
+    def ready(self) -> bool:
+        return not self._warm or "wait ready" in self._run.supervisor_log.read_text()
+
+    def moments(self) -> dict[str, float]:
+        events = {(event["kind"], event["attempt"]): event["time"] for event in self._run.read_events()}
+        return {
+            "all ranks gone": events["failure", 0],
+            "restart decided": events["restart", 0],
+            "ranks started": events["started", 1],
+        }
+
+    def stop(self) -> None:
+        self._hpctrain("cancel", str(self._run.path))
+        # Of a run that was cancelled it says that it has not succeeded.
+        self._hpctrain("wait", str(self._run.path), succeeds=False)
+
+    def _hpctrain(self, *words: str, succeeds: bool = True) -> None:
+        command = [sys.executable, "-m", "hpctrain", *words]
+        done = subprocess.run(command, cwd=self._run.path.parent, capture_output=True, text=True, check=False)
+        if succeeds and done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def measure(side: Side, folder: Path, victim: int) -> dict[str, float]:
+    """Kill a rank when it trains; seconds until this and that was done, the first step of rank 0 at last."""
+    steps = folder / "steps.jsonl"
+    if not wait_for(lambda: count(steps) > 25 and side.ready()):
+        sys.exit(f"no steps, or no workers that wait, after {LIMIT_S:.0f} s")
+    pid = json.loads(steps.read_text().splitlines()[0])["pid"]
+    killed = time.time()
+    os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
+    if not wait_for(lambda: last_pid(steps) != pid):
+        return {"first step": inf}
+    first = next(record for record in read_json_lines(steps) if record["pid"] != pid)
+    names = {"begun": "script begins", "imported": "torch imported", "met": "ranks met", "time": "first step"}
+    parts = {text: first[name] - killed for name, text in names.items()}
+    return {name: at - killed for name, at in side.moments().items()} | parts
+
+
+def count(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def last_pid(path: Path) -> int:
+    return [record["pid"] for record in read_json_lines(path)][-1]
+
+
+def wait_for(done: Callable[[], bool]) -> bool:
+    """Whether it came true within the limit."""
+    deadline = time.monotonic() + LIMIT_S
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A short training that stays in one phase of its first attempt for a while, and says when it is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hpctrain
+from hpctrain.checkpoint.place import Place
+
+PHASE, FOLDER = sys.argv[1], Path(sys.argv[2])
+IS_FIRST = os.environ["HPCTRAIN_ATTEMPT"] == "0"
+
+
+def arrive(phase: str, seconds: float = 2.0) -> None:
+    """Where this is the phase to be disturbed in, tell so, and stay for a while."""
+    mark = FOLDER / f"{phase}-{os.environ['RANK']}"
+    if phase == PHASE and IS_FIRST and not mark.exists():
+        mark.touch()
+        time.sleep(seconds)
+
+
+class Small(hpctrain.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            arrive("step", 0.2)
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        arrive("validation")
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+commit = Place.commit
+
+
+def commit_slowly(self, *args, **kwargs):
+    """As on a slow disk."""
+    arrive("save")
+    return commit(self, *args, **kwargs)
+
+
+if __name__ == "__main__":
+    Place.commit = commit_slowly
+    arrive("start")
+    data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
+    trainer = hpctrain.Trainer(
+        max_steps=12,
+        global_batch_size=8,
+        seed=1,
+        checkpoint_every=4,
+        checkpoint_async=False,
+        validate_every=5,
+    )
+    trainer.fit(Small(), data, data)

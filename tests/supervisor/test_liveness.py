@@ -1,0 +1,120 @@
+"""When a run counts as hung, and which rank it is that the others wait for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpctrain.supervisor.liveness import Limits, Liveness, Told, absent
+
+
+def trained(steps: int, seconds: float, ranks: int = 2, floor_s: float | None = 60.0) -> Liveness:
+    """Ranks that have trained so many steps, each of so many seconds."""
+    liveness = Liveness(Limits(floor_s))
+    for step in range(steps + 1):
+        for rank in range(ranks):
+            liveness.heard(rank, "step", step, step, step * seconds)
+    return liveness
+
+
+def test_a_run_hangs_where_no_rank_gets_on_for_longer_than_the_floor():
+    liveness = trained(5, 1.0)
+    assert liveness.overdue(64.0) is None
+    overdue = liveness.overdue(66.0)
+    assert overdue is not None
+    assert (overdue.seconds, overdue.limit_s) == (61.0, 60.0)
+
+
+def test_the_limit_grows_with_the_longest_step_of_the_run():
+    liveness = trained(5, 20.0)
+    assert liveness.overdue(100.0 + 199.0) is None
+    assert liveness.overdue(100.0 + 201.0) is not None
+
+
+def test_what_was_learned_outlives_an_attempt():
+    limits = trained(5, 20.0).limits
+    again = Liveness(Limits(60.0, dict(limits.longest_s)))
+    again.heard(0, "step", 1, 1, 0.0)
+    assert again.overdue(199.0) is None
+    assert again.overdue(201.0) is not None
+
+
+def test_one_rank_that_gets_on_is_enough():
+    liveness = trained(5, 1.0)
+    liveness.heard(1, "step", 6, 6, 60.0)
+    assert liveness.overdue(100.0) is None
+
+
+def test_the_most_patient_phase_counts():
+    liveness = trained(5, 1.0)
+    liveness.heard(0, "save", 5, 6, 6.0)
+    assert liveness.overdue(700.0) is None
+    assert liveness.overdue(6.0 + 12 * 60.0 + 1.0) is not None
+
+
+def test_a_heartbeat_without_progress_is_none():
+    liveness = trained(5, 1.0)
+    for second in range(6, 70):
+        liveness.heard(0, "step", 5, 5, float(second))
+        liveness.heard(1, "step", 5, 5, float(second))
+    assert liveness.overdue(70.0) is not None
+
+
+def test_the_first_step_may_take_longer():
+    liveness = trained(0, 1.0)
+    assert liveness.overdue(350.0) is None
+    assert liveness.overdue(361.0) is not None
+
+
+@pytest.mark.parametrize("phase", ["start", "end"])
+def test_of_what_is_the_scripts_own_nothing_is_known(phase):
+    liveness = Liveness(Limits(60.0))
+    liveness.heard(0, phase, 0, 0, 0.0)
+    assert liveness.overdue(1e9) is None
+
+
+def test_a_start_is_limited_once_there_was_one():
+    liveness = Liveness(Limits(60.0))
+    liveness.heard(0, "start", 0, 0, 0.0)
+    liveness.heard(0, "load", 0, 1, 50.0)
+    assert liveness.limits.of("start") == 500.0
+
+
+def test_without_a_floor_nothing_is_a_hang():
+    assert trained(5, 1.0, floor_s=None).overdue(1e9) is None
+    assert Limits(None).of("step") == math.inf
+
+
+def test_ranks_that_have_left_do_not_hang():
+    liveness = trained(5, 1.0)
+    liveness.gone(0)
+    liveness.gone(1)
+    assert liveness.overdue(1e9) is None
+
+
+def test_a_job_that_was_suspended_does_not_hang():
+    liveness = trained(5, 1.0)
+    liveness.paused(1000.0)
+    assert liveness.overdue(1060.0) is None
+
+
+BUSY = Told("step", 7, "training_step (train.py:12)", waits=False)
+WAITS = Told("step", 7, "backward (train.py:20)", waits=True)
+
+
+@pytest.mark.parametrize(
+    ("told", "silent", "ranks"),
+    [
+        ({0: WAITS, 1: BUSY, 2: WAITS}, [], [1]),
+        ({0: WAITS, 2: WAITS}, [1], [1]),
+        ({0: WAITS, 1: Told("step", 6, "elsewhere", waits=True), 2: WAITS}, [], [1]),
+        ({0: BUSY, 1: Told("step", 7, "other (train.py:3)", waits=False), 2: BUSY}, [], [1]),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, [], []),
+        ({0: BUSY, 1: Told("step", 7, "other (train.py:3)", waits=False)}, [], []),
+        ({}, [0, 1], []),
+    ],
+    ids=["busy", "silent", "behind", "elsewhere", "all wait", "two, each elsewhere", "nobody answers"],
+)
+def test_the_rank_that_is_not_in_the_collective(told, silent, ranks):
+    assert absent(told, silent) == ranks
