@@ -44,6 +44,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         "step": status.step,
         "loss": status.loss,
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
+        "not saved": status.not_saved,
         "cause": status.cause,
         "log": short_path(status.log) if status.log else None,
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.manifest import committed_steps
+from hpctrain.jobs.not_saved import why_not_saved
 from hpctrain.jobs.reasons import NEVER_STARTS
 from hpctrain.jobs.record import Record, last_sign_of_life, read_record
 from hpctrain.jobs.states import JobView, RunState, count, describe_counts, overall
@@ -44,6 +45,8 @@ class RunStatus:
     loss: float | None = None
     #: Folder of the newest whole checkpoint.
     checkpoint: str | None = None
+    #: Since when nothing is saved, and why, where a run that is going fails to save.
+    not_saved: str | None = None
     #: Slurm says that the job waits for what cannot come any more.
     never_starts: bool = False
     #: Why the run failed, and the log that shows it.
@@ -100,6 +103,7 @@ def settle(record: Record, view: JobView | None, last_sure: float = 0.0) -> RunS
         step=metrics.get("step"),
         loss=metrics.get("loss"),
         checkpoint=_newest_checkpoint(run),
+        not_saved=why_not_saved(run) if state is RunState.RUNNING else None,
         cause=cause,
         log=log,
         submitted=record.submitted["time"] if record.submitted else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs import chain
+from hpctrain.jobs import chain, not_saved
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.doubt import Doubt
 from hpctrain.jobs.record import Job
@@ -401,3 +401,21 @@ def test_a_successor_that_has_done_all_while_it_was_looked_for_is_not_recorded_a
     monkeypatch.setattr(chain, "find_successor", find_late)
     status = run.status()
     assert (status.state, status.job_id) == (RunState.COMPLETED, "18")
+
+
+def test_a_run_that_goes_on_but_cannot_save_says_since_when_and_why(fake_slurm, run, monkeypatch):
+    fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
+    run.dir.log_event("started", 0, nodes=1)
+    assert run.status().not_saved is None
+    run.dir.log_event("failure", 0, rank=3, host="n1", cause="rank 3 crashed", log="/a log")
+    assert run.status().not_saved is None
+    run.dir.log_event("failure", 0, cause="no space for a checkpoint")
+    assert run.status().not_saved == "no checkpoint yet: no space for a checkpoint"
+    run.dir.log_event("checkpoint", 0, step=7, path="x")
+    assert run.status().not_saved is None, "it works again"
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    assert run.status().not_saved == f"no checkpoint yet: disk full at {run.dir.path}"
+    monkeypatch.setattr(not_saved, "committed_steps", lambda folder: {3, 7})
+    run.dir.checkpoint(7).mkdir(parents=True)
+    assert run.status().not_saved.startswith("no checkpoint since step 7 (20")

@@ -64,8 +64,8 @@ class ShardedStream:
             )
         self._dataset, self.name = dataset, name
         offered = getattr(dataset, "num_shards", None)
-        has_shards = isinstance(offered, int) and callable(getattr(dataset, "shard", None))
-        self.num_shards: int = offered if has_shards else 1
+        has_shards = callable(getattr(dataset, "shard", None))
+        self.num_shards = offered if isinstance(offered, int) and has_shards else 1
         if self.num_shards < 1:
             raise UserError(f"{name} has {self.num_shards} shards; it must have one at least.")
 
