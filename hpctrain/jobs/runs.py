@@ -209,6 +209,12 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     hint = (
         f"Did you mean {close[0]!r}?" if close else "`hpctrain list` shows all; --runs-dir looks elsewhere."
     )
+    for folder in (runs_dir / run, Path(run)):
+        if (path := RunDir(folder).checkpoints).is_dir():
+            raise RunNotFound(
+                f"{str(folder)!r} has checkpoints, but was not submitted so far: `hpctrain submit --run-dir` "
+                f"goes on from them, `hpctrain checkpoints` lists what lies in {str(path)!r}."
+            )
     raise RunNotFound(f"There is no run {run!r}, neither in {str(runs_dir)!r} nor as a folder. {hint}")
 
 

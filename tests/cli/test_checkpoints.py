@@ -310,3 +310,11 @@ def test_a_run_that_is_going_takes_no_import(command: Command) -> None:
     answer = command("import", "going", "w.pt")
     assert answer.exit_code == 2
     assert "Run going is UNKNOWN" in answer.stderr
+
+
+def test_a_folder_that_holds_an_import_is_told_from_no_run(command: Command) -> None:
+    torch.save({"w": torch.zeros(1)}, "weights.pt")
+    assert command("import", "new", "weights.pt").exit_code == 0
+    answer = CliRunner().invoke(cli, ["status", "new"])
+    assert answer.exit_code == 2
+    assert "'new' has checkpoints, but was not submitted so far" in answer.output
