@@ -15,6 +15,7 @@ from hpctrain.training.callbacks import Callback
 from hpctrain.training.devices import Devices, parse_devices
 from hpctrain.training.precision import check_precision
 from hpctrain.training.strategies import find_strategy
+from hpctrain.training.strategies.registry import chosen_name
 
 #: A folder in the memory of a node, on Linux.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -162,6 +163,9 @@ class Settings:
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         self.loggers = find_loggers(self.loggers)
+        if self.strategy == "auto":
+            find_strategy(self.strategy, os.environ)
+            self.strategy = chosen_name(os.environ)
         if self.devices is not None:
             parse_devices(self.devices)
         check_precision(self.precision)

@@ -250,3 +250,9 @@ def test_without_a_run_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit(Tiny())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_tells_the_strategy_that_auto_stands_for(monkeypatch):
+    assert hpctrain.Trainer(max_steps=1).strategy == "ddp"
+    monkeypatch.setenv("HPCTRAIN_STRATEGY", "ddp2")
+    assert hpctrain.Trainer(max_steps=1).strategy == "ddp2"

@@ -47,6 +47,11 @@ def register_strategy(name: str) -> Callable[[type[Strategy]], type[Strategy]]:
     return register
 
 
+def chosen_name(environ: Mapping[str, str]) -> str:
+    """What "auto" stands for: the strategy that the job asks for, or else ddp."""
+    return environ.get(STRATEGY_VARIABLE) or "ddp"
+
+
 def find_strategy(name: str, environ: Mapping[str, str]) -> type[Strategy]:
     """The strategy of that name; for "auto" the one that the job asks for, or else ddp.
 
@@ -57,7 +62,7 @@ def find_strategy(name: str, environ: Mapping[str, str]) -> type[Strategy]:
     """
     origin = "strategy"
     if name == "auto":
-        name, origin = environ.get(STRATEGY_VARIABLE) or "ddp", STRATEGY_VARIABLE
+        name, origin = chosen_name(environ), STRATEGY_VARIABLE
     if name in _REGISTERED:
         return _REGISTERED[name]
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
