@@ -39,7 +39,7 @@ torch.save((module.state_dict(), trainer.step, trainer.metrics), "out")
 def test_the_callers_module_has_the_weights(tmp_path):
     """With any strategy, and with no guard around the script, which no process begins anew."""
     (tmp_path / "script.py").write_text(UNGUARDED)
-    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path).stdout
+    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
     assert printed.count("imported") == 1
     weights, step, metrics = torch.load(tmp_path / "out")
     assert step == 5
@@ -51,12 +51,12 @@ def test_the_callers_module_has_the_weights(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"strategy": "ddp_spawn", "devices": 2}, {"strategy": "dp", "devices": 3}]
 )
-def test_one_step_and_fifty_are_those_of_one_process(tmp_path, settings):
-    trainings = [{**settings, "max_steps": steps} for steps in (1, 50)]
-    run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps(trainings)], VARIABLES)
-    for steps, result in zip((1, 50), torch.load(tmp_path / "out"), strict=True):
-        for name, value in by_hand(steps).items():
-            assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
+def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
+    training = {**settings, "max_steps": 50}
+    run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])], VARIABLES, timeout=110)
+    (result,) = torch.load(tmp_path / "out")
+    for name, value in by_hand(50).items():
+        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 
 FAILING = """
@@ -84,17 +84,18 @@ hpctrain.Trainer(max_steps=5, strategy="ddp_spawn", devices=2).fit(module, sampl
             "pickle",
             r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] is a _thread.lock, which",
         ),
-        ("fail", "Rank 1 of 2 has failed:"),
         ("fail", "ArithmeticError: by rank 1"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, how, message):
     (tmp_path / "script.py").write_text(FAILING)
-    done = run_command([sys.executable, "script.py", how], VARIABLES, cwd=tmp_path, check=False)
+    done = run_command([sys.executable, "script.py", how], VARIABLES, cwd=tmp_path, check=False, timeout=110)
     assert done.returncode == 1
     assert message in done.stderr
+    assert how == "pickle" or "Rank 1 of 2 has failed:" in done.stderr
 
 
+@pytest.mark.long
 def test_a_stop_is_passed_on_and_the_run_goes_on(tmp_path):
     """The caller leaves with code 75 when its ranks have saved; nothing is left behind."""
     training = {"strategy": "ddp_spawn", "devices": 2, "run_dir": str(tmp_path / "run"), "sleep": 0.02}
@@ -147,7 +148,7 @@ print(parts, seen)
 
 def test_dp_splits_the_batch_and_its_end_sees_all_of_it(tmp_path):
     (tmp_path / "script.py").write_text(WHOLE_BATCH)
-    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path).stdout
+    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
     assert "'ddp' is faster" in printed
     assert printed.splitlines()[-1] == "[4, 3, 3, 4, 3, 3] [(10, [4, 3, 3]), (10, [4, 3, 3])]"
 
