@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -41,13 +42,17 @@ WARM_UP = 10
 
 
 class Net(hpctrain.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, awaited: list[Path]) -> None:
         super().__init__()
+        self.awaited = awaited
         self.net = torch.nn.Sequential(
             torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)
         )
 
     def training_step(self, batch, batch_idx):  # noqa: ARG002
+        # That clients of trackers are imported and have started is not counted.
+        while not all(path.exists() for path in self.awaited):
+            time.sleep(0.1)
         loss = self.net(batch[0]).square().mean()
         return {"loss": loss, "mean": loss.detach() / 2, "lr": 0.1}
 
@@ -66,7 +71,8 @@ def step_s(folder: Path, steps: int, width: int, loggers: list[str], *, measured
         trainer = hpctrain.Trainer(
             max_steps=steps, global_batch_size=32, checkpoint_every=None, run_dir=folder, loggers=loggers
         )
-        trainer.fit(Net(width), data)
+        awaited = [run.logger_memory(name) for name in loggers]
+        trainer.fit(Net(width, awaited), data)
     sampler.end()
     times = [record["spent"]["all"] for record in read_json_lines(run.metrics)]
     return statistics.median(times[WARM_UP:])

@@ -11,8 +11,9 @@ import hpctrain
 
 #: In a container the package lies where the interpreter does not look by itself. It comes last in the path,
 #: so that what lies beside it shadows nothing.
+#: It gives way to the ranks where there is not a core for each.
 _BOOT = (
-    "import runpy, sys; sys.path.append(sys.argv.pop()); "
+    "import os, runpy, sys; os.nice(10); sys.path.append(sys.argv.pop()); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
 )
 
