@@ -156,7 +156,7 @@ class Hpctrain(Side):
         self._run, self._warm = RunDir(folder / "run"), warm
         self._hpctrain(
             *("submit", "--backend", "local", f"--tasks-per-node={ranks}", "--cpus-per-task=1"),
-            *(f"--warm-workers={'2' if warm else 'never'}", "--run-dir", str(self._run.path)),
+            *(f"--warm-workers={'5' if warm else 'never'}", "--run-dir", str(self._run.path)),
             *("--no-snapshot", str(script), str(folder)),
         )
 

@@ -42,6 +42,7 @@ class Crew:
         self._reserve: Reserve | None = None
         self._reserve_from: Callable[[int], Mapping[str, str]] | None = None
         self._imported_at: float | None = None
+        self._modules: list[str] = []
         self._has_reserve = False
 
     def __enter__(self) -> Self:
@@ -147,8 +148,9 @@ class Crew:
         if (modules := contact.modules) is None:
             return
         now = time.monotonic()
-        if self._imported_at is None:
-            self._imported_at = now
+        if self._imported_at is None or modules != self._modules:
+            # What is imported late, in the first step perhaps, takes long, too.
+            self._imported_at, self._modules = now, modules
         if now - self._imported_at < after_s:
             return
         self._has_reserve = True
