@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from hpctrain.rundir import CODE_SOURCE_VARIABLE, CODE_VARIABLE
 
@@ -30,6 +31,29 @@ def import_from_copy(environ: MutableMapping[str, str]) -> None:
         mapping = getattr(module, "MAPPING", None)
         if name.startswith(_EDITABLE) and isinstance(mapping, dict):
             mapping.update({package: _place(path, source, copy) for package, path in mapping.items()})
+
+
+def missing_in_copy(error: BaseException, environ: Mapping[str, str]) -> str:
+    """What to do about an import that fails in the copy of the code and would not where that was copied from.
+
+    Empty where that is not what is wrong.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name or CODE_VARIABLE not in environ:
+        return ""
+    copy, source = environ[CODE_VARIABLE], environ[CODE_SOURCE_VARIABLE]
+    parts = os.path.join(*error.name.split("."))
+    for folder in sys.path:
+        if folder != copy and not folder.startswith(copy + os.sep):
+            continue
+        for module in (f"{parts}.py", parts):
+            name = os.path.normpath(os.path.join(os.path.relpath(folder, copy), module))
+            if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(copy, name)):
+                return (
+                    f"{name} is there, but git ignores it, so it is not in the copy of the code that "
+                    f"the ranks run. Have git take it (git add -f {shlex.quote(name)}), or submit with "
+                    "--no-snapshot"
+                )
+    return ""
 
 
 def _place(path: str, source: str, copy: str) -> str:

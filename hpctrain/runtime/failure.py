@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
+from hpctrain.runtime.code_copy import missing_in_copy
 
 #: Key in the attempt's store that counts failures: the order in which ranks failed, by one clock.
 FAILURE_COUNT_KEY = "hpctrain/failures"
@@ -32,6 +33,8 @@ def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
     The rank is still connected to its peers here, so one whose error is the cause takes its place in the
     order before any peer can notice that it is gone.
     """
+    if hint := missing_in_copy(error, environ):
+        error.add_note(f"{hint}.")
     record = {
         "time": time.time(),
         "order": _take_place(environ),
@@ -41,7 +44,7 @@ def write_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
         "kind": "exception",
         "error": type(error).__name__,
         "classes": [its.__name__ for its in type(error).__mro__],
-        "message": str(error),
+        "message": f"{error}: {hint}" if hint else str(error),
         "traceback": _traceback(error),
         "log": str(log),
         # What is wrong with what the user asked for is so at every start.

@@ -361,6 +361,26 @@ def test_packages_that_are_installed_as_editable_come_from_the_copy(tmp_path):
     assert done.stdout.split() == ["copy", "copy", str(source / "only_here"), str(copy / "src")]
 
 
+def test_a_neighbour_that_git_ignores_is_named_where_its_import_fails(tmp_path):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    for folder in (source / "src", copy / "src"):
+        folder.mkdir(parents=True)
+    (source / "src" / "lib2x.py").touch()
+    probe = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(copy / 'src')!r})\n"
+        "from hpctrain.runtime.code_copy import missing_in_copy\n"
+        "for name in ('lib2x', 'nowhere_at_all'):\n"
+        "    try: __import__(name)\n"
+        "    except ImportError as error: print(missing_in_copy(error, os.environ) or 'unknown')\n"
+    )
+    variables = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
+    hint, unknown = run_command([sys.executable, "-c", probe], variables).stdout.splitlines()
+    assert hint.startswith("src/lib2x.py is there, but git ignores it")
+    assert "git add -f src/lib2x.py" in hint
+    assert unknown == "unknown"
+
+
 def test_the_plan_writes_nothing(repo):
     before = {path: path.stat().st_mtime_ns for path in repo.rglob("*")}
     Snapshot.plan(str(repo / "train.py"), 100, environment())
