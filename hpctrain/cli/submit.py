@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.common import echo_json, handle_of, json_option, program, short_path
+from hpctrain.errors import SchedulerError
 from hpctrain.jobs.config import COMMAND_LINE, resolve
 from hpctrain.jobs.option import Option
 from hpctrain.jobs.options import options
@@ -92,7 +93,9 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "--explain", is_flag=True, help="Print the value of each option and where it was given, and do nothing."
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the batch script that would be submitted, and do nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Print the batch script that would be submitted, and do nothing; 3 where Slurm would refuse it.",
 )
 @click.option(
     "--follow",
@@ -133,6 +136,8 @@ def command(
     if dry_run:
         _say(submission.prospects)
         click.echo(submission.script, nl=False)
+        if words := submission.refusal():
+            raise SchedulerError(f"Slurm would not take this job: {words}. Change what it names.")
         return
     from hpctrain.jobs.submit import hand_over
 

@@ -86,6 +86,11 @@ def _checked(key: str, value: str) -> str:
     return value
 
 
+def ours(name: str) -> str:
+    """What to use instead of a directive that hpctrain sets; empty where it does not set it."""
+    return _OURS.get(name, "")
+
+
 def _named() -> set[str]:
     """Options of sbatch that have one of the same name here."""
     return {option.flag[2:] for option in options().values() if option.about.directive}

@@ -11,6 +11,8 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 
+_SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
+
 
 def check_files(spec: JobSpec) -> None:
     """See to it that the script can be read, the interpreter run and the run folder written.
@@ -60,6 +62,21 @@ def _check_script(script: Path) -> None:
         raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
     if script.suffix == ".py":
         _check_syntax(script)
+    else:
+        _check_shebang(script)
+
+
+def _check_shebang(script: Path) -> None:
+    """Find what another interpreter is meant for, and Python would take for wrong Python."""
+    with open(script, "rb") as file:
+        first = file.readline(256)
+    words = first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
+    if script.suffix in _SHELL or (words and "python" not in words):
+        why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
+        raise SpecError(
+            f"The script {str(script)!r} {why}, but every rank runs it with Python. Give the Python script, "
+            "and lines of shell with --setup."
+        )
 
 
 def _check_interpreter(python: Path) -> None:
@@ -90,6 +107,12 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
     if not nearest.is_dir():
         raise SpecError(
             f"{str(nearest)!r}, on the way to the run folder {str(path)!r}, is no folder. Choose another."
+        )
+    room = os.statvfs(nearest)
+    if not (room.f_blocks or room.f_files):
+        raise SpecError(
+            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is no place for "
+            "files. Choose another."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise SpecError(

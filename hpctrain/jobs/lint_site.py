@@ -9,7 +9,7 @@ from hpctrain.jobs.backends import Outlook
 from hpctrain.jobs.environment import outer_environment
 from hpctrain.jobs.site.check import check_site
 from hpctrain.jobs.site.facts import Site
-from hpctrain.jobs.site.outlook import FORETELL_LIMIT_S, can_start, expected_start, highest_cost
+from hpctrain.jobs.site.outlook import FORETELL_LIMIT_S, Forecast, can_start, expected_start, highest_cost
 from hpctrain.jobs.site.paths import path_notes
 from hpctrain.jobs.site.questions import Answers, ask_site
 from hpctrain.jobs.site.read import site_of
@@ -50,8 +50,8 @@ def lint_site(
     notes, partitions = check_site(request, site, ask)
     forecast = None
     if can_start(partitions):
-        forecast = Question(
-            ["sbatch", "--test-only"], request.variables, text=script, timeout_s=FORETELL_LIMIT_S
+        forecast = Forecast(
+            Question(["sbatch", "--test-only"], request.variables, text=script, timeout_s=FORETELL_LIMIT_S)
         )
     notes = [
         *(f"{gap}: the job is not checked against that." for gap in gaps),
@@ -64,4 +64,4 @@ def lint_site(
         start = expected_start(request, forecast) if forecast is not None else ""
         return tuple(filter(None, (start, highest_cost(request, partitions, site))))
 
-    return Outlook(tuple(notes), foretell)
+    return Outlook(tuple(notes), foretell, forecast.refusal if forecast is not None else str)

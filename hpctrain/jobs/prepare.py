@@ -34,6 +34,8 @@ class Submission:
     notes: tuple[str, ...]
     #: See `prospects`.
     foretell: Callable[[], tuple[str, ...]]
+    #: See `Outlook.refusal`.
+    refusal: Callable[[], str]
     backend: Backend
     #: Some of its variables may be secret.
     environ: Mapping[str, str] = field(repr=False)
@@ -113,7 +115,8 @@ def _prepare(
         notes += why_none
     text = render(spec)
     outlook = backend.check(spec, text, settings.site)
-    return Submission(spec, text, (*notes, *outlook.notes), outlook.foretell, backend, environ, snapshot)
+    notes += outlook.notes
+    return Submission(spec, text, tuple(notes), outlook.foretell, outlook.refusal, backend, environ, snapshot)
 
 
 def _container(

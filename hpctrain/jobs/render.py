@@ -14,6 +14,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.directives import directive_lines, directives_of
 from hpctrain.jobs.shell import Shell
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.template_checks import check_blocks, check_script
 
 if TYPE_CHECKING:
     import jinja2
@@ -41,6 +42,8 @@ def render(spec: JobSpec) -> str:
     asked = spec.template or _fitting(spec)
     text = _written(spec, asked) or rendered_by_jinja(spec, asked)
     _check_preparations(spec.shell, text, asked)
+    if spec.template is not None:
+        check_script(text, directive_lines(directives_of(spec)), asked)
     return text
 
 
@@ -72,6 +75,7 @@ def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
     environment = environment_of(folder)
     environment.globals["need"] = partial(_need, asked)
     try:
+        check_blocks(environment, file_name)
         return environment.get_template(file_name).render(
             spec=spec,
             directives=directive_lines(directives_of(spec)),
@@ -79,11 +83,11 @@ def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
             version=hpctrain.__version__,
         )
     except jinja2.TemplateSyntaxError as error:
-        raise SpecError(
-            f"Line {error.lineno} of the template {error.filename} is wrong: {error.message}."
-        ) from error
+        words = str(error.message).rstrip(".")
+        raise SpecError(f"Line {error.lineno} of the template {error.filename} is wrong: {words}.") from error
     except (jinja2.TemplateError, UnicodeDecodeError) as error:
-        raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {error}.") from error
+        words = str(error).rstrip(".")
+        raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {words}.") from error
 
 
 def environment_of(folder: Path) -> jinja2.Environment:

@@ -28,6 +28,8 @@ class Outlook:
     """What the user should know, a line each."""
     foretell: Callable[[], tuple[str, ...]] = tuple
     """When the job starts, and what it may cost; the scheduler may still be thinking about it."""
+    refusal: Callable[[], str] = str
+    """Why the scheduler would not take the job, in its words; empty where it would, or does not say."""
 
 
 class Backend(Protocol):

@@ -11,12 +11,13 @@ from hpctrain.jobs.array import Array
 from hpctrain.jobs.site.facts import Partition, Site
 from hpctrain.jobs.site.problem import duration, plural
 from hpctrain.jobs.site.request import Request
-from hpctrain.jobs.slurm_command import Question
+from hpctrain.jobs.slurm_command import Question, may_succeed_later
 
 #: Slurm walks through its queue to foretell a start. Whoever has a long queue has to do without.
 FORETELL_LIMIT_S = 10.0
 #: A start within this many seconds is "at once".
 _AT_ONCE_S = 60
+_NOW = "at once"
 
 _START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
 
@@ -30,7 +31,41 @@ def can_start(partitions: Sequence[Partition]) -> bool:
     return not partitions or any(partition.state == "UP" for partition in partitions)
 
 
-def expected_start(request: Request, forecast: Question) -> str:
+#: What `sbatch --test-only` says of jobs that sbatch takes, and that wait.
+_WAITS = ("are busy", "Required node not available", "not available now", "dependency problem")
+
+
+class Forecast:
+    """What `sbatch --test-only` says; it may be looked at again and again."""
+
+    def __init__(self, question: Question) -> None:
+        self._question: Question | None = question
+        self._said: tuple[str, str] | SchedulerError = ("", "")
+
+    def answer(self) -> tuple[str, str]:
+        """See `Question.answer`."""
+        if self._question is not None:
+            try:
+                self._said = self._question.answer()
+            except SchedulerError as error:
+                self._said = error.with_traceback(None)
+            self._question = None
+        if isinstance(self._said, SchedulerError):
+            raise self._said
+        return self._said
+
+    def refusal(self) -> str:
+        """Why Slurm would not take the job, in its words; empty where it would, or does not say."""
+        try:
+            self.answer()
+        except SchedulerError as error:
+            words = str(error)
+            if words.startswith("sbatch says: ") and not may_succeed_later(words):
+                return "" if any(wait in words for wait in _WAITS) else words
+        return ""
+
+
+def expected_start(request: Request, forecast: Question | Forecast) -> str:
     """When Slurm expects the job to start, in a sentence.
 
     Args:
@@ -46,10 +81,13 @@ def expected_start(request: Request, forecast: Question) -> str:
     time, nodes, partition = match.groups()
     where = f"on {nodes}" + (f", partition {partition}" if partition else "")
     # What a job depends on is not part of the forecast (seen with Slurm 22.05).
-    but = " once what it depends on allows it (--dependency)" if request.gives("dependency") else ""
+    when = _when(time)
+    if request.gives("dependency"):
+        allowed = "what it depends on allows it (--dependency)"
+        when = f"as soon as {allowed}" if when == _NOW else f"{when}, once {allowed}"
     if request.gives("hold"):
         return "The job is held (--hold): it starts after `scontrol release`."
-    return f"Slurm expects to start it {_when(time)}{but}, {where}."
+    return f"Slurm expects to start it {when}, {where}."
 
 
 def highest_cost(request: Request, partitions: Sequence[Partition], site: Site) -> str:
@@ -91,7 +129,7 @@ def _when(time: str) -> str:
         return f"at {time}"
     now = datetime.now()
     if (start - now).total_seconds() < _AT_ONCE_S:
-        return "at once"
+        return _NOW
     same_day = start.date() == now.date()
     return f"at {start:%H:%M}" if same_day else f"on {start:%Y-%m-%d} at {start:%H:%M}"
 

@@ -1,0 +1,28 @@
+"""What a dry run says of a job that a real Slurm would not take."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from helpers import environment, run_command
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ((), 0),
+        (("--dependency", "afterany:1"), 0),
+        (("--licenses", "foo"), 3),
+        (("--gres", "foo:2"), 3),
+        (("--begin", "nonsense"), 3),
+        (("--mem", "4Q"), 3),
+    ],
+)
+def test_a_dry_run_ends_as_the_submission_would(slurm, tmp_path, options, code):
+    (tmp_path / "t.py").touch()
+    command = [sys.executable, "-m", "hpctrain", "submit", "--dry-run", "--time", "5", *options, "t.py"]
+    done = run_command(command, environment(slurm.env), cwd=tmp_path, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith("#!/bin/bash")
+    assert ("Error: Slurm would not take this job: sbatch says: " in done.stderr) == (code == 3)

@@ -1,0 +1,66 @@
+"""Templates of the user's own that would not do what they seem to."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import SpecError
+
+_HEAD = '{% extends "cpu.sbatch.j2" %}\n'
+
+
+@pytest.fixture
+def given(prepared, tmp_path):
+    def given(text, **options):
+        (tmp_path / "mine.j2").write_text(_HEAD + text)
+        return prepared(template="./mine.j2", **options)
+
+    return given
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{% block lanch %}x{% endblock %}", "Line 2 .*'lanch' replaces none of cpu.sbatch.j2. .*'launch'"),
+        ("{% block launch %}{% endblock %}", "does not start the supervisor"),
+        ("{% block directives %}#SBATCH --nodes=3\n{% endblock %}", r"--nodes=3'.* submitted with --nodes=2"),
+        ("{% block directives %}#SBATCH -N 3\n{% endblock %}", "-N 3'.* submitted with --nodes=2"),
+        ("{% block directives %}#SBATCH --signal=USR1@9\n{% endblock %}", "--signal"),
+        (
+            "{% block directives %}#SBATCH --wrap true\n{% endblock %}",
+            "itself sees to --wrap. Give the script",
+        ),
+        ("{% block setup %}{{ nothing }}{% endblock %}", r"'nothing' is undefined\.$"),
+    ],
+)
+def test_it_is_refused(given, text, words):
+    with pytest.raises(SpecError, match=words):
+        given(text, nodes=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% block directives %}#SBATCH --nodes=2\n#SBATCH --constraint=new\n{% endblock %}",
+        "{% block setup %}{% block mine %}ulimit -c 0{% endblock %}{% endblock %}",
+        "{% block launch %}date\n{{ super() }}{% endblock %}",
+    ],
+)
+def test_it_is_taken(given, text):
+    assert "hpctrain.supervisor" in given(text, nodes=2).script
+
+
+def test_what_is_no_python_is_refused_by_its_name_and_first_line(prepared, tmp_path):
+    (tmp_path / "t.sh").write_text("echo\n")
+    (tmp_path / "train").write_text("#!/bin/bash\necho\n")
+    (tmp_path / "ok").write_text("#!/usr/bin/env python3\nprint()\n")
+    with pytest.raises(SpecError, match=r"ends in \.sh, but every rank runs it with Python"):
+        prepared(script="t.sh")
+    with pytest.raises(SpecError, match="begins with #!/bin/bash"):
+        prepared(script="train")
+    prepared(script="ok")
+
+
+def test_a_place_without_room_for_files_is_no_place_for_a_run(prepared):
+    with pytest.raises(SpecError, match="'/proc' is no place for files"):
+        prepared(run_dir="/proc/foo")
