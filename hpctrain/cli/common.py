@@ -100,7 +100,11 @@ def describe_end(status: RunStatus) -> str:
     lines += [f"run          {status.run_id}: {status.state}{counts}{step}{loss}"]
     # A script that does not train with hpctrain leaves its own files instead.
     files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
-    lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
+    if run.tasks():
+        # Those of an array lie in the folders of its tasks.
+        lines += [f"{'tasks':<12} {short_path(run.path)}/task-*"]
+    else:
+        lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
     if tasks := [run.task(index) for index in run.tasks()]:
         # The log that is named is that of the task that failed.
         told = (task for task in tasks if Path(status.log or "/").is_relative_to(task.path))

@@ -64,7 +64,10 @@ def _form_of(output: Path | None) -> str:
 def _default_output(facts: list[Facts]) -> Path:
     if len(facts) == 1:
         return RunDir(Path(facts[0].folder)).report
-    raise UserError("A comparison has no folder of its own. Say where to write it: --output comparison.html.")
+    raise UserError(
+        f"There are {len(facts)} runs to compare, those of a job array among them, and the page lies in the "
+        "folder of none. Say where to write it: --output comparison.html."
+    )
 
 
 def _render(facts: list[Facts], form: str) -> str:

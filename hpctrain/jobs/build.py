@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.container import Container
 from hpctrain.jobs.duration import parse_duration
 from hpctrain.jobs.extra_directives import check_extra
+from hpctrain.jobs.given import wrong_value
 from hpctrain.jobs.launcher import Torchrun
 from hpctrain.jobs.notify import DEFAULT_STALL_S, OCCASIONS, Notify
 from hpctrain.jobs.options import SubmitOptions, is_template_path, options
@@ -102,6 +103,23 @@ def build_spec(
     )
 
 
+def check_value(name: str, value: object) -> None:
+    """See to it that an option may have this value, as far as that can be told of it alone.
+
+    Raises:
+        SpecError: it may not.
+    """
+    if (option := options().get(name)) is None:
+        return
+    try:
+        taken = option.kind.take(value)
+    except ValueError:
+        raise SpecError(wrong_value(name, value, option)) from None
+    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": _gpus}
+    if (read := readers.get(name)) is not None:
+        read(taken)
+
+
 def _positive(option: str, value: int | None) -> int:
     """A number that has to be positive where it is given; 0 where it is not."""
     if value is None:
@@ -122,7 +140,13 @@ def _seconds(option: str, value: int | str | None, least: int) -> int | None:
 
 def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
     if (asked := given.get("run_dir")) is not None:
-        return Path(os.path.normpath(cwd / asked))
+        path = Path(os.path.normpath(cwd / asked))
+        if not path.name:
+            raise SpecError(
+                f"--run-dir is {os.fspath(asked)!r}, which has no name that could be the run's id. "
+                "Choose a folder below it."
+            )
+        return path
     return cwd / RUNS_FOLDER / new_run_id(name)
 
 

@@ -155,6 +155,9 @@ def _from_caller(given: SubmitOptions, source: Source) -> Iterator[Given]:
 
 
 def _taken(option: Option, value: object, label: str, source: Source) -> Iterator[Given]:
+    if option.name == "sbatch" and isinstance(value, Mapping):
+        # A flag of sbatch is a truth value in Python, as it is in YAML.
+        value = {key: "true" if it is True else it for key, it in value.items() if it is not False}
     try:
         taken = option.kind.take(value)
     except ValueError:
@@ -174,7 +177,8 @@ def _from_assignment(text: str) -> Given:
         raise SpecError(f"--set {text!r} is not of the form KEY=VALUE.")
     option = find_option(name, f"--set {text!r}: ")
     if option.kind.pairs and entry:
-        return Given(key, value, _SET)
+        # A flag of sbatch has no value.
+        return Given(key, value if value or name == "sbatch" else None, _SET)
     if dot or (option.kind.pairs and value):
         form = f"{name}.NAME=VALUE" if option.kind.pairs else f"{name}=VALUE"
         raise SpecError(f"--set {text!r} is not of the form {form}.")

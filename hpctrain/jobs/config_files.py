@@ -33,7 +33,7 @@ def _user_file(environ: Mapping[str, str]) -> list[Path]:
     home = environ.get("HOME")
     folder = environ.get("XDG_CONFIG_HOME") or (os.path.join(home, ".config") if home else None)
     path = Path(folder, "hpctrain", "config.yaml") if folder else None
-    return [path] if path and os.path.isfile(path) else []
+    return [path] if path and os.path.lexists(path) else []
 
 
 def _project_file(cwd: Path) -> list[Path]:
@@ -41,6 +41,7 @@ def _project_file(cwd: Path) -> list[Path]:
     folders = [cwd, *cwd.parents]
     root = next((i for i, folder in enumerate(folders) if os.path.exists(folder / ".git")), 0)
     for folder in folders[: root + 1]:
-        if os.path.isfile(path := folder / PROJECT_FILE):
+        # One that is no file, or leads nowhere, has to be told of, when it is read.
+        if os.path.lexists(path := folder / PROJECT_FILE):
             return [path]
     return []

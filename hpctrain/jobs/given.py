@@ -52,6 +52,8 @@ def find_option(key: str, where: str) -> Option:
         return known[key]
     if key in known:
         raise SpecError(f"{where}{key!r} can be given on the command line only, as {known[key].flag}.")
+    if key in (PROFILES, SITE):
+        raise SpecError(f"{where}{key!r} is no option: it stands in a file, beside the options.")
     names = [name for name, option in known.items() if option.about.in_files]
     raise SpecError(f"{where}there is no option {key!r}. {nearest(key, (*names, PROFILES, SITE))}")
 

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _LONGEST_SIGNAL_LEAD_S = 65535
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: What tells a rank who it is; whatever is asked for, it is set when the ranks are started.
+_OF_RANKS = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
 _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 #: Characters that cannot stand in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
@@ -133,6 +140,11 @@ def _check_words(spec: JobSpec) -> None:
         if not _VARIABLE_NAME.fullmatch(name):
             raise SpecError(
                 f"{name!r} (--env) is no name of a variable: take letters, digits and _, and no digit first."
+            )
+        if name in _OF_RANKS:
+            raise SpecError(
+                f"The variable {name} is set for each rank by hpctrain, so --env {name}={spec.env[name]} "
+                "would change nothing. Leave it out."
             )
     for what, word in (("job name", spec.name), ("run id", spec.run_id)):
         if not word:

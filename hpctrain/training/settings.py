@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
@@ -122,6 +123,16 @@ class Settings:
     them depends on the sample alone. It takes some microseconds a sample."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch out of samples; torch's default otherwise."""
+
+    def __new__(cls, *args: object, **given: object) -> Self:  # noqa: ARG004
+        """See to it that there are such settings, and name the one that may have been meant."""
+        known = [its.name for its in fields(cls)]
+        for name in given:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+                raise UserError(f"{cls.__name__} has no setting {name!r}. {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):

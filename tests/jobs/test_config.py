@@ -103,7 +103,7 @@ def test_entries_are_joined_and_later_ones_win(places):
     places.user.write_text("env: {A: user, B: user, C: user}\nsbatch: {hint: compute_bound}\n")
     places.project.write_text("env:\n  B: project\n  C:\n")
     settings = places.resolve("env.D=a=b", "env.E=", "sbatch.hold=", env={"A": "line"})
-    assert settings.options["env"] == {"A": "line", "B": "project", "D": "a=b", "E": ""}
+    assert settings.options["env"] == {"A": "line", "B": "project", "D": "a=b"}
     assert settings.options["sbatch"] == {"hint": "compute_bound", "hold": ""}
     assert sources(settings)["env.B"] == f"{places.project}:2"
 

@@ -9,6 +9,7 @@ import submitit
 from submitit.core.utils import DelayedSubmission
 
 from hpctrain.errors import SpecError, UserError
+from hpctrain.jobs.build import check_value
 from hpctrain.jobs.duration import format_duration
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.functions import submit_calls
@@ -108,6 +109,8 @@ def _translated(name: str, value: Any) -> tuple[str, Any]:
     if plain == "mem_gb":
         return "mem", None if value is None else f"{round(1024 * value)}M"
     if plain in known:
+        if value is not None:
+            check_value(plain, value)
         return plain, value
     hint = _OURS.get(plain) or nearest(plain, sorted(known))
     raise SpecError(f"Executor has no parameter {name!r}. {hint}")
