@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.training import Module, Trainer
     from hpctrain.training.callbacks import Callback, EarlyStopping
     from hpctrain.training.data.randomness import sample_generator
+    from hpctrain.training.session import session
     from hpctrain.training.strategies import Strategy, register_strategy
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "EarlyStopping",
     "Strategy",
     "register_strategy",
+    "session",
     "sample_generator",
     "should_stop",
     "detect",
@@ -95,6 +97,7 @@ _HOMES = {
     "expand_hostlist": "hpctrain.cluster",
     "register_strategy": "hpctrain.training.strategies",
     "sample_generator": "hpctrain.training.data.randomness",
+    "session": "hpctrain.training.session",
     "should_stop": "hpctrain.runtime.stop",
     "submit": "hpctrain.jobs.submit",
 }

@@ -120,7 +120,8 @@ class EarlyStopping(Callback):
 class Callbacks:
     """All callbacks of a training, in their order."""
 
-    def __init__(self, callbacks: Sequence[Callback], trainer: Trainer, module: Module) -> None:
+    def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
+        # A trainer, or a session, which has no callbacks.
         self._callbacks, self._trainer, self._module = callbacks, trainer, module
 
     def __bool__(self) -> bool:
@@ -129,18 +130,23 @@ class Callbacks:
     @property
     def ending(self) -> str | None:
         """Why this rank wants the training to end; None where it does not."""
-        return self._trainer.ending
+        ending: str | None = self._trainer.ending
+        return ending
 
     def fit_start(self) -> None:
         for callback in self._callbacks:
             callback.on_fit_start(self._trainer, self._module)
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not self._callbacks:
+            return
         self._trainer.step = step
         for callback in self._callbacks:
             callback.on_step_end(self._trainer, self._module, metrics)
 
     def validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not self._callbacks:
+            return
         self._trainer.step, self._trainer.metrics = step, dict(metrics)
         for callback in self._callbacks:
             callback.on_validation_end(self._trainer, self._module, metrics)

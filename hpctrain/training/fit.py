@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ from hpctrain.training.spent import Spent
 from hpctrain.training.state import TrainingState
 from hpctrain.training.step_clock import StepClock
 from hpctrain.training.stepping import Stepping
-from hpctrain.training.strategies import find_strategy
+from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.surroundings import describe
 from hpctrain.training.tracking import Tracking
 from hpctrain.training.validation import validate
@@ -61,8 +61,21 @@ class Fit:
         run: RunDir | None,
         environ: Mapping[str, str],
         stop: StopFlag,
+        strategy: type[Strategy] | None = None,
     ) -> None:
         """Look at the data, put the module on its device and into its strategy. All ranks must call this.
+
+        Args:
+            settings: what to do.
+            module: what to train.
+            team: the ranks.
+            train_dataset: what to train on.
+            val_dataset: what to validate on, or None.
+            callbacks: what is called at certain moments.
+            run: where to write, or None.
+            environ: the environment.
+            stop: tells whether this rank was told to stop.
+            strategy: in place of the one that the settings name.
 
         Raises:
             UserError: a data set is empty, or cannot be one.
@@ -70,7 +83,7 @@ class Fit:
         self._settings, self._team, self._stop = settings, team, stop
         self._callbacks = callbacks
         loading = loading_of(settings, team)
-        strategy = find_strategy(settings.strategy, environ)
+        strategy = strategy or find_strategy(settings.strategy, environ)
         deal = self._deal = strategy.deal(team.ranks)
         self._feed = make_feed(
             train_dataset,
@@ -109,7 +122,9 @@ class Fit:
         scaler = make_scaler(settings.precision, team.device)
         self.state = TrainingState(module, optimization, self._feed)
         self.state.scaler, self.state.callbacks = scaler, callbacks
+        self.state.algorithm = self._strategy.algorithm
         self._stepping = Stepping(self._strategy, optimization, settings, scaler)
+        self.sums = ScalarSums()
         self._spent = Spent(team.device)
         self._clock = StepClock(module, self.state.optimizers[0], team.device)
         self._cpus = cpus_of_rank(team.ranks.local_world_size)
@@ -150,11 +165,23 @@ class Fit:
         Raises:
             SystemExit: with code 75, after a stop.
         """
+        with closing(self.steps()) as steps:
+            for step in steps:
+                self._train(step)
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Resume, and yield each step that is to be trained: whoever gets one trains it and adds to `sums`.
+
+        In between is done what all ranks do together. Close it where not all steps are taken.
+
+        Raises:
+            SystemExit: with code 75, after a stop.
+        """
         rng.seed_all(rng.derived_seed(self._settings.seed, "rank", self._team.ranks.rank))
         with self._progress, self._tracking, self._checkpoints, self._changed_module(), closing(self._feed):
             self._begin()
             if not self.state.finished:
-                self._train_on()
+                yield from self._steps()
                 if advice := too_few_workers(*self._spent.on_data(), self._settings.num_workers, self._cpus):
                     self._progress.say(f"hpctrain: {advice}")
             self._team.barrier()
@@ -163,20 +190,23 @@ class Fit:
         if sentence := self._strategy.finish():
             self._progress.say(f"hpctrain: {sentence}")
 
-    def _train_on(self) -> None:
-        """Train step after step, and read the result of each after the next one."""
+    def _steps(self) -> Iterator[Step]:
+        """Yield step after step, and read the result of each after the next one."""
         state = self.state
         self._spent.take()
         report: StepReport | None = None
         for step in self._spent.waiting(self._feed.steps()):
+            self._note_share(step.share)
+            self.sums = ScalarSums()
             with self._clock.step():
-                sums = self._train(step)
+                yield step
+            state.step, state.epoch = step.share.step, step.share.epoch
             stop = save = end = False
             if report is not None:
                 result = self._read(report)
                 stop, save, end = result.stop, result.save, result.end
             state.finished = self._feed.finished or end
-            report = self._report(step.share, sums)
+            report = self._report(step.share, self.sums)
             if stop or save or self._is_boundary():
                 self._at_boundary(self._read(report, show=False), stop, save)
                 report = None
@@ -213,18 +243,17 @@ class Fit:
         else:
             self._feed.micro_batch_size = self._find_micro_batch_size()
 
-    def _train(self, step: Step) -> ScalarSums:
+    def _train(self, step: Step) -> None:
         """One optimizer step on this rank's share of the global batch."""
-        share, state = step.share, self.state
+        one = step.num_micro_batches == 1
+        self.sums = self._stepping.take(
+            step, step.micro_batches if one else self._spent.waiting(step.micro_batches)
+        )
+
+    def _note_share(self, share: Share) -> None:
         # Where all ranks train the same samples, they are told once.
         if self._log is not None and (self._deal.world_size > 1 or self._team.ranks.is_main):
             self._log.share(share)
-        one = step.num_micro_batches == 1
-        sums = self._stepping.take(
-            step, step.micro_batches if one else self._spent.waiting(step.micro_batches)
-        )
-        state.step, state.epoch = share.step, share.epoch
-        return sums
 
     def _report(self, share: Share, sums: ScalarSums) -> StepReport:
         return StepReport(

@@ -12,6 +12,8 @@ from typing import Any, Literal, Self
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
 from hpctrain.telemetry.loggers import Logger, find_loggers
+from hpctrain.training.algorithms import Algorithm, find_algorithm
+from hpctrain.training.algorithms.base import AllReduce
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.devices import Devices, parse_devices
 from hpctrain.training.precision import check_precision
@@ -56,6 +58,9 @@ class Settings:
     strategy: str = "auto"
     """How ranks share the work, by name: docs/strategies.md lists them. `auto` is what the job asks for, or
     else `ddp`."""
+    algorithm: str | Algorithm = "allreduce"
+    """How the ranks of `ddp` agree: `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`,
+    `decentralized`, `low_precision_decentralized`, `async`, `local_sgd`; one with arguments; or your own."""
     devices: Devices | None = None
     """Where to train if nobody has started ranks: a number of devices, -1 for all, indices such as `[1, 3]`
     or `"1,3"`, or `auto` for all that are free. More than one starts a process for each, except with `dp`.
@@ -180,7 +185,15 @@ class Settings:
         if self.devices is not None:
             parse_devices(self.devices)
         check_precision(self.precision)
-        find_strategy(self.strategy, os.environ).check(self)
+        strategy = find_strategy(self.strategy, os.environ)
+        strategy.check(self)
+        algorithm = find_algorithm(self.algorithm)
+        if type(algorithm) is not AllReduce and not strategy.has_algorithms:
+            raise UserError(
+                f"algorithm is {self.algorithm!r}, which is for strategies 'ddp' and 'ddp_spawn', but "
+                f"strategy is {self.strategy!r}: it has its own way to bring gradients together."
+            )
+        algorithm.check(self)
 
     @property
     def retention(self) -> Retention:

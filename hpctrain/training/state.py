@@ -33,6 +33,7 @@ class TrainingState:
         remarks: what of a loaded checkpoint could not be put back, in sentences.
         scaler: scales the loss of a training in float16; None in any other.
         callbacks: what a user has called at certain moments; None where there is nothing.
+        algorithm: how replicas agree; None where there are none.
         validated_step: the step after which `validation` was measured, or 0.
         validation: latest results of validation.
         latest: latest scalars that were logged.
@@ -43,6 +44,7 @@ class TrainingState:
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self.scaler: HasState | None = None
         self.callbacks: HasState | None = None
+        self.algorithm: HasState | None = None
         self.step = self.epoch = 0
         self.finished = False
         self.micro_batches: tuple[int, int] | None = None
@@ -61,6 +63,7 @@ class TrainingState:
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
+            "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
             "user": own,
             "plan": self.feed.identity(),
             "epoch": self.epoch,
@@ -103,6 +106,8 @@ class TrainingState:
             self.scaler.load_state_dict(tree["scaler"])
         if self.callbacks is not None:
             self.callbacks.load_state_dict(tree.get("callbacks", {}))
+        if self.algorithm is not None:
+            self.algorithm.load_state_dict(tree.get("algorithm", {}))
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
         if tree["plan"] is not None:

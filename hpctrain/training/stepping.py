@@ -71,6 +71,7 @@ class Stepping:
                     if own.values:
                         self._note_norm(own, self._updates.update([optimizer], number, per_token))
                 sums.join(own)
+        self._strategy.updated(number)
         self._updates.advance(number)
         return sums
 

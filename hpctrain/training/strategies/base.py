@@ -11,6 +11,7 @@ import torch
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
+from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.data.plan import Deal
 from hpctrain.training.module import Module
 from hpctrain.training.optimization import Optimization, toggled
@@ -30,6 +31,8 @@ class Strategy:
         team: the ranks.
         in_lockstep: whether ranks wait for each other in every forward pass, also without a backward pass.
         has_turns: whether a step may be for some parameters only.
+        has_algorithms: whether replicas may agree in another way than by an all-reduce.
+        algorithm: how they do.
         spawns: whether the process that calls `fit` starts the ranks, where nobody has.
         turn: index of the optimizer that the step is for, where optimizers take turns.
         one_process: whether one process computes on all devices.
@@ -39,6 +42,7 @@ class Strategy:
 
     in_lockstep: ClassVar[bool] = False
     has_turns: ClassVar[bool] = True
+    has_algorithms: ClassVar[bool] = False
     spawns: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
     splits_itself: ClassVar[bool] = False
@@ -51,6 +55,7 @@ class Strategy:
             UserError: it cannot be trained in this way.
         """
         self.module, self.team, self.settings = module, team, settings
+        self.algorithm: Algorithm | None = None
         self.turn: tuple[int, ...] = ()
         self._turns: Sequence[Sequence[torch.Tensor]] = ()
         self.place()
@@ -155,6 +160,9 @@ class Strategy:
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.team.device)
+
+    def updated(self, step: int) -> None:
+        """All optimizers have made their update of `step`, counted from 1. All ranks call this."""
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of what an optimizer updates."""

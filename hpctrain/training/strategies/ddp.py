@@ -10,5 +10,7 @@ from hpctrain.training.strategies.replicas import Replicas
 class DDP(Replicas):
     """Each rank takes its loss over its own share of the global batch."""
 
+    has_algorithms = True
+
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
         return output, num_samples

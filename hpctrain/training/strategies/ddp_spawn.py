@@ -8,4 +8,5 @@ from hpctrain.training.strategies.replicas import Replicas
 class DDPSpawn(Replicas):
     """Where ranks were started already, such as by Slurm, there is nothing to start: it is ddp."""
 
+    has_algorithms = True
     spawns = True

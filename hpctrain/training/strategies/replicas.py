@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.process_group import Team
+from hpctrain.training.algorithms import Algorithm, find_algorithm
 from hpctrain.training.module import Module, takes_optimizer_idx
-from hpctrain.training.optimization import toggled
+from hpctrain.training.optimization import Optimization, toggled
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.buffers import share_buffers
 
@@ -32,8 +33,10 @@ class Replicas(Strategy):
     def __init__(self, module: Module, team: Team, settings: Settings) -> None:
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
         super().__init__(module, team, settings)
+        self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         self._step = _Step(module, self.join)
         self._forward: nn.Module = self._step
+        self._forwards: list[nn.Module] = []
         if not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
@@ -54,17 +57,31 @@ class Replicas(Strategy):
             return self._forward.no_sync()
         return nullcontext()
 
+    def optimized(self, optimization: Optimization) -> Optimization:
+        if self.team.is_distributed:
+            # Only now are the replicas equal.
+            self.algorithm.begin(self.module, self.team)
+            for forward in self._forwards or [self._forward]:
+                if isinstance(forward, DistributedDataParallel):
+                    self.algorithm.attach(forward)
+            self.algorithm.optimized(optimization)
+        return optimization
+
+    def updated(self, step: int) -> None:
+        if self.team.is_distributed:
+            self.algorithm.updated(step)
+
     def align_buffers(self) -> None:
         """Give every rank the buffers of rank 0, such as running means. All ranks must call this.
 
         A forward pass does so too, before it changes them on each rank by its own samples.
         """
         if self.team.is_distributed:
+            self.algorithm.align()
             share_buffers(self.module)
 
     def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         super().take_turns(parameters)
-        self._forwards = []
         for own in parameters:
             with toggled(self.module, own):
                 self._forwards.append(self._averaging())
@@ -83,6 +100,8 @@ class Replicas(Strategy):
             self._step,
             device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            # Replicas that go their own way share theirs where all ranks meet.
+            broadcast_buffers=self.algorithm.shares_gradients,
         )
         touched: torch.Tensor = forward(None, 0, 0, touch_only=True)
         torch.autograd.backward(touched)

@@ -1,0 +1,61 @@
+"""Vectors in 8 bits an element, with the least and the largest value beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_LEVELS = 255
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Rows of bytes, each between a minimum and a maximum of its own.
+
+    The error of an element is at most half a step: (maximum − minimum) / 510.
+    """
+
+    codes: torch.Tensor
+    """uint8, of shape [rows, n]."""
+    ranges: torch.Tensor
+    """float32, of shape [rows, 2]: minimum and maximum."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.ranges.nbytes
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> Quantized:
+        """`rows`, of shape [rows, n], rounded to the nearest of 256 levels."""
+        low, high = rows.amin(1, keepdim=True).float(), rows.amax(1, keepdim=True).float()
+        step = ((high - low) / _LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = ((rows.float() - low) / step).round().clamp(0, _LEVELS).to(torch.uint8)
+        return cls(codes, torch.cat([low, high], 1))
+
+    def restored(self) -> torch.Tensor:
+        """float32, of the shape that it had."""
+        low, high = self.ranges[:, :1], self.ranges[:, 1:]
+        return low + self.codes.float() * ((high - low) / _LEVELS)
+
+
+def mean_in_bytes(flat: torch.Tensor, world_size: int) -> tuple[torch.Tensor, int]:
+    """The mean of a vector over all ranks; each element travels in 8 bits. All ranks must call this.
+
+    Each rank gets one piece of the vector from all others, takes the mean of it, and sends that to all
+    (ByteGrad: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021).
+
+    Returns:
+        The mean, equal on all ranks, and the bytes that this rank handed over.
+    """
+    each = -(-len(flat) // world_size)
+    padded = torch.nn.functional.pad(flat, (0, each * world_size - len(flat)))
+    own = Quantized.of(padded.view(world_size, each))
+    got = Quantized(torch.empty_like(own.codes), torch.empty_like(own.ranges))
+    dist.all_to_all_single(got.codes, own.codes)
+    dist.all_to_all_single(got.ranges, own.ranges)
+    piece = Quantized.of(got.restored().mean(0, keepdim=True))
+    dist.all_gather_into_tensor(got.codes, piece.codes)
+    dist.all_gather_into_tensor(got.ranges, piece.ranges)
+    return got.restored().reshape(-1)[: len(flat)], own.nbytes + piece.nbytes

@@ -1,0 +1,76 @@
+"""Handwritten digits: `agree.py ALGORITHM LAST_STEP [SETTING=VALUE…]`; prints what the ranks agreed on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import hpctrain
+from hpctrain.training.algorithms import find_algorithm
+from hpctrain.training.algorithms.averaging import LocalSGD
+from hpctrain.training.algorithms.powersgd import PowerSGD
+from hpctrain.training.algorithms.qadam import QAdam
+
+NUM_WEIGHTS = 64 * 128 + 128 + 128 * 10 + 10
+
+
+class Digits(hpctrain.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return {"accuracy": (self.net(x).argmax(1) == y).double().mean()}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    digits = load_digits()
+    return torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+
+
+MADE = {
+    "local_sgd": LocalSGD,
+    "local_sgd, every 8": partial(LocalSGD, 8),
+    "powersgd": PowerSGD,
+    "qadam": partial(QAdam, 40),
+}
+
+if __name__ == "__main__":
+    options = dict(word.split("=", 1) for word in sys.argv[3:])
+    settings = {"checkpoint_every": None, **{name: json.loads(value) for name, value in options.items()}}
+    name = sys.argv[1]
+    algorithm = MADE[name]() if name in MADE else find_algorithm(name)
+    trainer = hpctrain.Trainer(
+        max_steps=int(sys.argv[2]),
+        global_batch_size=64,
+        seed=1,
+        validate_every=10**6,
+        algorithm=algorithm,
+        **settings,
+    )
+    x, y = samples()
+    module = Digits()
+    trainer.fit(module, (x[:1400], y[:1400]), (x[1400:], y[1400:]))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    everyone = [weights.tolist()] * trainer.ranks.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, weights.tolist())
+    if trainer.is_main:
+        same = all(weights == everyone[0] for weights in everyone)
+        told = {"accuracy": trainer.metrics["accuracy"], "same": same, "weights": everyone[0]}
+        print(json.dumps({**told, "sent_bytes": algorithm.sent_bytes}))

@@ -1,0 +1,187 @@
+"""How the ranks of ddp agree with fewer bytes: what is sent, what is learned, and what a stop does to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from agree import NUM_WEIGHTS, Digits, samples
+from forked import run_forked
+from test_trainer import variables
+from torch import nn
+
+import hpctrain
+from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
+from hpctrain.training.algorithms.decentralized import peer_of
+from hpctrain.training.algorithms.quantized import Quantized
+from hpctrain.training.data.order import SampleOrder
+from hpctrain.training.data.plan import split
+
+SCRIPT = Path(__file__).with_name("agree.py")
+STEPS = 120
+
+
+def train(run: Path, *words: object, ranks: int = 2) -> dict:
+    """What `agree.py` printed; all ranks end with the same weights, to the bit."""
+    printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
+    told = json.loads(printed.splitlines()[-1])
+    assert told["same"]
+    return told
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict:
+    return train(tmp_path_factory.mktemp("plain"), "allreduce", STEPS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "low", "high"),
+    [
+        ("fp16", 2, 0.5, 0.5),
+        ("bf16", 2, 0.5, 0.5),
+        ("powersgd", 2, 0.07, 0.1),
+        ("bytegrad", 2, 0.375, 0.38),
+        ("qadam", 2, 0.58, 0.6),  # a third of the steps are its warm-up
+        ("decentralized", 2, 1.0, 1.05),
+        pytest.param("decentralized", 4, 1.0, 1.05, marks=pytest.mark.long),
+        ("low_precision_decentralized", 3, 0.5, 0.55),  # to two neighbours
+        ("async", 2, 0.005, 1.1),
+        ("local_sgd", 2, 0.25, 0.3),
+        pytest.param("local_sgd, every 8", 2, 0.125, 0.17, marks=pytest.mark.long),
+    ],
+)
+def test_fewer_bytes_are_sent_and_as_much_is_learned(tmp_path, plain, algorithm, ranks, low, high):
+    """Bytes a step as a part of the gradients in float32; where ranks meet at the end adds a few."""
+    told = train(tmp_path, algorithm, STEPS, ranks=ranks)
+    assert low <= told["sent_bytes"] / STEPS / (4 * NUM_WEIGHTS) <= high
+    assert plain["accuracy"] > 0.85
+    assert told["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
+
+
+@pytest.mark.parametrize(("algorithm", "close"), [("fp16", 1e-3), ("bf16", 1e-2)])
+def test_a_first_step_is_that_of_an_all_reduce_but_for_what_is_rounded(tmp_path, algorithm, close):
+    """AdamW's first step goes by the sign of a gradient; only those next to zero may turn."""
+    exact = torch.tensor(train(tmp_path / "plain", "allreduce", 1)["weights"])
+    rounded = torch.tensor(train(tmp_path / "rounded", algorithm, 1)["weights"])
+    assert not torch.equal(exact, rounded)
+    turned = ((exact - rounded).abs() > 1e-4).double().mean()
+    assert turned < 0.05 + close
+
+
+def replicas(ranks: int, num_steps: int, meet: Callable[[int, list[torch.Tensor]], list[torch.Tensor]]):
+    """By hand: replicas, each on its share, and what `meet` makes of their weights after each step."""
+    x, y = (column[:1400] for column in samples())
+    order = SampleOrder(1400, 1)
+    torch.manual_seed(1)
+    first = Digits()
+    modules = [Digits() for _ in range(ranks)]
+    for module in modules:
+        module.load_state_dict(first.state_dict())
+    optimizers = [module.configure_optimizers() for module in modules]
+    for step in range(1, num_steps + 1):
+        indices = order.indices(0, (step - 1) * 64, step * 64)
+        for rank, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+            low, high = split(64, rank, ranks)
+            own = indices[low:high]
+            loss = module.training_step((x[own], y[own]), 0) * ((high - low) / 64 * ranks)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [nn.utils.parameters_to_vector(module.parameters()).detach() for module in modules]
+        for module, vector in zip(modules, meet(step, weights), strict=True):
+            nn.utils.vector_to_parameters(vector.clone(), module.parameters())
+    return torch.stack([nn.utils.parameters_to_vector(m.parameters()).detach() for m in modules]).mean(0)
+
+
+def mean_of_all(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.stack(weights).mean(0)] * len(weights)
+
+
+def test_local_sgd_is_replicas_that_meet_after_so_many_steps(tmp_path):
+    expected = replicas(3, 10, lambda step, w: mean_of_all(w) if step % 4 == 0 else w)
+    assert train(tmp_path, "local_sgd", 10, ranks=3)["weights"] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_decentralized_is_replicas_that_meet_in_pairs(tmp_path):
+    def meet(step: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        peers = [peer_of(rank, 3, step) for rank in range(3)]
+        return [w if p is None else (w + weights[p]) / 2 for w, p in zip(weights, peers, strict=True)]
+
+    expected = replicas(3, 10, meet)
+    assert train(tmp_path, "decentralized", 10, ranks=3)["weights"] == pytest.approx(
+        expected.tolist(), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("world_size", range(2, 10))
+def test_peers_meet_each_other_and_everybody_in_turn(world_size):
+    met = {rank: set() for rank in range(world_size)}
+    num_turns = world_size - 1 + world_size % 2
+    for step in range(num_turns):
+        peers = {rank: peer_of(rank, world_size, step) for rank in range(world_size)}
+        assert all(peer is None or (peers[peer] == rank and peer != rank) for rank, peer in peers.items())
+        assert list(peers.values()).count(None) == world_size % 2
+        for rank, peer in peers.items():
+            met[rank].add(peer)
+    everybody = set(range(world_size)) | ({None} if world_size % 2 else set())
+    assert all(others == everybody - {rank} for rank, others in met.items())
+
+
+def test_eight_bits_are_off_by_half_a_step_at_most():
+    rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1.0], [1e-6], [0.0]]
+    )
+    quantized = Quantized.of(rows)
+    steps = (rows.amax(1) - rows.amin(1)) / 255
+    assert (quantized.restored() - rows).abs().amax(1).le(steps * 0.51).all()
+    assert quantized.nbytes == 3 * 1000 + 3 * 8
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["bytegrad", "powersgd", "qadam", "low_precision_decentralized", "local_sgd"]
+)
+def test_a_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
+    """What an algorithm knows is in the checkpoint; qadam is stopped in its warm-up, and after it."""
+    steps = (25, 50) if algorithm == "qadam" else (5, 10)
+    every = f"checkpoint_every={steps[0]}"
+    whole = train(tmp_path / "whole", algorithm, steps[-1], every)
+    for last_step in steps:
+        parts = train(tmp_path / "parts", algorithm, last_step, every)
+    assert parts["weights"] == whole["weights"]
+
+
+@pytest.mark.parametrize("algorithm", ["powersgd", "qadam", "decentralized", "async"])
+def test_any_number_of_ranks_goes_on(tmp_path, plain, algorithm):
+    for last_step, ranks in ((45, 2), (80, 3), (STEPS, 1)):
+        told = train(tmp_path, algorithm, last_step, ranks=ranks)
+    assert told["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "bytegard"}, "Did you mean 'bytegrad'"),
+        ({"algorithm": "bytegrad", "strategy": "zero1"}, "its own way to bring gradients together"),
+        ({"algorithm": "local_sgd", "strategy": "ddp2"}, "its own way"),
+        ({"algorithm": "local_sgd", "precision": "16-mixed"}, "skip different steps"),
+        ({"algorithm": "qadam", "precision": "16-mixed"}, "momenta would be scaled"),
+        ({"algorithm": "qadam", "gradient_clip_norm": 1.0}, "no common gradient to clip"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(settings, message):
+    with pytest.raises(hpctrain.UserError, match=message):
+        hpctrain.Trainer(max_steps=1, **settings)
+
+
+def test_an_algorithm_of_a_script_is_found_by_its_name():
+    @register_algorithm("nothing new")
+    class NothingNew(Algorithm):
+        pass
+
+    assert isinstance(find_algorithm("nothing new"), NothingNew)
+    own = NothingNew()
+    assert find_algorithm(own) is own

@@ -1,0 +1,73 @@
+"""A loop of one's own has the Trainer's order of data, weights, checkpoints and stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_forked
+from test_exact import by_hand, trained
+from test_trainer import losses, variables
+
+import hpctrain
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SCRIPT = Path(__file__).with_name("own_loop.py")
+
+
+def train(run: Path, *words: object, ranks: int = 1) -> dict:
+    printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
+    told = json.loads(printed.splitlines()[-1])
+    assert all(parameters == told["parameters"][0] for parameters in told["parameters"])
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parameters_are_those_of_one_process_on_the_whole_batch(tmp_path, ranks):
+    """A batch of 5 on 3 ranks is shared 2, 2, 1, and the epoch's last one of 3 evenly."""
+    told = train(tmp_path, 7, ranks=ranks)
+    assert told["parameters"][0] == pytest.approx(by_hand(7, 5), rel=1e-9)
+    lines = read_json_lines(RunDir(tmp_path).metrics)
+    assert [line["step"] for line in lines] == [*range(1, 8)]
+    assert all(line["lr"] > 0 for line in lines)
+
+
+def test_a_stop_told_to_one_rank_saves_and_leaves_and_the_rest_is_the_same(tmp_path):
+    whole = train(tmp_path / "whole", 12, ranks=2)
+    with pytest.raises(AssertionError, match="exit code 75 of rank"):
+        train(tmp_path / "parts", 12, "1:6", ranks=2)
+    rest = train(tmp_path / "parts", 12, ranks=2)
+    assert 0 < rest["steps"] < 12
+    assert rest["parameters"] == whole["parameters"]
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert trained(tmp_path / "parts") == trained(tmp_path / "whole")
+
+
+def test_another_number_of_ranks_goes_on(tmp_path):
+    for last_step, ranks in ((4, 2), (7, 3), (9, 1)):
+        told = train(tmp_path, last_step, ranks=ranks)
+    assert told["parameters"][0] == pytest.approx(by_hand(9, 5), rel=1e-9)
+
+
+def test_what_is_called_in_the_wrong_order_or_with_something_else_is_told_so():
+    with pytest.raises(hpctrain.UserError, match="does not take 'precison'"), hpctrain.session(precison="32"):
+        pass
+    data = torch.zeros(4, 1)
+    with hpctrain.session() as s:
+        with pytest.raises(hpctrain.UserError, match=r"before prepare\(model, optimizer\)"):
+            next(iter(s.batches(data, global_batch_size=2, max_steps=1)))
+        with pytest.raises(hpctrain.UserError, match="was given a dict"):
+            s.prepare({})
+        with pytest.raises(hpctrain.UserError, match="outside of the loop"):
+            s.log(loss=1.0)
+        model = torch.nn.Linear(1, 1)
+        prepared = s.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert prepared[0] is model  # alone there is nothing to share
+        assert len(list(s.batches(data, global_batch_size=2, max_steps=3))) == 3
+        with pytest.raises(hpctrain.UserError, match="called after batches"):
+            s.prepare(model)
+        with pytest.raises(hpctrain.UserError, match="called twice"):
+            next(iter(s.batches(data, global_batch_size=2, max_steps=3)))
