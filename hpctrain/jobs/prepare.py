@@ -48,6 +48,10 @@ class Submission:
         return self.foretell()
 
 
+#: What may be an argument of a script; it gets a text.
+_ARGUMENTS = (str, int, float, os.PathLike)
+
+
 def prepare(
     script: str | os.PathLike[str],
     args: Sequence[str],
@@ -77,10 +81,10 @@ def prepare(
         SpecError: the job cannot be done as asked.
         SchedulerError: Slurm was asked for by name and does not answer.
     """
-    if isinstance(args, str | bytes) or not all(isinstance(arg, str) for arg in args):
+    if isinstance(args, str | bytes) or not all(isinstance(arg, _ARGUMENTS) for arg in args):
         raise SpecError(
-            f"The arguments of the script are {args!r}, but they have to be a list of texts, such as "
-            "['--steps', '100']."
+            f"The arguments of the script are {args!r}, but they have to be a list of texts, numbers "
+            "and paths, such as ['--steps', 100]."
         )
     settings = resolve(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:

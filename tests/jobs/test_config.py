@@ -154,6 +154,7 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "max_failures": 3,
         "warm_workers": 30,
         "hang_limit": 300,
+        "notify_stall_after": 900,
         "continue_by": "auto",
         "snapshot_limit": 200,
         "container_runtime": "auto",

@@ -134,8 +134,8 @@ def test_options_that_mean_nothing_locally_are_said(prepared):
     assert "--partition changes nothing here" in prepared(partition="big").notes[0]
 
 
-@pytest.mark.parametrize("args", ["notalist", ["--steps", 60]])
-def test_arguments_are_a_list_of_texts(script, args, tmp_path):
+@pytest.mark.parametrize("args", ["notalist", ["--steps", None], ["--steps", ["60"]]])
+def test_arguments_are_a_list_of_texts_numbers_and_paths(script, args, tmp_path):
     with pytest.raises(SpecError, match="have to be a list of texts"):
         prepare(script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python")
 
