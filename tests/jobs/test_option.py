@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.jobs.container import Container
 from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
+from hpctrain.jobs.notify import DEFAULT_STALL_S
 from hpctrain.jobs.option import Kind
 from hpctrain.jobs.options import SubmitOptions, options
 from hpctrain.jobs.spec import JobSpec
@@ -113,6 +114,7 @@ def test_defaults_are_those_of_the_specification():
         "warm_workers": fields["warm_workers_s"].default,
         "hang_limit": fields["hang_limit_s"].default,
         "backend": "auto",
+        "notify_stall_after": DEFAULT_STALL_S,
         "snapshot_limit": DEFAULT_LIMIT_MB,
         "container_runtime": "auto",
         "container_python": Container.python,
