@@ -179,7 +179,7 @@ def test_later_files_add_to_the_sites(tmp_path):
         ("site: {partitions: [{name: a, nodes: 3}]}", r"site\.partitions\[0\] has no 'nodes'"),
         ("site: [1]", r"site is a list, but it takes lines of the form"),
         ("sites: {}", r"there is no option 'sites'\. Did you mean 'site'\?"),
-        ("profiles: {a: {site: {}}}", r"there is no option 'site'"),
+        ("profiles: {a: {site: {}}}", r"'site' is no option: it stands in a file, beside"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_its_line(tmp_path, text, message):
