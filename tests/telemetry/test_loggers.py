@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import threading
+import time
 from collections import Counter
 from importlib.util import find_spec
 
