@@ -270,9 +270,10 @@ def sharded_loaded(folder: Path, rank: int, world_size: int) -> None:
 
 def with_tier(folder: Path, node: str) -> CheckpointStore:
     """A store whose second tier is that of a node: a folder that ranks of other nodes do not see."""
-    return CheckpointStore(
-        folder / "shared" / "run" / "checkpoints", dist.group.WORLD, second_tier=folder / node
-    )
+    tier = folder / node
+    if not tier.exists():
+        tier.mkdir(parents=True, exist_ok=True)
+    return CheckpointStore(folder / "shared" / "run" / "checkpoints", dist.group.WORLD, second_tier=tier)
 
 
 def copying_fails(folder: Path, rank: int) -> None:

@@ -28,6 +28,8 @@ def state(step: int) -> dict:
 
 def store(mode: str, folder: Path) -> CheckpointStore:
     tier = folder / "tier" if mode == "tier" else None
+    if tier is not None:
+        tier.mkdir(exist_ok=True)
     return CheckpointStore(folder / "checkpoints", retention=Retention(last=2), second_tier=tier)
 
 

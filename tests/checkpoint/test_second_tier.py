@@ -62,6 +62,14 @@ def state(step: int) -> dict:
 
 
 @pytest.fixture
+def tier(tmp_path) -> Path:
+    """A fast folder, which is there."""
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def slow_copying(monkeypatch) -> threading.Event:
     """Copying to the shared folder waits until this is set."""
     let_go = threading.Event()
@@ -80,23 +88,23 @@ def slow_copying(monkeypatch) -> threading.Event:
     return let_go
 
 
-def test_where_copying_is_slow_the_newest_is_copied_and_the_tier_does_not_grow(tmp_path, slow_copying):
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tmp_path / "tier")
+def test_where_copying_is_slow_the_newest_is_copied_and_the_tier_does_not_grow(tmp_path, tier, slow_copying):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     for step in range(1, 9):
         store.begin(step, state(step), {})
     assert store.finish(20)
     assert [saved.step for saved in store.finished()] == list(range(1, 9))
-    (tier,) = (tmp_path / "tier").iterdir()
-    assert steps(tier) == [1, 8]
+    (of_the_run,) = tier.iterdir()
+    assert steps(of_the_run) == [1, 8]
     slow_copying.set()
     store.close()
     assert [saved.step for saved in store.finished()] == [1, 8]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 8]
 
 
-def test_what_stays_for_good_is_copied_however_slow(tmp_path, slow_copying):
+def test_what_stays_for_good_is_copied_however_slow(tmp_path, tier, slow_copying):
     store = CheckpointStore(
-        tmp_path / "run" / "checkpoints", retention=Retention(last=1, every=3), second_tier=tmp_path / "tier"
+        tmp_path / "run" / "checkpoints", retention=Retention(last=1, every=3), second_tier=tier
     )
     for step in range(1, 9):
         store.begin(step, state(step), {})
@@ -106,10 +114,8 @@ def test_what_stays_for_good_is_copied_however_slow(tmp_path, slow_copying):
     assert steps(tmp_path / "run" / "checkpoints") == [3, 6, 8]
 
 
-def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path):
-    store = CheckpointStore(
-        tmp_path / "run" / "checkpoints", second_tier=tmp_path / "tier", second_tier_bytes=10_000
-    )
+def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path, tier):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier, second_tier_bytes=10_000)
     store.begin(1, state(1), {})
     store.begin(2, {"x": torch.zeros(3000)}, {})
     store.close()
@@ -121,37 +127,36 @@ def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path):
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
 
 
-def test_a_blocking_save_is_in_the_shared_folder(tmp_path):
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tmp_path / "tier")
+def test_a_blocking_save_is_in_the_shared_folder(tmp_path, tier):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     assert store.save(1, state(1), {}).path == tmp_path / "run" / "checkpoints" / "step-00000001"
     store.close(clean=True)
-    assert names(tmp_path / "tier") == []
+    assert names(tier) == []
 
 
-def test_two_runs_do_not_meet_in_one_tier(tmp_path):
+def test_two_runs_do_not_meet_in_one_tier(tmp_path, tier):
     runs = [
-        CheckpointStore(tmp_path / where / "run" / "checkpoints", second_tier=tmp_path / "tier")
-        for where in ("a", "b")
+        CheckpointStore(tmp_path / where / "run" / "checkpoints", second_tier=tier) for where in ("a", "b")
     ]
     for number, store in enumerate(runs, 1):
         store.begin(number, state(number), {})
         store.close()
-    assert len(names(tmp_path / "tier")) == 2
+    assert len(names(tier)) == 2
     for number, store in enumerate(runs, 1):
         assert store.load_newest()[0].step == number
 
 
-def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path):
+def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path, tier):
     shared = tmp_path / "run" / "checkpoints"
     shared.parent.mkdir()
     shared.write_text("in the way")
-    store = CheckpointStore(shared, second_tier=tmp_path / "tier")
+    store = CheckpointStore(shared, second_tier=tier)
     store.begin(1, state(1), {})
     (sentence,) = store.close(clean=True)
     assert "Step 1 lies in" in sentence
     shared.unlink()
-    again = CheckpointStore(shared, second_tier=tmp_path / "tier")
+    again = CheckpointStore(shared, second_tier=tier)
     assert torch.equal(again.load_newest()[0].state["x"], state(1)["x"])
     again.close(clean=True)
     assert steps(shared) == [1]
-    assert names(tmp_path / "tier") == []
+    assert names(tier) == []

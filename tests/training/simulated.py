@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from hpctrain.training.data.feed import Feed
@@ -18,6 +19,7 @@ class SimulatedTeam:
     """The exchange between the threads of a leg."""
 
     def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self._barrier = threading.Barrier(world_size, timeout=_LIMIT_S)
         self._values: list[Any] = [None] * world_size
 
@@ -37,6 +39,10 @@ class _Member:
     team: SimulatedTeam
     rank: int
     collectives: int = 0
+
+    @property
+    def ranks(self) -> SimpleNamespace:
+        return SimpleNamespace(rank=self.rank, world_size=self.team.world_size)
 
     def gather(self, value: Any) -> list[Any]:
         self.collectives += 1
