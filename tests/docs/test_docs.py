@@ -26,7 +26,13 @@ PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").r
 TIMEOUT_S = 110
 
 #: Pages whose blocks train for long; what they show is tested elsewhere, too.
-LONG = {"docs/checkpoints.md", "docs/cluster.md", "docs/python.md", "docs/restart.md", "docs/templates.md"}
+LONG = {
+    f"docs/{name}.md"
+    for name in (
+        *("algorithms", "checkpoints", "cluster", "loggers", "loop", "notifications", "python", "report"),
+        *("restart", "strategies", "telemetry", "templates"),
+    )
+}
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>bash|python|yaml|jinja)[^\n]*\n(?P<text>.*?)^```$",

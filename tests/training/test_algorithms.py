@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def train(run: Path, *words: object, ranks: int = 2) -> dict:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> dict:
     return train(tmp_path_factory.mktemp("plain"), "allreduce", STEPS)
+
+
+def _long(*values: str) -> list[Any]:
+    """Cases that show for others what a first one shows, and take their time."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,7 @@ def test_eight_bits_are_off_by_half_a_step_at_most():
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["bytegrad", "powersgd", "qadam", "low_precision_decentralized", "local_sgd"]
+    "algorithm", ["bytegrad", *_long("powersgd", "qadam", "low_precision_decentralized", "local_sgd")]
 )
 def test_a_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
     """What an algorithm knows is in the checkpoint; qadam is stopped in its warm-up, and after it."""
@@ -153,7 +159,7 @@ def test_a_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
     assert parts["weights"] == whole["weights"]
 
 
-@pytest.mark.parametrize("algorithm", ["powersgd", "qadam", "decentralized", "async"])
+@pytest.mark.parametrize("algorithm", ["powersgd", *_long("qadam", "decentralized", "async")])
 def test_any_number_of_ranks_goes_on(tmp_path, plain, algorithm):
     for last_step, ranks in ((45, 2), (80, 3), (STEPS, 1)):
         told = train(tmp_path, algorithm, last_step, ranks=ranks)

@@ -49,7 +49,11 @@ def test_the_callers_module_has_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"strategy": "ddp_spawn", "devices": 2}, {"strategy": "dp", "devices": 3}]
+    "settings",
+    [
+        pytest.param({"strategy": "ddp_spawn", "devices": 2}, marks=pytest.mark.long),
+        {"strategy": "dp", "devices": 3},
+    ],
 )
 def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
     training = {**settings, "max_steps": 50}

@@ -50,14 +50,14 @@ def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
     [
         ("ddp", 3),
         ("zero1", 2),
-        ("zero1", 4),
+        pytest.param("zero1", 4, marks=pytest.mark.long),
         ("zero2", 3),
         ("zero3", 2),
-        ("zero3", 4),
+        pytest.param("zero3", 4, marks=pytest.mark.long),
         pytest.param("horovod", 2, marks=needs_horovod),
-        pytest.param("horovod", 3, marks=needs_horovod),
+        pytest.param("horovod", 3, marks=[needs_horovod, pytest.mark.long]),
         ("pipeline", 2),
-        ("pipeline", 3),
+        pytest.param("pipeline", 3, marks=pytest.mark.long),
     ],
 )
 def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
@@ -186,6 +186,7 @@ print("PEAK", (peaks[-1] - before) / 64)
 """
 
 
+@pytest.mark.long
 def test_peak_memory_falls_from_stage_to_stage(tmp_path):
     """Adam keeps two numbers a parameter: on 4 ranks ddp holds 4 modules, zero1 2.5, zero2 2 and zero3 1.
 
