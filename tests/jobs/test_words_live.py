@@ -32,7 +32,8 @@ if sys.argv[1] == "-m":
     spec = JobSpec.load(run.spec)
     events = queue.SimpleQueue()
     command = [spec.python, "rank", json.dumps([spec.script, *spec.args])]
-    step = SrunLauncher(spec, os.environ).start(command, {{"OUT": str(run.path / "seen.json")}}, events.put)
+    variables = {{"HPCTRAIN_ATTEMPT": "0", "OUT": str(run.path / "seen.json")}}
+    step = SrunLauncher(spec, os.environ).start(command, variables, events.put)
     while not isinstance(events.get(timeout=60), StepEnded):
         pass
     step.close()
