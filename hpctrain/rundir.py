@@ -25,8 +25,8 @@ EventKind = Literal[
     "excluded",
     "straggler",
     "requeue",
-    "straggler",
     "handover",
+    "chaos",
     "seen",
     "finished",
 ]

@@ -28,6 +28,7 @@ _COMMANDS = (
     "env",
     "exec",
     "doctor",
+    "chaos",
     "simulate",
     "sandbox",
 )

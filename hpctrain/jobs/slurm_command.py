@@ -22,6 +22,8 @@ _OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "sa
 
 #: Names of steps, before the number of the attempt.
 _RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
+#: The name of a step that disturbs the ranks beside it.
+CHAOS_STEP = "hpctrain-chaos"
 
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 # At the head of a line of its own, where no job name can stand.
@@ -206,7 +208,7 @@ def steps_of(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     steps: dict[str, dict[int, str]] = {}
     for step, name in _named_steps(job_ids, environ):
         job, _, number = step.rpartition(".")
-        if number.isdigit():
+        if number.isdigit() and name != CHAOS_STEP:
             steps.setdefault(job, {})[int(number)] = name
     return [
         f"{job}.{max(running)}" for job, named in steps.items() if (running := [*_without_waiting(named)])

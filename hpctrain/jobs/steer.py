@@ -57,12 +57,21 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
         with suppress(OSError):  # then they take the time for as short as that
             write_atomic(part.requeue_request, f"{parts[part].attempt}\n", durable=False)
     try:
-        _ask(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
+        preempt(running, environ)
     except SchedulerError:
         for part in running:
             part.requeue_request.unlink(missing_ok=True)
         raise
     return status
+
+
+def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
+    """Give the ranks of running runs the signal of a preemption.
+
+    Raises:
+        SchedulerError: they could not be told.
+    """
+    _ask(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
 
 
 def lift_hold(run: RunDir, environ: Mapping[str, str]) -> bool:

@@ -1,0 +1,55 @@
+"""Runs that `hpctrain chaos` disturbs end as those that nobody disturbs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
+from helpers import assert_no_process_left
+
+LOCAL = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+NODES = ["--nodes", "2", "--gpus-per-node", "1"]
+
+
+def chaos(run: Run, *words: str) -> dict:
+    told = run.hpctrain("chaos", str(run.path), "--json", *words, timeout=RUN_LIMIT_S)
+    return json.loads(told.stdout)
+
+
+def test_a_local_run_of_which_a_rank_is_killed_twice(tmp_path, tmp_path_factory):
+    reference = submit(tmp_path_factory.mktemp("reference") / "run", {}, LOCAL, step_s=0.0)
+    run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1, slow_attempts=2)
+    run.wait_for_step(7)
+    told = run.hpctrain("chaos", str(run.path), "--dry-run", "--seed", "1", "--fault", "kill-rank").stdout
+    assert "would do kill-rank: rank " in told
+    assert (run.events("chaos"), run.events("failure")) == ([], [])
+    struck = chaos(run, "--fault", "kill-rank", "--times", "2", "--every", "6", "--seed", "1")
+    assert struck == {"run_id": "run", "faults": 2, "seed": 1}
+    assert (run.wait(), reference.wait()) == (0, 0)
+    assert_undisturbed(run, reference)
+    blows, failures = run.events("chaos"), run.events("failure")
+    assert [blow["fault"] for blow in blows] == ["kill-rank", "kill-rank"]
+    assert [blow["attempt"] for blow in blows] == [failure["attempt"] for failure in failures] == [0, 1]
+    assert [blow["ranks"] for blow in blows] == [[failure["rank"]] for failure in failures]
+    done = run.hpctrain("chaos", str(run.path), check=False)
+    assert (done.returncode, "is COMPLETED; only a running one can be disturbed" in done.stderr) == (2, True)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_run_on_slurm_that_meets_every_fault(slurm, tmp_path, tmp_path_factory):
+    reference = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, NODES, step_s=0.0)
+    assert reference.wait() == 0
+    run = submit(
+        tmp_path / "run", slurm.env, NODES, options=["--hang-limit", "5"], step_s=0.2, slow_attempts=9
+    )
+    faults = ["kill-rank", "stop-rank", "kill-supervisor", "preempt", "requeue", "kill-node-ranks"]
+    for number, fault in enumerate(faults):
+        run.wait_for_step(2 + 6 * number)
+        assert chaos(run, "--fault", fault)["faults"] == 1
+    assert run.wait() == 0
+    assert [blow["fault"] for blow in run.events("chaos")] == faults
+    assert_undisturbed(run, reference)
+    assert_no_process_left(run.path)
