@@ -57,8 +57,24 @@ class Run:
 
     def wait(self) -> int:
         """Wait for the end of the run, lifting the hold of a requeue; returns the exit code."""
-        done = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
+        try:
+            done = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from None
         return done.returncode
+
+    def story(self) -> str:
+        """What is known of the run, for whoever wants to know why it does not end."""
+        parts = [f"{event}" for event in self.dir.read_events()]
+        for log in (self.dir.supervisor_log, self.dir.slurm_log):
+            if log.exists():
+                parts += [f"== {log.name}", *log.read_text(errors="replace").splitlines()[-30:]]
+        if "SLURM_CONF" in self.env:
+            for command in (["squeue", "--states=all"], ["squeue", "--steps"], ["sinfo", "--Node", "--long"]):
+                done = run_command(command, self.env, check=False)
+                parts += [f"== {' '.join(command)}", done.stdout + done.stderr]
+        parts += [f"{process.pid} {' '.join(process.argv)[:200]}" for process in run_processes(self.path)]
+        return "\n".join(parts)
 
     def ranks(self) -> dict[int, Process]:
         """The processes of the ranks that are training now."""
