@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
+
 from hpctrain.telemetry.marks import is_finite
 from hpctrain.telemetry.report.curves import attempt_of, thin
 from hpctrain.telemetry.report.words import clock, count, duration, number, whole
+from hpctrain.telemetry.stragglers import how_slow, who
 
 #: Seconds of training that the speed is the mean of, and losses that are kept for their curve.
 _SPEED_S, _LOSSES = 60.0, 20_000
@@ -76,7 +79,7 @@ class Live:
             if kind == "started":
                 self._attempt, self._slowest = attempt_of(event), None
             if kind == "straggler":
-                self._slowest = _straggler(event)
+                self._slowest = ": ".join(filter(None, [who(event), how_slow(event)]))
             if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
                 self._counts[kind] += 1
         for record in metrics:
@@ -193,15 +196,15 @@ def _progress(snapshot: Snapshot, width: int) -> Iterator[str]:
 
 def _gpu_lines(nodes: Sequence[Gpus], width: int, most: int) -> Iterator[str]:
     """A line a node, with a block for each GPU, and the mean in figures."""
-    name = min(16, max((len(node.host) for node in nodes), default=0))
+    name = min(16, max((cell_len(node.host) for node in nodes), default=0))
     for node in nodes[:most]:
         known = [value for value in node.util if value is not None]
         blocks = "".join(" " if value is None else _block(value / 100) for value in node.util)
         mean = f"{sum(known) / len(known):3.0f} %" if known else "  – %"
         memory = [value for value in node.memory_bytes if value is not None]
         used = f"  {sum(memory) / 2**30:.0f} GiB" if memory else ""
-        line = f"gpus   {node.host[:name]:<{name}}  {blocks}  {mean}{used}"
-        yield line if len(line) <= width else f"{node.host[: width - 7]} {mean}"
+        line = f"gpus   {set_cell_size(node.host, name)}  {blocks}  {mean}{used}"
+        yield line if cell_len(line) <= width else f"{set_cell_size(node.host, width - 7)} {mean}"
     if len(nodes) > most:
         yield f"gpus   {len(nodes) - most} more nodes"
 
@@ -222,18 +225,13 @@ def _event(event: Mapping[str, Any]) -> str:
     time = event.get("time")
     when = clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
     kind = str(event.get("kind"))
+    if kind == "straggler":
+        return f"{when}  {kind}  {who(event)}, {how_slow(event)}"
     details = [
         f"step {event['step']}" if is_finite(event.get("step")) else "",
         *(str(event[name]) for name in ("signal", "state", "cause", "by", "job_id") if event.get(name)),
     ]
     return f"{when}  {kind}  " + ", ".join(filter(None, details))
-
-
-def _straggler(event: Mapping[str, Any]) -> str:
-    """Who it is, and what was noticed."""
-    rank, host, cause = event.get("rank"), event.get("host"), event.get("cause")
-    who = " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
-    return ": ".join(filter(None, [who, str(cause or "")]))
 
 
 def _kind(event: Mapping[str, Any]) -> str:
@@ -262,4 +260,4 @@ def _block(part: float) -> str:
 def _cut(line: str, width: int) -> str:
     """One line without anything that a terminal would obey, which the names in it may hold."""
     line = "".join(character if character.isprintable() else "�" for character in line)
-    return line if len(line) <= width else line[: width - 1] + "…"
+    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"

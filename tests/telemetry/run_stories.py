@@ -10,6 +10,17 @@ from hpctrain.rundir import RunDir
 
 START = 1_764_000_000.0
 
+#: The fields of a `straggler`, as the supervisor writes them.
+STRAGGLER = {
+    "rank": 3,
+    "host": "n7",
+    "ratio": 1.43,
+    "part": "compute",
+    "lasting": True,
+    "seconds": {"data": 0.001, "compute": 0.21, "exchange": 0.0},
+    "typical": {"data": 0.001, "compute": 0.15, "exchange": 0.06},
+}
+
 
 class Story:
     """What a run writes down, second by second."""

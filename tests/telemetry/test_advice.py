@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_stories import START, Story, submitted, write_run
+from run_stories import START, STRAGGLER, Story, submitted, write_run
 from test_report_page import facts_of
 
 from hpctrain.rundir import RunDir
@@ -112,11 +112,17 @@ def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
 
 
 def test_a_straggler_that_the_supervisor_noticed(tmp_path):
-    story = submitted(0).steps(1, 50, every=1)
-    story.after(0, "straggler", host="n7", cause="rank 3 on n7 takes 1.4 times as long as the others")
+    story = submitted(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
     (advice,) = told(write_run(tmp_path / "run", story))
-    assert "--exclude n7" in advice.what
-    assert "1.4 times" in advice.evidence
+    assert advice.what == "n7 is slow, and all others wait for it: --exclude n7."
+    assert advice.evidence == (
+        "Rank 3 on n7 takes 1.4 × as long as most, computing: 210 ms in a step, most 150 ms."
+    )
+
+
+def test_a_rank_that_was_slow_once_is_no_slow_node(tmp_path):
+    story = submitted(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER | {"lasting": False})
+    assert told(write_run(tmp_path / "run", story)) == []
 
 
 def test_errors_of_the_driver_and_of_memory(tmp_path):

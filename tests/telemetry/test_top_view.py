@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from run_stories import START, Story, submitted
+from rich.cells import cell_len
+from run_stories import START, STRAGGLER, Story, submitted
 
 from hpctrain.telemetry.live import Live, Snapshot, as_lines
 
@@ -71,9 +72,11 @@ def test_gpus_are_bars_of_their_nodes():
 def test_no_line_is_wider_than_the_terminal(width, height):
     story = submitted(0).after(0, "failure", rank=0, cause="because " * 50).after(0, "started")
     story.steps(1, 500, every=1, last_step=123456)
-    lines = [{"host": "n" * 80, "gpu_util": [50] * 64, "gpu_memory": [10] * 64}] * 40
+    # Some characters are two columns wide.
+    story.after(0, "failure", rank=1, cause="訓練中斷了" * 30)
+    lines = [{"host": "節點" * 40, "gpu_util": [50] * 64, "gpu_memory": [10] * 64}] * 40
     told = as_lines(look(story, lines=lines), width, height)
-    assert max(len(line) for _, line in told) <= max(width, 20)
+    assert max(cell_len(line) for _, line in told) <= max(width, 20)
     assert len(told) < height + 12
 
 
@@ -100,8 +103,10 @@ def test_values_of_another_type(value):
 
 def test_who_holds_up_the_others():
     story = submitted(0).steps(1, 20, every=1)
-    story.after(0, "straggler", rank=3, host="n7", cause="1.4 times as long as the others")
-    assert "slow   rank 3 on n7: 1.4 times as long" in text_of(look(story))
+    story.after(0, "straggler", **STRAGGLER)
+    text = text_of(look(story))
+    assert "slow   rank 3 on n7: 1.4 × as long as most, computing: 210 ms in a step, most 150 ms" in text
+    assert "straggler  rank 3 on n7, 1.4 ×" in text
     assert look(story.after(1, "started").steps(21, 30, every=1)).slowest is None
 
 

@@ -11,6 +11,7 @@ from hpctrain.telemetry.ledger import What
 from hpctrain.telemetry.marks import is_finite
 from hpctrain.telemetry.report.devices import Node
 from hpctrain.telemetry.report.words import count, duration, share, size
+from hpctrain.telemetry.stragglers import how_slow, who
 
 if TYPE_CHECKING:
     from hpctrain.telemetry.report.facts import Facts
@@ -98,9 +99,9 @@ def _slow_nodes(facts: Facts) -> Iterator[Advice]:
     """Nodes for which all others wait in every step."""
     noticed: dict[str, list[str]] = {}
     for event in facts.events:
-        if event.get("kind") == "straggler" and event.get("host"):
-            words = str(event.get("cause") or "it was slower than the others")
-            noticed.setdefault(str(event["host"]), []).append(words)
+        # Slow in one stretch may be a chance; the supervisor says so where it stays.
+        if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True):
+            noticed.setdefault(str(event["host"]), []).append(f"{who(event)} takes {how_slow(event)}")
     clocks = {node.host: node.clock_mhz for node in facts.devices.nodes if node.clock_mhz}
     for node in facts.devices.nodes:
         evidence = [noticed.pop(node.host)[-1]] if node.host in noticed else []
