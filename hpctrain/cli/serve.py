@@ -6,8 +6,10 @@ import hashlib
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 #: Seconds between two questions of a page, and between two of ours to the scheduler.
 _LIVE_S, _ASK_S = 3, 10.0
+#: A page is good for so many times as long as it took to make it: looking at a large run takes a fifth of a
+#: core of the login node at the most. So many pages are kept.
+_REST, _MOST_KEPT = 4.0, 8
 
 
 @click.command("serve")
@@ -52,6 +57,16 @@ def command(runs_dir: Path, port: int) -> None:
             server.serve_forever()
 
 
+@dataclass
+class _Page:
+    """The page of a run, made, and all that serves to spare making it again."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    tag: str = ""
+    text: str = ""
+    good_until: float = 0.0
+
+
 class Folder:
     """The runs of a folder as pages."""
 
@@ -60,14 +75,19 @@ class Folder:
         self._lock = threading.Lock()
         self._asked = -_ASK_S
         self._known: dict[str, RunStatus] = {}
+        self._left_out = 0
+        self._pages: OrderedDict[str, _Page] = OrderedDict()
 
     def tag(self, run_id: str | None) -> str | None:
         known = self._statuses()
         if run_id is None:
-            return _digest(known.values())
+            return _digest([*known.values(), self._left_out])
         if run_id not in known:
             return None
-        return _digest([known[run_id], *_written(known[run_id])])
+        kept = self._pages.get(run_id)
+        if kept is not None and time.monotonic() < kept.good_until:
+            return kept.tag
+        return _tag_of(known[run_id])
 
     def page(self, run_id: str | None) -> str:
         from hpctrain.telemetry.report.runs import Row, render_runs
@@ -78,14 +98,31 @@ class Folder:
             Row(one.run_id, str(one.state), one.attempt, one.step, one.loss, one.submitted, one.words)
             for one in reversed(self._statuses().values())
         ]
-        return render_runs(str(self._runs_dir.absolute()), rows, live_s=_LIVE_S)
+        folder = str(self._runs_dir.absolute())
+        return render_runs(folder, rows, live_s=_LIVE_S, left_out=self._left_out)
 
     def _page_of(self, run_id: str) -> str:
+        """The page of a run: made once for all who look, and of a large run not as often as it changes."""
+        status = self._statuses()[run_id]
+        with self._lock:
+            kept = self._pages.setdefault(run_id, _Page())
+            self._pages.move_to_end(run_id)
+            while len(self._pages) > _MOST_KEPT:
+                self._pages.popitem(last=False)
+        with kept.lock:
+            tag = _tag_of(status)
+            if tag != kept.tag and time.monotonic() >= kept.good_until:
+                begun = time.monotonic()
+                kept.text, kept.tag = self._render(status), tag
+                made = time.monotonic()
+                kept.good_until = made + _REST * (made - begun)
+            return kept.text
+
+    def _render(self, status: RunStatus) -> str:
         from hpctrain.cli.report import read_runs
         from hpctrain.telemetry.report.comparison import render_comparison
         from hpctrain.telemetry.report.page import render_report
 
-        status = self._statuses()[run_id]
         facts = read_runs(status.run_dir, self._runs_dir)
         if len(facts) == 1:
             return render_report(facts[0], live_s=_LIVE_S)
@@ -97,11 +134,18 @@ class Folder:
 
         with self._lock:
             if time.monotonic() - self._asked >= _ASK_S or not self._known:
-                runs = list_runs(self._runs_dir, os.environ)
-                runs += [task for run in runs for task in run.tasks()]
+                here = self._runs_dir.resolve()
+                found = list_runs(self._runs_dir, os.environ)
+                found += [task for run in found for task in run.tasks()]
+                runs = [run for run in found if run.dir.path.resolve().is_relative_to(here)]
+                self._left_out = len(found) - len(runs)
                 self._known = {one.run_id: one for one in statuses(runs)}
                 self._asked = time.monotonic()
             return self._known
+
+
+def _tag_of(status: RunStatus) -> str:
+    return _digest([status, *_written(status)])
 
 
 def _written(status: RunStatus) -> Iterator[tuple[str, int, int]]:

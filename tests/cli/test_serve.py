@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -35,7 +36,11 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         command = [sys.executable, "-u", "-m", "hpctrain", "serve", "--runs-dir", str(folder)]
-        self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        self.errors = folder.with_name("errors.txt")
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         match = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", line)
@@ -91,13 +96,23 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    """A server that ends with Ctrl-C, and has had nothing to complain about."""
+    served = Served(folder)
+    try:
+        yield served
+    finally:
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(20) == 0
+        served.process.stdout.close()
+    assert served.errors.read_text() == ""
+
+
 @pytest.fixture(scope="module")
 def served(folder) -> Iterator[Served]:
-    served = Served(folder)
-    yield served
-    served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(20) == 0
-    served.process.stdout.close()
+    with serving(folder) as served:
+        yield served
 
 
 def test_all_runs_and_the_page_of_each(served):
@@ -222,9 +237,48 @@ def test_what_has_not_changed_is_not_sent_again(served, folder):
     status, _, text = served.ask("/run/digits", If_None_Match=tag)
     assert (status, text) == (304, "")
     write(RunDir(folder / "digits"), [], range(51, 53))
-    status, headers, text = served.ask("/run/digits", If_None_Match=tag)
-    assert status == 200
-    assert headers["ETag"] != tag
+    # A page is kept for a few times as long as it took to make it.
+    wait_for(
+        lambda: served.ask("/run/digits", If_None_Match=tag)[0] == 200, 20, "the page with the new steps"
+    )
+    assert served.ask("/run/digits")[1]["ETag"] != tag
+
+
+@pytest.mark.parametrize("path", ["//[x/", "/?" + "token=x&" * 80, "/?token=%ff%fe"])
+def test_what_is_no_address_gets_a_word_and_nothing_is_printed(served, path):
+    assert served.ask(path)[0] < 500
+
+
+def test_strangers_that_say_nothing_keep_nobody_out(served):
+    """More of them than are listened to at once; the oldest makes room."""
+    with ExitStack() as stack:
+        for _ in range(100):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5))
+            one.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+        assert served.ask("/run/digits")[0] == 200
+        tasks = Path(f"/proc/{served.process.pid}/task")
+        wait_for(lambda: len(list(tasks.iterdir())) < 40, 20, "the threads of those that were let go")
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
+    for folder in ("runs/inside", "outside"):
+        run = RunDir(tmp_path / folder)
+        write(run, EVENTS, range(1, 3))
+        run.spec.write_text(SPEC.format(name=run.run_id, path=json.dumps(str(run.path))))
+    os.symlink(tmp_path / "outside", tmp_path / "runs/linked")
+    (tmp_path / "secret.txt").write_text("secret")
+    run = RunDir(tmp_path / "runs/inside")
+    run.code.mkdir()
+    (run.code / "submission-000.json").write_text('{"commit": "abc"}')
+    os.symlink(tmp_path / "secret.txt", run.code / "submission-000.diff")
+    os.mkfifo(run.environment)
+    with serving(tmp_path / "runs") as served:
+        assert "Not shown: 1 link that leads out of this folder." in served.ask("/")[2]
+        assert served.ask("/run/linked")[0] == 404
+        status, _, text = served.ask("/run/inside")
+        assert status == 200
+        assert "commit abc" in text
+        assert "secret" not in text
 
 
 def test_it_listens_on_this_machine_only(served):
@@ -263,12 +317,7 @@ def test_a_page_in_a_browser_follows_the_run(served, folder, tmp_path):
 
 
 def test_a_folder_that_is_not_there_yet(tmp_path):
-    served = Served(tmp_path / "runs")
-    try:
+    with serving(tmp_path / "runs") as served:
         assert "There is no run in this folder yet." in served.ask("/")[2]
         os.mkdir(tmp_path / "runs")
         assert served.ask("/")[0] == 200
-    finally:
-        served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(20) == 0
-        served.process.stdout.close()

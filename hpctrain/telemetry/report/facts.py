@@ -17,7 +17,7 @@ from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.attempts import Attempt, attempts_of
 from hpctrain.telemetry.report.curves import Curves, Point, as_number, rates
 from hpctrain.telemetry.report.devices import Devices, read_devices
-from hpctrain.telemetry.report.lines import read_lines
+from hpctrain.telemetry.report.lines import read_lines, read_own
 from hpctrain.telemetry.report.secrets import without_secrets
 
 #: A diff that is longer is cut: a report is to be looked at.
@@ -259,14 +259,14 @@ def _codes(run: RunDir) -> list[Code]:
     codes = []
     for file in sorted(run.code.glob("submission-*.json")):
         try:
-            record = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+            record = json.loads(read_own(file).decode("utf-8", "replace"))
         except (OSError, ValueError):
             continue
         if not isinstance(record, dict):
             continue
         diff = ""
         with suppress(OSError):
-            diff = file.with_suffix(".diff").read_bytes().decode("utf-8", "replace")
+            diff = read_own(file.with_suffix(".diff")).decode("utf-8", "replace")
         new = record.get("new_files")
         codes.append(
             Code(
@@ -286,7 +286,7 @@ def _read_spec(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
+        values = yaml.safe_load(read_own(path).decode("utf-8", "replace"))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}

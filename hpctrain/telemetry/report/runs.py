@@ -29,8 +29,15 @@ def address_of(run_id: str) -> str:
     return f"/run/{quote(run_id, safe='')}"
 
 
-def render_runs(folder: str, rows: Sequence[Row], *, live_s: int | None = None) -> str:
-    """All runs, a line each. See `render`."""
+def render_runs(folder: str, rows: Sequence[Row], *, live_s: int | None = None, left_out: int = 0) -> str:
+    """All runs, a line each. See `render`.
+
+    Args:
+        folder: where they lie.
+        rows: the runs.
+        live_s: see `render`.
+        left_out: how many others are not shown, for they are links that lead out of the folder.
+    """
     shown = [
         {
             "name": row.run_id,
@@ -46,5 +53,11 @@ def render_runs(folder: str, rows: Sequence[Row], *, live_s: int | None = None) 
     ]
     data: dict[str, Any] = {"charts": [], "heats": []}
     return render(
-        "runs.html.j2", title=f"Runs in {folder}", data=data, folder=folder, rows=shown, live_s=live_s
+        "runs.html.j2",
+        title=f"Runs in {folder}",
+        data=data,
+        folder=folder,
+        rows=shown,
+        left_out=left_out,
+        live_s=live_s,
     )
