@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,7 +33,7 @@ from hpctrain.training.optimization import configured, parameters_of
 from hpctrain.training.precision import batch_in_precision, forward_context, in_precision, make_scaler
 from hpctrain.training.progress import format_scalars, make_progress
 from hpctrain.training.recompute import recomputing
-from hpctrain.training.report import ScalarSums, StepReport, StepResult
+from hpctrain.training.report import Reports, StepResult, Wishes
 from hpctrain.training.run_log import RunLog
 from hpctrain.training.settings import Settings
 from hpctrain.training.spent import Spent
@@ -41,6 +41,7 @@ from hpctrain.training.state import TrainingState
 from hpctrain.training.step_clock import StepClock
 from hpctrain.training.stepping import Stepping
 from hpctrain.training.strategies import Strategy, find_strategy
+from hpctrain.training.sums import ScalarSums
 from hpctrain.training.surroundings import describe
 from hpctrain.training.tracking import Tracking
 from hpctrain.training.validation import validate
@@ -125,7 +126,7 @@ class Fit:
         self.state.algorithm = self._strategy.algorithm
         self._stepping = Stepping(self._strategy, optimization, settings, scaler)
         self.sums = ScalarSums()
-        self._spent = Spent(team.device)
+        self._spent = Spent(team.device, team.ranks.world_size)
         self._clock = StepClock(module, self.state.optimizers[0], team.device)
         self._cpus = cpus_of_rank(team.ranks.local_world_size)
         self._progress = make_progress(self._feed.last_step, team.ranks.is_main, settings.global_batch_size)
@@ -191,27 +192,29 @@ class Fit:
             self._progress.say(f"hpctrain: {sentence}")
 
     def _steps(self) -> Iterator[Step]:
-        """Yield step after step, and read the result of each after the next one."""
-        state = self.state
-        self._spent.take()
-        report: StepReport | None = None
+        """Yield step after step; what was told of some is read after the next one."""
+        state, reports = self.state, self._reports
+        self._spent.now()
+        reports.begin()
         for step in self._spent.waiting(self._feed.steps()):
             self._note_share(step.share)
             self.sums = ScalarSums()
             with self._clock.step():
                 yield step
             state.step, state.epoch = step.share.step, step.share.epoch
-            stop = save = end = False
-            if report is not None:
-                result = self._read(report)
-                stop, save, end = result.stop, result.save, result.end
-            state.finished = self._feed.finished or end
-            report = self._report(step.share, self.sums)
-            if stop or save or self._is_boundary():
-                self._at_boundary(self._read(report, show=False), stop, save)
-                report = None
+            wishes = self._show(*self._read()) if reports.are_under_way else Wishes()
+            state.finished = self._feed.finished or wishes.end
+            if wishes.stop or wishes.save or self._is_boundary():
+                reports.add(state.step, state.epoch, self.sums, None)
+                self._tell()
+                self._at_boundary(wishes)
                 if state.finished:
                     break
+                reports.begin()
+            else:
+                reports.add(state.step, state.epoch, self.sums, self._log and self._log.ended(state.step))
+                if reports.are_due:
+                    self._tell()
 
     @contextmanager
     def _changed_module(self) -> Iterator[None]:
@@ -235,8 +238,10 @@ class Fit:
         self._advise_on_workers()
         self._callbacks.fit_start()
         state.finished = state.finished or self._is_to_end()
-        if self._validate_if_due():  # A stop came before it.
-            self._write(state.step, state.epoch, state.latest, always=True)
+        if self._validation_due():  # A stop came before it, or in it.
+            if not self._validate():
+                self._checkpoints.leave()
+            self._write()
             self._checkpoints.add_score()
         if state.finished:
             self._progress.say(f"nothing left to train: step {state.step} is done, the last one")
@@ -255,26 +260,32 @@ class Fit:
         if self._log is not None and (self._deal.world_size > 1 or self._team.ranks.is_main):
             self._log.share(share)
 
-    def _report(self, share: Share, sums: ScalarSums) -> StepReport:
-        return StepReport(
-            self._team,
-            share.step,
-            share.epoch,
-            sums,
-            stop=self._stop.is_set,
-            save=self._checkpoints.wished(),
-            end=self._callbacks.ending is not None,
-            news=self._feed.news(),
+    def _tell(self) -> None:
+        """Send what the other ranks do not know yet of this one's steps and wishes."""
+        self._reports.send(
+            Wishes(
+                stop=self._stop.is_set,
+                save=self._checkpoints.wished(),
+                end=self._callbacks.ending is not None,
+                news=self._feed.news(),
+            )
         )
 
-    def _read(self, report: StepReport, *, show: bool = True) -> StepResult:
+    def _read(self) -> tuple[Wishes, list[StepResult]]:
         with self._clock.exchange():
-            result = report.read()
-        self._feed.hear(result.news)
-        self._callbacks.step_end(result.step, result.scalars)
-        if show:
-            self._write(result.step, result.epoch, result.scalars)
-        return result
+            wishes, results = self._reports.read()
+        self._feed.hear(wishes.news)
+        for result in results:
+            self._callbacks.step_end(result.step, result.scalars)
+        return wishes, results
+
+    def _show(self, wishes: Wishes, results: Sequence[StepResult]) -> Wishes:
+        """Show and log steps."""
+        if results:
+            self._progress.show(results[-1].step, results[-1].scalars)
+            if self._log is not None:
+                self._log.steps(results)
+        return wishes
 
     def _find_micro_batch_size(self) -> int | None:
         """What was set; for "auto" what is kept from before a stop, if it still fits, or what is found."""
@@ -310,38 +321,53 @@ class Fit:
         """Whether something is due after this step that needs its result, and that all ranks do together."""
         return self._checkpoints.due() or self._validation_due()
 
-    def _at_boundary(self, result: StepResult, stop: bool, save: bool) -> None:
-        """Validate, save or leave, in that order of what is lost least if the job ends meanwhile."""
+    def _at_boundary(self, before: Wishes) -> None:
+        """Validate, save or leave, in that order of what is lost least if the job ends meanwhile.
+
+        Args:
+            before: what the ranks wanted before they told of the step that was trained last.
+        """
         state = self.state
-        state.latest = result.scalars
-        state.finished = state.finished or result.end
+        now, (*earlier, latest) = self._read()
+        self._show(now, earlier)
+        state.latest = latest.scalars
+        state.finished = state.finished or now.end
         self._strategy.align_buffers()
-        if (stop or result.stop) and not state.finished:
-            self._write(state.step, state.epoch, state.latest, always=True)
-            pulse.enter("save")
-            self._checkpoints.leave()
-        self._validate_if_due()
-        self._write(state.step, state.epoch, state.latest, always=True)
-        if save or result.save or self._checkpoints.due():
+        if (before.stop or now.stop) and not state.finished:
+            self._leave()
+        if self._validation_due() and not self._validate():
+            self._leave()
+        self._write()
+        if before.save or now.save or self._checkpoints.due():
             with pulse.during("save"):
                 self._checkpoints.save()
 
+    def _leave(self) -> NoReturn:
+        self._write()
+        pulse.enter("save")
+        self._checkpoints.leave()
+
     def _validation_due(self) -> bool:
+        """Whether to validate now; not where that was done before the run was stopped at this very step."""
         every, state = self._settings.validate_every, self.state
-        if self._validation_set is None or every is None or state.step == 0:
+        if self._validation_set is None or every is None or state.step in (0, state.validated_step):
             return False
         return state.finished or (self._feed.at_epoch_end if every == "epoch" else state.step % every == 0)
 
-    def _validate_if_due(self) -> bool:
-        """Validate, unless nothing is due or it was done before the run was interrupted at this very step."""
+    def _validate(self) -> bool:
+        """Validate; False where the ranks agreed to stop meanwhile, and nothing has changed."""
+        assert self._validation_set is not None
         state = self.state
-        if self._validation_set is None or not self._validation_due() or state.validated_step == state.step:
-            return False
-        with pulse.during("validate"), self._spent.on("validation"):
-            state.validation = validate(
-                self._strategy, self._validation_set, self._team, precision=self._settings.precision
+        # An end that a callback wanted is not kept in a checkpoint: it is carried out.
+        stop = None if state.finished and not self._feed.finished else self._stop
+        with pulse.during("validate"), self._spent.on("validation"), as_it_was(self._module) as put_back:
+            results = validate(
+                self._strategy, self._validation_set, self._team, precision=self._settings.precision, stop=stop
             )
-        state.validated_step = state.step
+            if results is None:
+                put_back()
+                return False
+        state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
         self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")
         self._callbacks.validation_end(state.step, state.validation)
@@ -376,8 +402,9 @@ class Fit:
         if advice and self._settings.num_workers:
             self._progress.say(f"hpctrain: {advice}")
 
-    def _write(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool = False) -> None:
-        """Show a step, and log it if its number says so or it is `always` to be logged."""
-        self._progress.show(step, scalars)
+    def _write(self) -> None:
+        """Show the latest step and log it, whatever its number."""
+        state = self.state
+        self._progress.show(state.step, state.latest)
         if self._log is not None:
-            self._log.scalars(step, epoch, scalars, always=always)
+            self._log.step(state.step, state.epoch, state.latest)

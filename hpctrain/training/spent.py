@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -14,20 +15,44 @@ from hpctrain.runtime.pulse import pulse
 T = TypeVar("T")
 
 
-class Spent:
-    """Adds up seconds since they were last taken."""
+@dataclass(frozen=True)
+class Moment:
+    """A time, and what the seconds before it were spent on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    time: float
+    """By the clock on the wall."""
+    spent: dict[str, float]
+    """Seconds by name; `all` since the moment before."""
+
+
+class Spent:
+    """Adds up seconds from moment to moment."""
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        """Begin to count, on a rank of so many."""
+        self._device, self._has_others = device, world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
+        self._exchange_s, self._untold_s = pulse.exchange_s, 0.0
         self._begun, self._on_data_s = self._since, 0.0
 
     def take(self) -> dict[str, float]:
         """All seconds since the last call, and what of them is known, by name; it counts anew from here."""
         now = time.perf_counter()
         taken = {"all": now - self._since, **self._seconds}
+        taken["communication"] = self._communication(taken["all"] - sum(self._seconds.values()))
         self._since, self._seconds = now, {}
         return {name: round(seconds, 6) for name, seconds in taken.items()}
+
+    def _communication(self, room_s: float) -> float:
+        """Seconds with the other ranks since the last call, of which `room_s` have room in its time.
+
+        On a GPU one step in ten is measured and counts for all of them: what has no room here comes next.
+        """
+        self._untold_s += pulse.exchange_s - self._exchange_s
+        self._exchange_s = pulse.exchange_s
+        told = min(self._untold_s, max(0.0, room_s)) if self._has_others else 0.0
+        self._untold_s -= told
+        return told
 
     def on_data(self) -> tuple[float, float]:
         """Seconds of waiting for data, and all seconds, since the beginning."""
