@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,28 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         OSError: the file cannot be written, or only in part: the disk is full.
     """
-    data = f"{line}\n".encode(errors="backslashreplace")
+    append_lines(path, deque([line]))
+
+
+def append_lines(path: Path, lines: deque[str]) -> None:
+    """Append lines as `append_line` does each, and take those out of `lines` that are written.
+
+    Raises:
+        OSError: the file cannot be written, or only in part: the disk is full.
+    """
+    if not lines:
+        return
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        if _is_torn(fd):
-            data = b"\n" + data
-        if (written := os.write(fd, data)) != len(data):
-            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes could be written", str(path))
+        end_before = b"\n" if _is_torn(fd) else b""
+        while lines:
+            data = end_before + f"{lines[0]}\n".encode(errors="backslashreplace")
+            if (written := os.write(fd, data)) != len(data):
+                raise OSError(
+                    errno.ENOSPC, f"only {written} of {len(data)} bytes could be written", str(path)
+                )
+            lines.popleft()
+            end_before = b""
     finally:
         os.close(fd)
 

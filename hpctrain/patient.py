@@ -6,12 +6,12 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.files import append_line
+from hpctrain.files import append_lines
 
 #: Tells a person something.
 Say = Callable[[str], None]
@@ -48,6 +48,12 @@ class PatientLines:
         """Write `record` as JSON behind what waits, now or later."""
         self.append_line(json.dumps(record))
 
+    def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write all `records` behind what waits; opening the file once takes less time than for each."""
+        self._waiting.extend(json.dumps(record) for record in records)
+        if time.monotonic() >= self._retry_at:
+            self.flush()
+
     def append_line(self, line: str) -> None:
         """Write `line` behind those that wait, now or later."""
         self._waiting.append(line)
@@ -61,9 +67,7 @@ class PatientLines:
 
     def _flush(self) -> None:
         try:
-            while self._waiting:
-                append_line(self._path, self._waiting[0])
-                self._waiting.popleft()
+            append_lines(self._path, self._waiting)
         except OSError as error:
             said, self.trouble = self.trouble is not None, error
             self._retry_at = time.monotonic() + _RETRY_AFTER_S

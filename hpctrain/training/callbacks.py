@@ -128,6 +128,11 @@ class Callbacks:
         return bool(self._callbacks)
 
     @property
+    def hear_steps(self) -> bool:
+        """Whether there is one that wants to hear of every step."""
+        return any(type(each).on_step_end is not Callback.on_step_end for each in self._callbacks)
+
+    @property
     def ending(self) -> str | None:
         """Why this rank wants the training to end; None where it does not."""
         ending: str | None = self._trainer.ending

@@ -46,7 +46,7 @@ class Evaluation:
 
     def means(self, method: str, lone_name: str) -> dict[str, float]:
         """See `validate`. All ranks must call this."""
-        return validate(
+        means = validate(
             self._strategy,
             self._data,
             self._team,
@@ -54,6 +54,8 @@ class Evaluation:
             method=method,
             lone_name=lone_name,
         )
+        assert means is not None  # nothing was to interrupt it
+        return means
 
     def predictions(self) -> list[Any]:
         """What `predict_step` returns for all batches, in order of ranks. All ranks must call this."""

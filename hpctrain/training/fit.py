@@ -27,6 +27,7 @@ from hpctrain.training.micro_batches import (
     find_micro_batch_size,
     fits_here,
     left_as_it_was,
+    remembered,
 )
 from hpctrain.training.module import Module, takes_optimizer_idx
 from hpctrain.training.optimization import configured, parameters_of
@@ -126,6 +127,7 @@ class Fit:
         self.state.algorithm = self._strategy.algorithm
         self._stepping = Stepping(self._strategy, optimization, settings, scaler)
         self.sums = ScalarSums()
+        self._reports = Reports(team, one_by_one=self._feed.has_news or callbacks.hear_steps)
         self._spent = Spent(team.device, team.ranks.world_size)
         self._clock = StepClock(module, self.state.optimizers[0], team.device)
         self._cpus = cpus_of_rank(team.ranks.local_world_size)
@@ -212,7 +214,8 @@ class Fit:
                     break
                 reports.begin()
             else:
-                reports.add(state.step, state.epoch, self.sums, self._log and self._log.ended(state.step))
+                ended = None if self._log is None else self._log.ended(state.step)
+                reports.add(state.step, state.epoch, self.sums, ended)
                 if reports.are_due:
                     self._tell()
 
@@ -360,13 +363,18 @@ class Fit:
         state = self.state
         # An end that a callback wanted is not kept in a checkpoint: it is carried out.
         stop = None if state.finished and not self._feed.finished else self._stop
-        with pulse.during("validate"), self._spent.on("validation"), as_it_was(self._module) as put_back:
+        put_back = remembered(self._module)
+        with pulse.during("validate"), self._spent.on("validation"):
             results = validate(
-                self._strategy, self._validation_set, self._team, precision=self._settings.precision, stop=stop
+                self._strategy,
+                self._validation_set,
+                self._team,
+                precision=self._settings.precision,
+                stop=stop,
             )
-            if results is None:
-                put_back()
-                return False
+        if results is None:
+            put_back()
+            return False
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
         self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")

@@ -101,18 +101,28 @@ def fits_here(module: nn.Module, device: torch.device, forward_backward: Callabl
     return True
 
 
-@contextlib.contextmanager
-def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Put back the buffers of `module`, such as running means, and the random generators, after the block."""
+def remembered(module: nn.Module) -> Callable[[], None]:
+    """What puts back the buffers of `module`, such as running means, and the random generators."""
     generators = rng.capture()
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         rng.restore(generators)
+
+    return put_back
+
+
+@contextlib.contextmanager
+def left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Put back the buffers of `module`, such as running means, and the random generators, after the block."""
+    put_back = remembered(module)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def out_of_memory_advice(error: torch.OutOfMemoryError, setting: Any, num_samples: int) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpctrain.patient import PatientLines, Say
 from hpctrain.rundir import RunDir
 from hpctrain.training.data.plan import Share
+from hpctrain.training.spent import Moment
 
 
 class MetricsFile:
@@ -20,11 +21,17 @@ class MetricsFile:
         # Stands in the first line of an attempt, which may have been told another than the one before.
         self._once = {} if last_step is None else {"last_step": last_step}
 
-    def write(self, step: int, epoch: int, scalars: Mapping[str, float], spent: Mapping[str, float]) -> None:
-        place = {"step": step, "epoch": epoch, "time": time.time(), "attempt": self._attempt}
-        record = {**scalars, **place, "spent": spent, **self._once}
+    def write(self, steps: Iterable[tuple[int, int, Mapping[str, float], Moment]]) -> None:
+        """Write steps: their numbers, epochs, scalars, and when they ended."""
+        self._lines.append_all([self._record(*step) for step in steps])
+
+    def _record(
+        self, step: int, epoch: int, scalars: Mapping[str, float], ended: Moment
+    ) -> Mapping[str, Any]:
+        place = {"step": step, "epoch": epoch, "time": ended.time, "attempt": self._attempt}
+        record = {**scalars, **place, "spent": ended.spent, **self._once}
         self._once = {}
-        self._lines.append(record)
+        return record
 
     def flush(self) -> None:
         """Write what could not be written before, as far as that works."""

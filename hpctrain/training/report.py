@@ -1,134 +1,128 @@
-"""What the ranks tell each other in every step: loss, a wish to stop, a wish to save, news of the data.
+"""What the ranks tell each other: losses, a wish to stop, a wish to save, news of the data.
 
 The sum travels while the next step computes and is read at its end, so no step waits for it. All ranks
 read the same sum at the same step, which is what makes a stop agreed: nobody asks, nobody can disagree.
+Short steps are told of several at a time (see `Grouping`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from hpctrain.runtime.process_group import Team
-
-#: What a training step calls the number of tokens, or whatever else, that its loss is the mean over.
-TOKENS = "num_tokens"
+from hpctrain.training.grouping import Grouping
+from hpctrain.training.spent import Moment
+from hpctrain.training.sums import TOKENS, ScalarSums
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, summed over all ranks; the same value on every rank."""
+    """One step, summed over all ranks; the same value on every rank, but for `ended`."""
 
     step: int
     epoch: int
-    stop: bool
-    """Whether any rank was told to stop."""
-    save: bool
-    """Whether rank 0 wants a checkpoint."""
-    end: bool
-    """Whether any rank wants the training to end with what it has reached."""
-    news: float
-    """What the feeds of all ranks have to tell."""
     scalars: dict[str, float]
     """Means over the global batch; `loss` is among them. `num_tokens`, where there is one, is a sum."""
+    ended: Moment | None
+    """When it was trained, where this rank is to log it."""
 
 
-class StepReport:
-    """A step's sum, on its way."""
+@dataclass(frozen=True)
+class Wishes:
+    """What one rank wants, or what all want together."""
 
-    def __init__(
-        self,
-        team: Team,
-        step: int,
-        epoch: int,
-        sums: ScalarSums,
-        *,
-        stop: bool,
-        save: bool,
-        end: bool,
-        news: float,
-    ) -> None:
-        """Send this rank's part. All ranks must call this, with the same names in `sums`.
+    stop: bool = False
+    """It was told to stop."""
+    save: bool = False
+    """It wants a checkpoint."""
+    end: bool = False
+    """It wants the training to end with what it has reached."""
+    news: float = 0.0
+    """What its feed has to tell."""
+
+
+class Reports:
+    """What this rank tells the others of its steps, and what they tell. All ranks must call each method."""
+
+    def __init__(self, team: Team, *, one_by_one: bool) -> None:
+        """Begin.
 
         Args:
             team: the ranks that take part.
-            step: the optimizer step, from 1.
-            epoch: the epoch it lies in, from 0.
-            sums: this rank's part of each mean over the global batch.
-            stop: whether this rank was told to stop.
-            save: whether this rank wants a checkpoint.
-            end: whether this rank wants the training to end.
-            news: what this rank's feed has to tell.
+            one_by_one: whether each step is told of before the next but one, however short it is.
         """
-        self._step, self._epoch, self._names = step, epoch, list(sums.values)
-        self._read = _send(team, [float(stop), float(save), float(end), news], list(sums.values.values()))
+        self._team = team
+        self._grouping = Grouping(one_by_one=one_by_one)
+        self._own: list[_Own] = []
+        self._sent: list[_Own] = []
+        self._read: Callable[[], list[float]] | None = None
 
-    def read(self) -> StepResult:
-        """Wait for the sum, which has had a step's time to arrive."""
-        stop, save, end, news, *values = self._read()
-        scalars = dict(zip(self._names, values, strict=True))
-        if scalars.get(TOKENS):
-            scalars["loss"] /= scalars[TOKENS]
-        return StepResult(self._step, self._epoch, stop > 0, save > 0, end > 0, news, scalars)
+    def begin(self) -> None:
+        """Training goes on after something else."""
+        self._grouping.begin()
 
+    def add(self, step: int, epoch: int, sums: ScalarSums, ended: Moment | None) -> None:
+        """Note a step that this rank has trained; the names in `sums` must be those of the other ranks."""
+        self._own.append(_Own(step, epoch, sums, ended))
+        self._grouping.add()
 
-class ScalarSums:
-    """This rank's part of the means over the global batch, added up over its micro-batches."""
+    @property
+    def are_due(self) -> bool:
+        """Whether what was noted is to be sent now."""
+        return self._grouping.is_full
 
-    def __init__(self) -> None:
-        # Numbers where the host computes them anyway: reading them is cheaper than adding up tensors.
-        self.values: dict[str, torch.Tensor | float] = {}
+    @property
+    def are_under_way(self) -> bool:
+        """Whether something was sent that is not read yet."""
+        return self._read is not None
 
-    def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
-        """Add means over samples that are `share` of the global batch.
+    def send(self, own: Wishes) -> None:
+        """Send what was noted, and what this rank wants."""
+        flags = [float(own.stop), float(own.save), float(own.end), own.news, self._grouping.take()]
+        self._sent, self._own = self._own, []
+        values = [value for each in self._sent for value in each.sums.values.values()]
+        self._read = _send(self._team, flags, values)
 
-        Where `num_tokens` is among them, `loss` is the mean over so many, whatever the samples.
+    def read(self) -> tuple[Wishes, list[StepResult]]:
+        """Wait for what all ranks have sent, which has had a step's time to arrive.
 
         Raises:
-            KeyError: the names are not those of the micro-batch before.
+            RuntimeError: nothing was sent.
         """
-        tokens = _double(scalars[TOKENS]) if TOKENS in scalars else None
-        parts: dict[str, torch.Tensor | float] = {}
-        for name, scalar in scalars.items():
-            weight = share if tokens is None or name not in ("loss", TOKENS) else 1.0
-            # A rank without samples computed with one that is not its own; 0 · inf would be nan.
-            part = _double(scalar) * weight if share else 0.0 * _double(torch.zeros_like(scalar))
-            parts[name] = part * tokens if tokens is not None and name == "loss" else part
-        self.values = (
-            {name: self.values[name] + part for name, part in parts.items()} if self.values else parts
-        )
-
-    def join(self, other: ScalarSums) -> None:
-        """Add what another optimizer's pass over the batch gave: losses add up, others are put beside."""
-        losses = [each.values["loss"] for each in (self, other) if "loss" in each.values]
-        self.values |= other.values
-        if losses:
-            self.values["loss"] = sum(losses[1:], losses[0])
+        if self._read is None:
+            raise RuntimeError("nothing was sent")
+        stop, save, end, news, seconds, *values = self._read()
+        self._read = None
+        self._grouping.hear(seconds / self._team.ranks.world_size)
+        results, rest = [], iter(values)
+        for own in self._sent:
+            # The names come first: zip takes no value more than there are names.
+            scalars = dict(zip(own.sums.values, rest, strict=False))
+            if scalars.get(TOKENS):
+                scalars["loss"] /= scalars[TOKENS]
+            results.append(StepResult(own.step, own.epoch, scalars, own.ended))
+        return Wishes(stop > 0, save > 0, end > 0, news), results
 
 
-def _double(scalar: torch.Tensor) -> torch.Tensor | float:
-    """As float64: a number on the CPU, which has computed it by now; a tensor on a GPU, which has not."""
-    return scalar.item() if scalar.device.type == "cpu" else scalar.detach().double()
+@dataclass(frozen=True)
+class _Own:
+    """A step of this rank."""
+
+    step: int
+    epoch: int
+    sums: ScalarSums
+    ended: Moment | None
 
 
 def _send(team: Team, flags: list[float], scalars: list[torch.Tensor | float]) -> Callable[[], list[float]]:
     """Begin to sum over all ranks; returns what waits for the sum."""
     device = team.device
     if device.type == "cpu":
-        own = [*flags, *map(float, scalars)]
-        if not team.is_distributed:
-            return lambda: own
-        total = torch.tensor(own, dtype=torch.float64)
-        pending = dist.all_reduce(total, async_op=True)
-
-        def read() -> list[float]:
-            pending.wait()
-            return list(total.tolist())
-
-        return read
+        return begin_sum(team, [*flags, *map(float, scalars)])
     values = [torch.as_tensor(scalar, dtype=torch.float64) for scalar in scalars]
     host = torch.tensor(flags, dtype=torch.float64)
     total = torch.cat(
@@ -154,6 +148,20 @@ def _send(team: Team, flags: list[float], scalars: list[torch.Tensor | float]) -
         return list(arrived.tolist())
 
     return read_on_host
+
+
+def begin_sum(team: Team, own: list[float]) -> Callable[[], list[float]]:
+    """Begin to sum numbers of the hosts over all ranks; returns what waits for the sum."""
+    if not team.is_distributed:
+        return lambda: own
+    total = torch.tensor(own, dtype=torch.float64)
+    pending = dist.all_reduce(total, group=team.control, async_op=True)
+
+    def read() -> list[float]:
+        pending.wait()
+        return list(total.tolist())
+
+    return read
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpctrain.patient import PatientLines, Say
@@ -11,7 +11,8 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.plan import Share
 from hpctrain.training.records import MetricsFile, SamplesFile
-from hpctrain.training.spent import Spent
+from hpctrain.training.report import StepResult
+from hpctrain.training.spent import Moment, Spent
 
 
 class RunLog:
@@ -55,10 +56,23 @@ class RunLog:
         if self._environment is not None:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
-    def scalars(self, step: int, epoch: int, scalars: Mapping[str, float], *, always: bool) -> None:
-        """Log a step if its number says so or it is `always` to be logged."""
-        if self._metrics is not None and (always or step % self._log_every == 0):
-            self._metrics.write(step, epoch, scalars, self._spent.take())
+    def ended(self, step: int) -> Moment | None:
+        """A step is trained: when, if its number says that this rank is to log it."""
+        return self._spent.now() if self._metrics is not None and step % self._log_every == 0 else None
+
+    def steps(self, results: Iterable[StepResult]) -> None:
+        """Log those of them that are to be logged."""
+        if self._metrics is not None:
+            self._metrics.write(
+                (each.step, each.epoch, each.scalars, each.ended)
+                for each in results
+                if each.ended is not None
+            )
+
+    def step(self, step: int, epoch: int, scalars: Mapping[str, float]) -> None:
+        """Log a step, whatever its number; it ends now."""
+        if self._metrics is not None:
+            self._metrics.write([(step, epoch, scalars, self._spent.now())])
 
     def share(self, share: Share) -> None:
         """Write down which samples this rank trains in a step, where that was asked for."""

@@ -35,16 +35,16 @@ class Spent:
         self._exchange_s, self._untold_s = pulse.exchange_s, 0.0
         self._begun, self._on_data_s = self._since, 0.0
 
-    def take(self) -> dict[str, float]:
-        """All seconds since the last call, and what of them is known, by name; it counts anew from here."""
+    def now(self) -> Moment:
+        """This moment; seconds are counted anew from here."""
         now = time.perf_counter()
         taken = {"all": now - self._since, **self._seconds}
         taken["communication"] = self._communication(taken["all"] - sum(self._seconds.values()))
         self._since, self._seconds = now, {}
-        return {name: round(seconds, 6) for name, seconds in taken.items()}
+        return Moment(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
-        """Seconds with the other ranks since the last call, of which `room_s` have room in its time.
+        """Seconds with the other ranks since the last moment, of which `room_s` have room in its time.
 
         On a GPU one step in ten is measured and counts for all of them: what has no room here comes next.
         """

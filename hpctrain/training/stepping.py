@@ -17,9 +17,9 @@ from hpctrain.training.micro_batches import out_of_memory_advice
 from hpctrain.training.module import as_scalars, takes_optimizer_idx
 from hpctrain.training.optimization import Optimization
 from hpctrain.training.precision import batch_in_precision, forward_context
-from hpctrain.training.report import TOKENS, ScalarSums
 from hpctrain.training.settings import Settings
 from hpctrain.training.strategies import Strategy
+from hpctrain.training.sums import TOKENS, ScalarSums
 from hpctrain.training.updates import Updates
 
 

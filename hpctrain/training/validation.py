@@ -11,9 +11,11 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.pulse import pulse
+from hpctrain.runtime.signals import StopFlag
 from hpctrain.training.data.loading import to_device
 from hpctrain.training.data.lockstep import in_lockstep
 from hpctrain.training.data.sources import ValidationSet
+from hpctrain.training.interruption import Interruptible
 from hpctrain.training.module import as_scalars
 from hpctrain.training.precision import batch_in_precision, forward_context
 from hpctrain.training.strategies import Strategy
@@ -28,10 +30,12 @@ def validate(
     method: str = "validation_step",
     lone_name: str = "val_loss",
     num_batches: int | None = None,
-) -> dict[str, float]:
+    stop: StopFlag | None = None,
+) -> dict[str, float] | None:
     """Means of what a method of the module returns over all samples of `data`, equal on every rank.
 
-    All ranks must call this. The module is in evaluation mode meanwhile, and in training mode afterwards.
+    None where the ranks agreed to stop before its end. All ranks must call this. The module
+    is in evaluation mode meanwhile, and in training mode afterwards.
 
     Args:
         strategy: how ranks compute.
@@ -41,6 +45,7 @@ def validate(
         method: the module's, such as `validation_step`.
         lone_name: what a result is called that is a scalar.
         num_batches: of each rank, from the first on; None for all.
+        stop: tells whether this rank was told to stop; None where that is to wait for the end.
 
     Raises:
         UserError: the steps of the ranks do not return the same names, or there was no sample.
@@ -49,11 +54,12 @@ def validate(
     origin = f"{type(module).__name__}.{method}"
     sums: dict[str, torch.Tensor] = {}
     count = 0
+    way = Interruptible(team, stop or StopFlag())
     module.eval()
     with torch.no_grad(), closing(data.batches()) as own:
         some = islice(own, num_batches)
         batches = in_lockstep(some, team) if strategy.in_lockstep else some
-        for batch_idx, (num_held, batch) in enumerate(batches):
+        for batch_idx, (num_held, batch) in enumerate(way.through(batches)):
             with forward_context(precision, team.device):
                 on_device = batch_in_precision(to_device(batch, team.device), precision)
                 output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
@@ -64,6 +70,8 @@ def validate(
             count += num_samples
             pulse.enter("validate")
     module.train()
+    if way.interrupted:
+        return None
     # A rank that had no sample does not know the names.
     names = _agreed_names(team, list(sums) if count else None, origin)
     zero = torch.zeros((), dtype=torch.float64, device=team.device)

@@ -48,6 +48,8 @@ class Feed(Protocol):
     """Samples that a rank computes with at once, at the most; None for all. Set it before `steps`."""
     last_step: int | None
     """The step after which training ends; None where only the end of the data will tell."""
+    has_news: bool
+    """Whether the ranks have to hear each other's `news` after every step."""
 
     def identity(self) -> dict[str, Any]:
         """Everything that the order of samples depends on."""
@@ -89,6 +91,7 @@ class MapFeed:
     """Feeds from a data set with an index. All that there is to know follows from the number of the step."""
 
     micro_batch_size: int | None = None
+    has_news = False
 
     def __init__(
         self, dataset: Any, loading: Loading, deal: Deal, *, seed: int, global_batch_size: int, until: Until

@@ -33,6 +33,7 @@ class StreamFeed:
     """Feeds from an `IterableDataset`, or what is like one."""
 
     micro_batch_size: int | None = None
+    has_news = True
 
     def __init__(
         self,
