@@ -28,6 +28,7 @@ from hpctrain.pickles import Call, Parcel, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import mark_final
+from hpctrain.runtime.leaving import leave_group
 from hpctrain.runtime.process_group import Team, join
 from hpctrain.runtime.signals import LeftAtOnce, listen
 from hpctrain.runtime.stop_notes import settle_stop
@@ -77,13 +78,8 @@ def _make_group_ready(ranks: Ranks) -> Team:
     if not team.is_distributed:
         backend = "cpu:gloo,cuda:nccl" if team.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        atexit.register(_leave_group)
+        atexit.register(leave_group)
     return team
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _result_of(call: Call, parcel: Parcel, run: RunDir, team: Team) -> Any:

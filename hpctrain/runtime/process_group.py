@@ -20,6 +20,7 @@ from hpctrain.cluster.defaults import with_defaults
 from hpctrain.cluster.meeting import meet
 from hpctrain.errors import HpctrainError
 from hpctrain.runtime.device import agree_on_device, choose_device
+from hpctrain.runtime.leaving import leave_group
 
 #: How long a rank waits for its peers to come up: they import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0
@@ -99,7 +100,7 @@ def join(ranks: Ranks, environ: MutableMapping[str, str]) -> Team:
         device = dist.distributed_c10d._get_default_group().bound_device_id or choose_device(ranks, environ)
     else:
         device = _initialize(ranks, environ)
-        atexit.register(_leave_group)
+        atexit.register(leave_group)
     control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return Team(ranks, device, control)
 
@@ -147,8 +148,3 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
             f"after {time.monotonic() - begun:.0f} s: {error}"
         ) from error
     return agreed.device
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

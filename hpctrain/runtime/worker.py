@@ -14,7 +14,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -28,6 +27,7 @@ from hpctrain.output import make_lenient
 from hpctrain.rundir import ATTEMPT_VARIABLE, LINE_VARIABLE, RUN_DIR_VARIABLE, WAIT_VARIABLE, RunDir
 from hpctrain.runtime.code_copy import import_from_copy
 from hpctrain.runtime.failure import write_failure
+from hpctrain.runtime.leaving import let_gloo_rest
 from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.line import Line, talk
 from hpctrain.runtime.log_times import note_log_times
@@ -40,10 +40,6 @@ from hpctrain.runtime.waiting import wait_for_the_word
 #: Exit codes of a script that was told to stop and did. Whether it had come to its end nobody can tell from
 #: 0; a complete one ends at once when it is started again.
 _LEFT_AS_TOLD = (0, *(128 + number for number in STOP_SIGNALS))
-
-#: torch's threads need this long, after the last exchange, to let go of what they hold: those that come
-#: back when the interpreter has gone abort the process.
-_LETTING_GO_S = 0.1
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -152,8 +148,7 @@ def _exit_code(code: object) -> int:
 def _exit_orderly(code: int, sampler: NodeSampler) -> NoReturn:
     """Leave as any script of Python does."""
     sampler.end()
-    if "torch" in sys.modules:
-        time.sleep(_LETTING_GO_S)
+    let_gloo_rest()
     sys.exit(code)
 
 
