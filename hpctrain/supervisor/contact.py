@@ -75,6 +75,7 @@ class Contact:
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> None:
         """A rank says something of itself."""
+        self._liveness.alive(rank, time.monotonic())
         if "beats" in message:
             phase, step = str(message["phase"]), int(message["step"])
             self._liveness.heard(rank, phase, step, int(message["beats"]), time.monotonic())

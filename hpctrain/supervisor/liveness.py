@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 #: A phase may take so many times as long as it ever has in this run.
 _TIMES_LONGEST = 10.0
+#: A rank says every second that it is there, every ten where there are ten thousand. One that says nothing
+#: for so long is stuck or starved, and where it was last heard in says nothing of where it is.
+_SILENT_S = 30.0
 #: And so many times the floor anyway: what has not been seen yet may take long. `start` is the script's own
 #: until a training begins, of which nothing is known beforehand; `first` is the first step, which compiles
 #: perhaps.
@@ -61,6 +64,8 @@ class RankState:
     beats: int = -1
     since: float = 0.0
     """When it last got something done."""
+    heard: float = 0.0
+    """When it last said anything."""
 
     @property
     def limited_as(self) -> str:
@@ -87,10 +92,15 @@ class Liveness:
         """A heartbeat has come."""
         state = self.ranks.get(rank)
         if state is None:
-            self.ranks[rank] = RankState(phase, step, beats, now)
+            self.ranks[rank] = RankState(phase, step, beats, now, now)
         elif beats != state.beats:
             self.limits.learn(state.limited_as, now - state.since)
-            self.ranks[rank] = RankState(phase, step, beats, now)
+            self.ranks[rank] = RankState(phase, step, beats, now, now)
+
+    def alive(self, rank: int, now: float) -> None:
+        """A rank has said something, perhaps nothing new."""
+        if (state := self.ranks.get(rank)) is not None:
+            state.heard = now
 
     def gone(self, rank: int) -> None:
         """A rank has ended."""
@@ -100,13 +110,19 @@ class Liveness:
         """Nobody could run meanwhile, not even the one who looks: as when the job was suspended."""
         for state in self.ranks.values():
             state.since += seconds
+            state.heard += seconds
 
     def overdue(self, now: float) -> Overdue | None:
-        """Whether the attempt hangs."""
+        """Whether the attempt hangs.
+
+        What a rank that says nothing did last does not prolong the limit, where others tell what they do.
+        """
         if not self.ranks:
             return None
-        seconds = now - max(state.since for state in self.ranks.values())
-        limit_s = max(self.limits.of(state.limited_as) for state in self.ranks.values())
+        states = self.ranks.values()
+        speaking = [state for state in states if now - state.heard < _SILENT_S] or states
+        seconds = now - max(state.since for state in states)
+        limit_s = max(self.limits.of(state.limited_as) for state in speaking)
         return Overdue(seconds, limit_s) if seconds > limit_s else None
 
 

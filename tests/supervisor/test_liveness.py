@@ -53,6 +53,20 @@ def test_the_most_patient_phase_counts():
     assert liveness.overdue(6.0 + 12 * 60.0 + 1.0) is not None
 
 
+def test_what_a_rank_did_last_that_says_nothing_any_more_does_not_count():
+    """One that holds Python's lock in its fifth step was last heard before its first."""
+    liveness = Liveness(Limits(60.0, {"load": 40.0}))
+    liveness.heard(1, "load", 0, 1, 0.0)
+    for second in range(100):
+        liveness.heard(0, "step", 5, 5, float(second))
+        liveness.alive(0, float(second))
+    overdue = liveness.overdue(99.0)
+    assert overdue is not None
+    assert overdue.limit_s == 60.0
+    liveness.alive(1, 99.0)
+    assert liveness.overdue(99.0) is None
+
+
 def test_a_heartbeat_without_progress_is_none():
     liveness = trained(5, 1.0)
     for second in range(6, 70):
