@@ -79,15 +79,23 @@ class SeparateHosts:
         self, host: str, argv: Sequence[str | Path], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Start a command on `host`."""
-        renamed = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._space(host), *renamed, *map(str, argv)],
+            self.words(host, argv),
             env=environment({"PATH": _PATH, **(env or {})}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def words(self, host: str, argv: Sequence[str | Path]) -> list[str]:
+        """The command that runs a command on `host`."""
+        renamed = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
+        return ["ip", "netns", "exec", self._space(host), *renamed, *map(str, argv)]
+
+    def plug(self, host: str, *, plugged: bool) -> None:
+        """Pull the cable of `host`, or put it back."""
+        self._ip("-n", self._space("hub"), "link", "set", host, "up" if plugged else "down")
 
     def _add(self, name: str) -> None:
         space = self._space(name)

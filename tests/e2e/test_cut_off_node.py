@@ -1,0 +1,76 @@
+"""A node that is cut off from the others: it runs on, hears nobody, and the run goes on without it."""
+
+from __future__ import annotations
+
+import pytest
+from e2e_runs import JOB, LAST_STEP, NUM_SAMPLES, Run, samples_by_epoch
+from helpers import assert_no_process_left, wait_for
+from separate_hosts import need_separate_hosts
+from separate_slurm import RunThere, SeparateSlurm
+
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
+
+WORDS = [str(JOB), "--dropout", "0"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """How many ranks there are changes nothing but rounding, without dropout."""
+    run = Run(tmp_path_factory.mktemp("reference") / "run", {})
+    run.hpctrain("submit", "--backend", "local", "--tasks-per-node", "2", "--run-dir", str(run.path), *WORDS)
+    assert run.wait() == 0
+    return run
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest):
+    """Three nodes, given up by Slurm after so many seconds of silence."""
+    need_separate_hosts()
+    with SeparateSlurm(3, [f"SlurmdTimeout={request.param}"]) as cluster:
+        yield cluster
+
+
+def start(cluster: SeparateSlurm, path) -> RunThere:
+    run = RunThere(path, cluster)
+    shape = ["--nodes", "2:3", "--tasks-per-node", "1", "--hang-limit", "4"]
+    run.hpctrain("submit", *shape, "--run-dir", str(path), *WORDS, "--step-s", "0.2")
+    run.wait_for_step(8)
+    return run
+
+
+def assert_same_training(run: Run, reference: Run) -> None:
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    assert run.losses() == pytest.approx(reference.losses(), rel=1e-4)
+    for indices in samples_by_epoch(run).values():
+        assert sorted(indices) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("cluster", [300], indirect=True)
+def test_the_supervisor_does_without_it_long_before_slurm_gives_it_up(cluster, reference, tmp_path):
+    run = start(cluster, tmp_path / "run")
+    victim = run.events("started")[0]["hosts"][2]
+    cluster.cut_off(victim)
+    assert run.wait() == 0
+    failure, shrink = run.events("failure")[0], run.events("shrink")[0]
+    assert (failure["class"], failure["host"]) == ("node-lost", victim)
+    assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (3, 2, [victim])
+    assert run.events("requeue") == []
+    assert_same_training(run, reference)
+    # What still runs there can do no harm, and is ended as soon as Slurm reaches the node.
+    cluster.join_again(victim)
+    assert_no_process_left(run.path, 60)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize("index", [2, 0], ids=["ranks", "supervisor"])
+def test_slurm_gives_it_up_and_requeues_the_job(cluster, reference, tmp_path, index):
+    """With the supervisor's own node, there are two supervisors for a while, of which one may go on."""
+    run = start(cluster, tmp_path / "run")
+    victim = run.events("started")[0]["hosts"][index]
+    cluster.cut_off(victim)
+    wait_for(lambda: "down" in cluster.states()[victim], 60, "the node's end in Slurm's eyes")
+    assert run.wait() == 0
+    assert [event["nodes"] for event in run.events("started")] == [3, 2]
+    assert_same_training(run, reference)
+    cluster.join_again(victim)
+    assert_no_process_left(run.path, 60)
