@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from hpctrain.checkpoint.agreement import Agreement, LostTouch
+from hpctrain.checkpoint.errands import Hand, wait_for_all
 from hpctrain.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hpctrain.checkpoint.parts import Part, Writing, write_together
 from hpctrain.checkpoint.place import Place, hidden_name, new_token, this_machine
 from hpctrain.errors import CheckpointError
 
 Remark = TypeVar("Remark")
+T = TypeVar("T")
+
+#: How long is waited for what a save leaves to be cleared away, which is done in any case, if only later.
+_CLEARING_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,28 @@ class Site:
     """`this_machine()` of the rank that leads here; None is that of rank 0."""
     patience_s: float = 300.0
     """How long the disk may take nothing, in seconds."""
+    hand: Hand = field(default_factory=Hand)
+    """Does what this rank has to do in the folder."""
+
+    def together(self, work: Callable[[], T], failure: str, give_up: threading.Event) -> T | None:
+        """Have the ranks that lead do `work` in their folders, and wait for it; the others bring None.
+
+        Args:
+            work: what to do. Where a disk hangs, it may still be done when this has raised.
+            failure: what it means where it fails, as the beginning of a sentence.
+            give_up: when set on any rank, no rank waits much longer for a disk that hangs.
+
+        Raises:
+            CheckpointError: on all ranks alike.
+        """
+        errand = self.hand.do(work) if self.leads else None
+        wait_for_all(self.agreement, errand, give_up, patience_s=self.patience_s, failure=failure)
+        self.agreement.raise_alike(errand.problem if errand else None, failure)
+        return errand.result if errand else None
+
+    def clear(self, work: Callable[[], object]) -> None:
+        """Have done what clears away, on this rank; it is not waited for long where the disk hangs."""
+        self.hand.do(work).wait(min(self.patience_s, _CLEARING_S))
 
 
 @dataclass
@@ -60,25 +87,17 @@ def commit_together(site: Site, step: int, own: Contribution[Any]) -> Manifest:
     which every rank compares with its own; and each rank has one save in flight.
 
     Raises:
-        CheckpointError: on all ranks alike. Nothing was committed, and what was there is untouched.
+        CheckpointError: on all ranks alike. Nothing was committed, and what was there is untouched; where the
+            disk hangs in the last call of all, a whole checkpoint may yet come of it.
     """
     agreement, place = site.agreement, site.place
     failure = f"checkpoint of step {step} was not written to {place.folder}"
     token, machine, alike = agreement.from_main((new_token(), this_machine(), (step, own.alike)), failure)
     name = hidden_name(step, site.machine or machine, token)
-    with ExitStack() as cleanup:
-
-        def begin() -> None:
-            if alike != (step, own.alike):
-                raise CheckpointError(
-                    f"this rank saves step {step}, rank 0 step {alike[0]}"
-                    if alike[0] != step
-                    else "names, types or shapes of this rank's tensors are not those of rank 0"
-                )
-            if site.leads:
-                cleanup.enter_context(place.opened(name))
-
-        agreement.together(begin, failure)
+    agreement.raise_alike(_difference(alike, (step, own.alike)), failure)
+    hold = ExitStack()
+    try:
+        site.together(lambda: hold.enter_context(place.opened(name)), failure, own.give_up)
         own.writing = Writing(place.folder / name, own.parts, durable=place.durable, ready=own.ready)
         entries = write_together(
             agreement, own.writing, own.give_up, patience_s=site.patience_s, failure=failure
@@ -92,9 +111,7 @@ def commit_together(site: Site, step: int, own: Contribution[Any]) -> Manifest:
         if site.private:
             files = agreement.from_main(files, failure)
 
-        def commit() -> Manifest | None:
-            if not site.leads:
-                return None
+        def commit() -> Manifest:
             if site.private:  # it may hold a part of what an earlier attempt wrote after this step
                 place.withdraw(step)
             if not place.commit(place.folder / name, step, files) and site.private:
@@ -102,11 +119,23 @@ def commit_together(site: Site, step: int, own: Contribution[Any]) -> Manifest:
             return Manifest.decode(files[MANIFEST_NAME], place.folder / name)
 
         try:
-            manifest = agreement.together(commit, failure)
+            manifest = site.together(commit, failure, own.give_up)
         except LostTouch:
             raise
         except CheckpointError:
-            if site.private and site.leads:
-                place.withdraw(step)  # some nodes have theirs, others do not
+            if site.private and site.leads:  # some nodes have theirs, others do not
+                site.clear(lambda: place.withdraw(step))
             raise
+    finally:
+        if site.leads:
+            site.clear(hold.close)
     return agreement.from_main(manifest, failure)  # type: ignore[return-value]
+
+
+def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
+    """What of this rank's save is another than of rank 0's."""
+    if of_main == own:
+        return None
+    if of_main[0] != own[0]:
+        return f"this rank saves step {own[0]}, rank 0 step {of_main[0]}"
+    return "names, types or shapes of this rank's tensors are not those of rank 0"

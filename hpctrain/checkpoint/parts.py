@@ -12,7 +12,8 @@ from typing import Any
 
 import xxhash
 
-from hpctrain.checkpoint.agreement import Agreement, reason
+from hpctrain.checkpoint.agreement import Agreement
+from hpctrain.checkpoint.errands import Errand, wait_for_all
 from hpctrain.checkpoint.manifest import FileEntry
 from hpctrain.errors import CheckpointError
 
@@ -20,7 +21,6 @@ from hpctrain.errors import CheckpointError
 _BLOCK_BYTES = 8 << 20
 #: So much is handed to the disk at a time, that a slow one is seen to make progress.
 _FLUSH_BYTES = 256 << 20
-_SHORTEST_ROUND_S, _LONGEST_ROUND_S = 0.001, 0.2
 
 
 class GivenUp(CheckpointError):
@@ -57,16 +57,8 @@ def of_file(path: Path) -> Part:
     return Part(path.name, blocks)
 
 
-class Writing(threading.Thread):
-    """Writes files into a folder, in the background.
-
-    Attributes:
-        entries: the files that are written.
-        problem: what went wrong, or None.
-        moved_at: when something was last written, by the monotonic clock.
-        ended: set once nothing more will be written.
-        stop: set by others, to have it end early.
-    """
+class Writing(Errand[list[FileEntry]]):
+    """Writes files into a folder, in the background; its result is what it has written."""
 
     def __init__(self, folder: Path, parts: Sequence[Part], *, durable: bool, ready: Any = None) -> None:
         """Prepare to write; `start` begins it.
@@ -77,23 +69,17 @@ class Writing(threading.Thread):
             durable: wait until it survives a power cut.
             ready: something to `synchronize()` with before anything is read; or None.
         """
-        super().__init__(name="hpctrain-checkpoint-writing", daemon=True)
+        super().__init__()
         self._folder, self._parts, self._durable, self._ready = folder, parts, durable, ready
-        self.entries: list[FileEntry] = []
-        self.problem: str | None = None
-        self.moved_at = time.monotonic()
-        self.ended, self.stop = threading.Event(), threading.Event()
 
-    def run(self) -> None:
-        try:
-            if self._ready is not None:
-                self._ready.synchronize()
-            for part in self._parts:
-                self.entries.append(self._write(part))
-        except Exception as error:  # noqa: BLE001 (the ranks are told by `problem`)
-            self.problem = self.problem or reason(error)
-        finally:
-            self.ended.set()
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        threading.Thread(target=self.run, name="hpctrain-checkpoint-writing", daemon=True).start()
+
+    def work(self) -> list[FileEntry]:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [self._write(part) for part in self._parts]
 
     def _write(self, part: Part) -> FileEntry:
         digest, size, flushed = xxhash.xxh3_128(), 0, 0
@@ -120,8 +106,7 @@ def write_together(
 ) -> list[FileEntry]:
     """Have all ranks write their files; return when all have ended, on all ranks alike.
 
-    The ranks look at each other several times a second. So one that fails, or asks to give up, stops the
-    others early; and when this returns or raises, nobody writes any more, but for a disk that hangs.
+    When this returns or raises, nobody writes any more, but for a disk that hangs.
 
     Args:
         agreement: the ranks.
@@ -136,31 +121,12 @@ def write_together(
     """
     writing.start()
     try:
-        given_up = _wait_for_all(agreement, writing, give_up, patience_s, failure)
+        given_up = wait_for_all(agreement, writing, give_up, patience_s=patience_s, failure=failure)
     finally:
         # Ended already, unless the ranks have lost touch, or the disk hangs.
         writing.stop.set()
     agreement.raise_alike(writing.problem, failure)
     if given_up:
         raise GivenUp(f"{failure}: it was given up.")
-    return writing.entries
-
-
-def _wait_for_all(
-    agreement: Agreement, writing: Writing, give_up: threading.Event, patience_s: float, failure: str
-) -> bool:
-    """Wait until no rank writes any more, and say whether any asked to give up."""
-    round_s, given_up = _SHORTEST_ROUND_S, 0
-    while True:
-        ended = writing.ended.wait(round_s)
-        if not ended and time.monotonic() - writing.moved_at > patience_s:
-            ended, writing.problem = True, f"the disk has taken nothing for {patience_s:g} s"
-        unfinished, failed, giving_up = agreement.counts(
-            not ended, writing.problem is not None, give_up.is_set(), waiting_for=failure
-        )
-        given_up = max(given_up, giving_up)
-        if failed or given_up:
-            writing.stop.set()
-        if not unfinished:
-            return given_up > 0
-        round_s = min(_LONGEST_ROUND_S, round_s * 1.5)
+    assert writing.result is not None
+    return writing.result

@@ -129,7 +129,8 @@ class Saving:
     def _prune(self, newest: int) -> list[str]:
         if not self._agreement.is_main:
             return []
-        try:
-            return self._site.place.prune(newest, self._retention)
-        except OSError as error:  # the new checkpoint is there all the same
-            return [f"No old checkpoint was deleted: {reason(error)}."]
+        pruning = self._site.hand.do(lambda: self._site.place.prune(newest, self._retention))
+        pruning.wait(self._site.patience_s)
+        if pruning.problem:  # the new checkpoint is there all the same
+            return [f"No old checkpoint was deleted: {pruning.problem}."]
+        return pruning.result or []

@@ -80,6 +80,11 @@ class CheckpointCadence:
         """Whether nothing shall be tried yet, since the latest save failed a short while ago."""
         return self._clock() < self._rests_until
 
+    @property
+    def is_troubled(self) -> bool:
+        """Whether the latest save that has ended failed."""
+        return self._failures > 0
+
     def begun(self, stall_s: float) -> None:
         """A save has begun, and has held up the training for `stall_s`."""
         self._begun, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True

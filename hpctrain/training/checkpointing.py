@@ -125,7 +125,7 @@ class Checkpointing:
             return
         if self._state.finished:
             self._saves.save_result()
-        elif not self._team.from_main(self._cadence.rests):
+        elif self._team.from_main(self._team.ranks.is_main and self._saves.may_begin()):
             self._saves.begin()
             if not self._settings.checkpoint_async:
                 self._saves.finish()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.checkpoint.store import CheckpointStore, Loaded, NotCopied, Saved
+from hpctrain.checkpoint.store import PATIENCE_S, CheckpointStore, Loaded, NotCopied, Saved
 from hpctrain.checkpoint.tree import split_tree
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.rundir import RunDir
@@ -21,6 +21,11 @@ from hpctrain.training.state import TrainingState
 
 #: A save that takes longer than this is taken for stuck.
 LONGEST_SAVE_S = 3600.0
+#: Training waits so long for a save in flight, or so many times as long as the one before took, if that is
+#: longer; then a state that is due goes unsaved.
+_LONGEST_WAIT_S, _TIMES_LATEST = 60.0, 3.0
+#: And so long where the one before failed.
+_WAIT_IN_TROUBLE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Saves:
         self._is_main = is_main
         self._in_flight: _InFlight | None = None
         self._closed = False
+        self._overdue: int | None = None
         self.write_s: float | None = None
 
     @property
@@ -82,6 +88,31 @@ class Saves:
     def load(self) -> tuple[Loaded | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
         return self._store.load_newest(self._state.like())
+
+    def may_begin(self) -> bool:
+        """Whether another save can begin; waits for the one in flight, within a limit. On rank 0 alone.
+
+        A disk that hangs must not keep the run from training.
+        """
+        if self._cadence.rests:
+            return False
+        if self._in_flight is None:
+            return True
+        write_s = self._cadence.write_s
+        limit_s = PATIENCE_S if write_s is None else max(_LONGEST_WAIT_S, _TIMES_LATEST * write_s)
+        if self._cadence.is_troubled:
+            limit_s = _WAIT_IN_TROUBLE_S
+        if self._store.finish(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
+            return True
+        if self._overdue != self._in_flight.step:
+            self._overdue = self._in_flight.step
+            cause = (
+                f"The checkpoint of step {self._overdue} is not done after {self.in_flight_s:.0f} s: "
+                f"the state after step {self._state.step} is not saved"
+            )
+            self._log.event("failure", cause=f"{cause}.")
+            self._progress.say(f"hpctrain: {cause}, nor are those after it until it is. Training goes on.")
+        return False
 
     def begin(self) -> None:
         """Copy the state as it is; it is written from now on.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hpctrain.checkpoint import parts, store
+from hpctrain.checkpoint.place import Place
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, Saved
 from hpctrain.errors import CheckpointError
@@ -205,10 +208,34 @@ def one_disk_hangs_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     same_on_all(raises(lambda: save(stored, 2, rank), "the disk still hangs", "(rank 1)"))
     if rank == 1:
         let_go()
-        stored._saving.hanging.join(10)
+        stored._saving.hanging.ended.wait(10)
     dist.barrier()
     save(stored, 3, rank)
     check_loaded(stored, 3, rank)
+
+
+@scenario
+def the_last_rename_hangs_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
+    """No rank waits longer than agreed; what comes of the rename in the end is a whole checkpoint."""
+    stored = CheckpointStore(folder, dist.group.WORLD, patience_s=1.0)
+    save(stored, 1, rank)
+    goes_on, commit = threading.Event(), Place.commit
+
+    def hang(*args: Any) -> bool:
+        goes_on.wait(30)
+        return commit(*args)
+
+    Place.commit = hang
+    for step in (2, 3):
+        same_on_all(raises(lambda step=step: save(stored, step, rank), "taken nothing for 1 s", "(rank 0)"))
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
+    Place.commit = commit
+    goes_on.set()
+    save(stored, 4, rank)
+    dist.barrier()
+    assert sorted(path.name for path in folder.glob("step-*")) == [f"step-0000000{n}" for n in (1, 2, 4)]
+    assert [path.name for path in folder.glob(".*")] == []
+    check_loaded(stored, 4, rank)
 
 
 def hold_writing_back(heedless: bool = False) -> Callable[[], None]:

@@ -4,7 +4,7 @@
 
 Says "ready", and answers each line with the process's id. That one makes two checkpoints, says "ready" in
 FOLDER/said, waits for FOLDER/go, and saves on. After each save that is known to have ended it appends the
-step to FOLDER/said.
+step to FOLDER/said. In the mode "for-long" see `save_for_long`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,23 @@ def save(mode: str, folder: Path) -> None:
     os.write(said, b"end\n")
 
 
+def save_for_long(folder: Path) -> None:
+    """Save one step after the other, until told to stop; says of each how long it took, and its outcome."""
+    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    stored = CheckpointStore(folder / "checkpoints", patience_s=0.3)
+    step = 0
+    while not (folder / "stop").exists():
+        step += 1
+        begun = time.monotonic()
+        stored.begin(step, state(step), {})
+        assert stored.finish(60)
+        (ended,) = stored.finished()
+        outcome = "saved" if isinstance(ended, Saved) else str(ended)
+        os.write(said, f"{step} {time.monotonic() - begun:.2f} {outcome}\n".encode())
+        time.sleep(0.05)
+    stored.close()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     print("ready", flush=True)
@@ -62,7 +79,10 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                save(mode, Path(folder))
+                if mode == "for-long":
+                    save_for_long(Path(folder))
+                else:
+                    save(mode, Path(folder))
             finally:
                 os._exit(1)
         print(pid, flush=True)

@@ -19,6 +19,8 @@ import torch
 from helpers import environment, wait_for
 from saving_process import LAST_STEP, state, store
 
+from hpctrain.checkpoint.store import CheckpointStore
+
 #: The calls by which saving changes what lies on disk, or makes sure of it.
 CALLS = (
     "write",
@@ -118,6 +120,43 @@ def test_killed_at_every_system_call(server, tmp_path):
                 break
     print(f"killed {kills} times")
     assert kills > 200
+
+
+@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
+def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
+    """Every such call takes four seconds, and no save is waited for longer than two: that is told."""
+    server.stdin.write(f"for-long {tmp_path}\n")
+    server.stdin.flush()
+    pid = server.stdout.readline().strip()
+
+    def outcomes(begin: int) -> list[tuple[float, str]]:
+        told = (tmp_path / "said").read_text().splitlines()[begin:]
+        return [(float(seconds), words) for _, seconds, words in (line.split(" ", 2) for line in told)]
+
+    try:
+        wait_for(lambda: (tmp_path / "said").exists() and outcomes(2), 30, "three checkpoints")
+        words = ["strace", "-f", "-p", pid, "-o", str(tmp_path / "calls"), "-e", f"trace={call}"]
+        words += ["-e", f"inject={call}:delay_enter=4000000"]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
+            try:
+                if "attached" not in (line := strace.stderr.readline()):
+                    pytest.skip(f"strace may not attach here: {line.strip()}")
+                before = len(outcomes(0)) + 1
+                wait_for(lambda: len(outcomes(before)) >= 2, 30, "two saves on a disk that hangs")
+            finally:
+                strace.kill()
+        hung = outcomes(before)[:2]
+        words = ("the disk has taken nothing for 0.3 s", "the disk still hangs on what an earlier save")
+        assert all(any(some in outcome for some in words) for _, outcome in hung), hung
+        assert all(seconds < 2 for seconds, _ in hung), hung
+        wait_for(lambda: outcomes(-1)[0][1] == "saved", 30, "a checkpoint once the disk goes on")
+    finally:
+        (tmp_path / "stop").touch()
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), 30, "the end of the process that saves")
+    loaded, broken = CheckpointStore(tmp_path / "checkpoints").load_newest()
+    assert broken == []
+    assert torch.equal(loaded.state["x"], state(loaded.step)["x"])
+    assert [path.name for path in (tmp_path / "checkpoints").glob(".*")] == []
 
 
 def test_a_process_that_nobody_kills_saves_all(server, tmp_path):

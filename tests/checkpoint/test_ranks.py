@@ -62,6 +62,7 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_three_two_one_and_by_torch_alo
         "one_dies",
         "one_stands_still",
         "one_disk_hangs_by_a_fake",
+        "the_last_rename_hangs_by_a_fake",
     ],
 )
 def test_two_ranks(tmp_path, scenario):

@@ -123,6 +123,34 @@ def test_a_folder_of_which_nothing_can_be_told_has_not_vanished(tmp_path, capsys
     assert steps(tmp_path)[-1] == 20
 
 
+def test_a_disk_that_hangs_does_not_hold_the_training_up_by_a_fake(tmp_path, monkeypatch, capsys):
+    """The disk goes on only once the training is ten steps further; if that waited, neither ever would."""
+    from hpctrain.checkpoint.place import Place
+    from hpctrain.training import saves
+
+    monkeypatch.setattr(saves, "_LONGEST_WAIT_S", 0.3)
+    goes_on, commit = threading.Event(), Place.commit
+
+    def hang(place, path, step, files):
+        assert step != 4 or goes_on.wait(40)
+        return commit(place, path, step, files)
+
+    def go_on():
+        goes_on.set()
+        wait_for(lambda: 4 in steps(tmp_path), 10, "the checkpoint for which the disk hung")
+
+    monkeypatch.setattr(Place, "commit", hang)
+    begun = time.monotonic()
+    fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: go_on}), keep_checkpoints=20)
+    assert time.monotonic() - begun < 30
+    (told,) = events(tmp_path, "failure")
+    assert told["cause"].startswith("The checkpoint of step 4 is not done after ")
+    assert told["cause"].endswith("the state after step 6 is not saved.")
+    assert "Training goes on" in capsys.readouterr().out
+    assert not {6, 8, 10, 12} & set(steps(tmp_path))
+    assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
+
+
 def test_after_a_stop_nothing_is_left_in_the_memory_of_the_node(tmp_path):
     """The next start may be elsewhere, and memory that nobody gives back is gone for all jobs of the node."""
     import signal
