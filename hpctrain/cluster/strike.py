@@ -25,13 +25,12 @@ def strike_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Coll
         attempt: the start of the ranks; a rank of another one is left alone.
         ranks: which.
     """
-    return sorted(
-        {
-            rank
-            for process in own_processes()
-            if (rank := _rank(process, run_dir, attempt)) in ranks and process.signal(number)
-        }
-    )
+    struck = set()
+    for process in own_processes():
+        rank = _rank(process, run_dir, attempt)
+        if rank is not None and rank in ranks and process.signal(number):
+            struck.add(rank)
+    return sorted(struck)
 
 
 def strike_supervisor(run_dir: str, number: signal.Signals) -> bool:

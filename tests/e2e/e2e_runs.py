@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,27 +103,33 @@ def submit(
     step_s: float,
     checkpoint_every: int = 6,
     slow_attempts: int = 1,
+    further: Sequence[str] = (),
 ) -> Run:
-    """Submit `job.py`; does not wait."""
+    """Submit `job.py`, with `further` arguments; does not wait."""
     run = Run(path, env)
     arguments = ["--step-s", str(step_s), "--checkpoint-every", str(checkpoint_every)]
-    arguments += ["--slow-attempts", str(slow_attempts)]
+    arguments += ["--slow-attempts", str(slow_attempts), *further]
     run.hpctrain("submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), *arguments)
     return run
 
 
-def assert_undisturbed(run: Run, reference: Run) -> None:
+def assert_undisturbed(run: Run, reference: Run, num_epochs: int = NUM_EPOCHS) -> None:
     """Losses are bitwise the reference's, and every sample was trained exactly once an epoch."""
     assert run.dir.metrics.exists()
     assert run.losses() == reference.losses()
-    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    assert sorted(run.losses()) == list(range(1, num_epochs * STEPS_PER_EPOCH + 1))
+    assert_every_sample_once(run, num_epochs)
+
+
+def assert_every_sample_once(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
+    """Every sample was trained exactly once an epoch."""
     for epoch, indices in samples_by_epoch(run).items():
         counts = Counter(indices)
         assert len(counts) == NUM_SAMPLES, (
             f"epoch {epoch}: {NUM_SAMPLES - len(counts)} samples were never trained"
         )
         assert set(counts.values()) == {1}, f"epoch {epoch}: samples were trained twice"
-    assert sorted(samples_by_epoch(run)) == list(range(NUM_EPOCHS))
+    assert sorted(samples_by_epoch(run)) == list(range(num_epochs))
 
 
 def samples_by_epoch(run: Run) -> dict[int, list[int]]:

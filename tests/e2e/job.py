@@ -10,6 +10,7 @@ import os
 import time
 
 import torch
+from hanging import never_return
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,15 +18,35 @@ import hpctrain
 
 
 class Small(hpctrain.Module):
-    def __init__(self, step_s: float, dropout: float = 0.1, slow_attempts: int = 1) -> None:
+    def __init__(
+        self,
+        step_s: float,
+        dropout: float = 0.1,
+        slow_attempts: int = 1,
+        hang: str | None = None,
+        slow_node: str | None = None,
+    ) -> None:
         super().__init__()
+        self.hang, self.slow_node = hang, slow_node
         self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4))
         self.step_s = step_s if int(os.environ.get("HPCTRAIN_ATTEMPT", 0)) < slow_attempts else 0.0
 
     def training_step(self, batch, batch_idx):
         time.sleep(self.step_s)
+        if os.environ.get("SLURMD_NODENAME") == self.slow_node:
+            time.sleep(9 * self.step_s)
+        if (
+            self.hang
+            and batch_idx == 7
+            and os.environ["RANK"] == "1"
+            and os.environ["HPCTRAIN_ATTEMPT"] == "0"
+        ):
+            never_return(self.hang)
         x, y = batch
-        return F.cross_entropy(self.net(x), y)
+        return {"logits": self.net(x), "y": y}
+
+    def training_step_end(self, outputs):
+        return F.cross_entropy(outputs["logits"], outputs["y"])
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -49,6 +70,9 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint-every", type=int, default=6)
     parser.add_argument("--slow-attempts", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--algorithm", default="allreduce")
+    parser.add_argument("--hang", help="how rank 1 does not come to the eighth step of the first attempt")
+    parser.add_argument("--slow-node", help="where a step takes ten times as long")
     args = parser.parse_args()
     trainer = hpctrain.Trainer(
         max_epochs=args.epochs,
@@ -56,6 +80,8 @@ if __name__ == "__main__":
         checkpoint_every=args.checkpoint_every,
         seed=1,
         record_samples=True,
+        algorithm=args.algorithm,
     )
     data = dataset()
-    trainer.fit(Small(args.step_s, args.dropout, args.slow_attempts), data, data)
+    module = Small(args.step_s, args.dropout, args.slow_attempts, args.hang, args.slow_node)
+    trainer.fit(module, data, data)

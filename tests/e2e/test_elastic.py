@@ -111,6 +111,36 @@ def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tm
     assert_same_training(run, reference)
 
 
+def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_nodes, tmp_path):
+    run = Run(tmp_path / "run", slurm.env)
+    words = [
+        "--run-dir",
+        str(run.path),
+        str(JOB),
+        "--step-s",
+        "0.5",
+        "--slow-attempts",
+        "2",
+        "--dropout",
+        "0",
+    ]
+    run.hpctrain("submit", *SHAPE, "--grow-after", "5", *words)
+    run.wait_for_step(8)
+    victim = slurm.nodes[3]
+    slurm.kill_node(victim)
+    try:
+        wait_for(lambda: len(run.events("started")) == 2, 60, "the start on the nodes that are left")
+    finally:
+        slurm.start_node(victim)
+    assert run.wait() == 0
+    assert sizes(run) == [(4, 8), (3, 6), (4, 8)]
+    assert [event["kind"] for event in run.dir.read_events() if event["kind"] in ("shrink", "grow")] == [
+        "shrink",
+        "grow",
+    ]
+    assert_same_training(run, reference)
+
+
 def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)

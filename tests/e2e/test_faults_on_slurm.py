@@ -7,9 +7,10 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
+from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, submit
 from helpers import assert_no_process_left, run_command, run_processes, wait_for
 
 from hpctrain.sandbox.processes import Process
@@ -150,6 +151,60 @@ def test_a_node_at_fault_is_left_out_of_the_requeued_job(slurm, reference, tmp_p
     assert (excluded["hosts"], excluded["reason"]) == ([suspect], f"{suspect}: killed, 2 times")
     assert len(run.events("requeue")) == 1
     assert suspect not in run.events("started")[-1]["hosts"]
+
+
+@pytest.mark.long
+def test_a_rank_that_takes_ten_times_as_long_is_named_and_its_node_left_out(slurm, tmp_path):
+    epochs = 50
+    runs = []
+    for name, slow in (("run", ["--slow-node", slurm.nodes[1]]), ("reference", [])):
+        run = Run(tmp_path / name, slurm.env)
+        words = ["--run-dir", str(run.path), str(JOB), "--epochs", str(epochs), "--checkpoint-every", "50"]
+        step_s = ["--step-s", "0.03", "--slow-attempts", "9"] if slow else []
+        run.hpctrain("submit", *TWO, "--spares", "1", *words, *slow, *step_s)
+        runs.append(run)
+        if slow:
+            # It is found in each stretch of twenty seconds, and every third time it counts.
+            wait_for(lambda run=run: len(lasting(run)) == 2, 250, "two lasting stragglers", 0.5)
+            run.kill_rank(0)
+        assert run.wait() == 0
+    run, reference = runs
+    events = run.events("straggler")
+    assert {(event["rank"], event["host"], event["part"]) for event in events} == {
+        (1, slurm.nodes[1], "compute")
+    }
+    assert min(event["ratio"] for event in events) > 4
+    (excluded,) = run.events("excluded")
+    assert excluded["reason"] == f"{slurm.nodes[1]}: straggler, 2 times"
+    assert slurm.nodes[1] not in run.events("started")[1]["hosts"]
+    assert_undisturbed(run, reference, epochs)
+    assert_no_process_left(run.path)
+
+
+def lasting(run: Run) -> list[dict[str, object]]:
+    return [event for event in run.events("straggler") if event["lasting"]]
+
+
+@pytest.mark.long
+def test_a_rank_is_killed_while_the_disk_is_full(slurm, reference, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run_command(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk])
+    try:
+        run = submit(disk / "run", slurm.env, TWO, options=["--no-snapshot"], step_s=0.2, slow_attempts=2)
+        run.wait_for_step(8)
+        with open(disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
+            while filler.write(bytes(1 << 12)):
+                pass
+        # Some steps that cannot be written down, and a save that fails.
+        time.sleep(3)
+        run.kill_rank(1)
+        time.sleep(5)
+        (disk / "filler").unlink()
+        assert_as_undisturbed(run, reference)
+        assert any("No space left" in event["cause"] for event in run.events("failure"))
+    finally:
+        run_command(["umount", "--lazy", disk])
 
 
 LEAVES_A_DAEMON = """
