@@ -214,18 +214,12 @@ def _shell(given: SubmitOptions, cwd: Path) -> Shell:
 
 def _torchrun(given: SubmitOptions) -> Torchrun | None:
     launcher = given.get("launcher", "torchrun" if given.get("template") == "torchrun" else "srun")
-    if launcher == "torchrun":
-        return Torchrun(
-            rdzv_backend=given.get("rdzv_backend", Torchrun.rdzv_backend),
-            rdzv_endpoint=given.get("rdzv_endpoint"),
-        )
-    for option in ("rdzv_backend", "rdzv_endpoint"):
-        if option in given:
-            raise SpecError(
-                f"--{option.replace('_', '-')} is for torchrun, but srun starts the ranks (--launcher). "
-                "Leave it out, or give --launcher torchrun."
-            )
-    return None
+    if launcher != "torchrun":
+        return None
+    return Torchrun(
+        rdzv_backend=given.get("rdzv_backend", Torchrun.rdzv_backend),
+        rdzv_endpoint=given.get("rdzv_endpoint"),
+    )
 
 
 def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.config_files import standing_files
-from hpctrain.jobs.given import Given, Source, find_option, nearest, wrong_value
+from hpctrain.jobs.given import DEFAULT, Given, Source, find_option, nearest, wrong_value
 from hpctrain.jobs.option import Option
 from hpctrain.jobs.options import SubmitOptions, options
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = Source("command line")
 PYTHON = Source("submit()")
-DEFAULT = Source("default")
 _SET = Source("--set")
 
 _FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")

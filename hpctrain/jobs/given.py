@@ -32,6 +32,9 @@ class Source(NamedTuple):
         return f"{self.path}:{self.line}" + (f" (profile {self.profile})" if self.profile else "")
 
 
+DEFAULT = Source("default")
+
+
 class Given(NamedTuple):
     """One value that was given to an option, or to one entry of it, as in `env.NAME`."""
 

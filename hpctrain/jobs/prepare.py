@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import Backend, choose_backend
 from hpctrain.jobs.build import build_spec
-from hpctrain.jobs.config import DEFAULT, PYTHON, Settings, resolve
+from hpctrain.jobs.config import PYTHON, Settings, resolve
 from hpctrain.jobs.container import Container
 from hpctrain.jobs.given import Source
+from hpctrain.jobs.idle_options import check_idle
 from hpctrain.jobs.lint import check_files
 from hpctrain.jobs.options import SubmitOptions
 from hpctrain.jobs.render import render
@@ -109,6 +110,7 @@ def _prepare(
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     container = _container(settings, backend.name, cwd, environ)
     spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python, container=container)
+    notes += check_idle(settings.given, asked, spec)
     check_files(spec)
     snapshot = None
     if asked.get("snapshot", True):
@@ -126,19 +128,12 @@ def _prepare(
 def _container(
     settings: Settings, backend: BackendName, cwd: Path, environ: Mapping[str, str]
 ) -> Container | None:
-    if "container_image" in settings.given:
-        from hpctrain.jobs.containers import build_container
+    if "container_image" not in settings.given:
+        return None
+    from hpctrain.jobs.containers import build_container
 
-        known = settings.site.habits.containers
-        return build_container(settings.options, backend=backend, known=known, cwd=cwd, environ=environ)
-    for name, given in settings.given.items():
-        # A file may well say how containers are run where they are.
-        if name.startswith("container_") and given.source.path is None and given.source != DEFAULT:
-            raise SpecError(
-                f"--{name.replace('_', '-')} is for a container, but none is asked for. "
-                "Name its image with --container-image, or leave it out."
-            )
-    return None
+    known = settings.site.habits.containers
+    return build_container(settings.options, backend=backend, known=known, cwd=cwd, environ=environ)
 
 
 def _resolve_runs(

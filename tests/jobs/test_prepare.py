@@ -134,6 +134,58 @@ def test_options_that_mean_nothing_locally_are_said(prepared):
     assert "--partition changes nothing here" in prepared(partition="big").notes[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"spares": 1}, "--spares changes nothing here: the run goes to this machine itself."),
+        (
+            {"continue_by": "requeue"},
+            "--continue-by changes nothing here: the run goes to this machine itself.",
+        ),
+        (
+            {"nodes": "1:2", "grow_after": 1},
+            "--grow-after changes nothing here: the run goes to this machine",
+        ),
+        ({"signal_lead": 5}, "--signal-lead changes nothing here: there is no time limit (--time)."),
+        ({"notify_on": ["stall"]}, "--notify-on changes nothing here: nobody is told (--notify)."),
+        ({"notify_stall_after": 9}, "--notify-stall-after changes nothing here: nobody is told (--notify)."),
+        (
+            {"notify": "true", "notify_on": "finish", "notify_stall_after": 9},
+            "--notify-stall-after changes nothing here: nobody is told of a stall (--notify-on).",
+        ),
+        (
+            {"snapshot": False, "snapshot_limit": 9},
+            "--snapshot-limit changes nothing here: nothing is copied",
+        ),
+        ({"launcher": "torchrun", "warm_workers": 9}, "--warm-workers changes nothing here: torchrun starts"),
+        ({"gpu_directive": "gres"}, "--gpu-directive changes nothing here:"),
+    ],
+)
+def test_an_option_that_changes_nothing_is_said(prepared, options, note):
+    (told,) = prepared(**options).notes
+    assert told.startswith(note)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"time": 9, "signal_lead": 5},
+        {"notify": "true", "notify_on": "stall", "notify_stall_after": 9},
+        {"launcher": "torchrun", "rdzv_backend": "c10d"},
+        {"warm_workers": 9, "hang_limit": 9, "node_check": "always"},
+    ],
+)
+def test_of_an_option_that_changes_something_nothing_is_said(prepared, options):
+    assert prepared(**options).notes == ()
+
+
+def test_a_file_may_give_what_other_jobs_need(prepared, tmp_path):
+    (tmp_path / "hpctrain.yaml").write_text("rdzv_backend: c10d\nspares: 1\nnotify_on: stall\n")
+    assert prepared().notes == ()
+    with pytest.raises(SpecError, match=r"--rdzv-backend is for torchrun, but srun .*--launcher torchrun"):
+        prepared(rdzv_backend="c10d")
+
+
 @pytest.mark.parametrize("args", ["notalist", ["--steps", None], ["--steps", ["60"]]])
 def test_arguments_are_a_list_of_texts_numbers_and_paths(script, args, tmp_path):
     with pytest.raises(SpecError, match="have to be a list of texts"):

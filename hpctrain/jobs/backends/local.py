@@ -54,7 +54,8 @@ class LocalBackend:
             notes.append(f"There is no queue on this machine: the tasks of the array run {how}.")
         if spec.directives:
             options = ", ".join(f"--{key}" for key in spec.directives)
-            notes.append(f"There is no queue on this machine: {options} changes nothing here.")
+            changes = "changes" if len(spec.directives) == 1 else "change"
+            notes.append(f"There is no queue on this machine: {options} {changes} nothing here.")
         if spec.gpus_per_node:
             notes += self._check_gpus(spec, at_once)
         return Outlook(tuple(notes))
