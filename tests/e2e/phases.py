@@ -13,14 +13,13 @@ from torch import nn
 import hpctrain
 from hpctrain.checkpoint.place import Place
 
-PHASE, FOLDER = sys.argv[1], Path(sys.argv[2])
-IS_FIRST = os.environ["HPCTRAIN_ATTEMPT"] == "0"
+NUM_EPOCHS, NUM_SAMPLES, GLOBAL_BATCH_SIZE = 2, 48, 8
 
 
 def arrive(phase: str, seconds: float = 2.0) -> None:
     """Where this is the phase to be disturbed in, tell so, and stay for a while."""
-    mark = FOLDER / f"{phase}-{os.environ['RANK']}"
-    if phase == PHASE and IS_FIRST and not mark.exists():
+    mark = Path(sys.argv[2], f"{phase}-{os.environ['RANK']}")
+    if phase == sys.argv[1] and os.environ["HPCTRAIN_ATTEMPT"] == "0" and not mark.exists():
         mark.touch()
         time.sleep(seconds)
 
@@ -55,10 +54,13 @@ def commit_slowly(self, *args, **kwargs):
 if __name__ == "__main__":
     Place.commit = commit_slowly
     arrive("start")
-    data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+    )
     trainer = hpctrain.Trainer(
-        max_steps=12,
-        global_batch_size=8,
+        max_epochs=NUM_EPOCHS,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        record_samples=True,
         seed=1,
         checkpoint_every=4,
         checkpoint_async=False,

@@ -7,22 +7,46 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run
+from e2e_runs import Run, samples_by_epoch
 from helpers import assert_no_process_left, wait_for
+from phases import NUM_EPOCHS, NUM_SAMPLES
+
+from hpctrain.jobs.slurm_command import run_slurm, steps_of
 
 SCRIPT = Path(__file__).with_name("phases.py")
-SHAPE = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+SHAPES = {
+    "local": ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"],
+    "slurm": ["--nodes", "2", "--gpus-per-node", "1"],
+}
+
+pytestmark = pytest.mark.timeout(300)
 
 
-def submit(folder: Path, phase: str) -> Run:
-    run = Run(folder / "run", {})
-    run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(SCRIPT), phase, str(folder))
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.long)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def env(backend: str, request: pytest.FixtureRequest) -> dict[str, str]:
+    return request.getfixturevalue("slurm").env if backend == "slurm" else {}
+
+
+def submit(folder: Path, phase: str, backend: str, env: dict[str, str]) -> Run:
+    run = Run(folder / "run", env)
+    run.hpctrain("submit", *SHAPES[backend], "--run-dir", str(run.path), str(SCRIPT), phase, str(folder))
     return run
 
 
 def preempt(run: Run) -> None:
-    """Tell the local backend's job, as a preemption would tell one of Slurm's."""
-    os.kill(int(run.events("submitted")[0]["job_id"]), signal.SIGUSR2)
+    """Tell the ranks as Slurm does at the beginning of a preemption, or the local backend's job."""
+    job = run.events("submitted")[0]["job_id"]
+    if not run.env:
+        os.kill(int(job), signal.SIGUSR2)
+        return
+    environ = {**os.environ, **run.env}
+    step = wait_for(lambda: steps_of([job], environ), 10, "the step of the ranks")
+    run_slurm(["scancel", "--signal=TERM", *step], environ)
 
 
 def arrive(folder: Path, phase: str) -> None:
@@ -31,7 +55,7 @@ def arrive(folder: Path, phase: str) -> None:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory) -> dict[int, float]:
-    run = submit(tmp_path_factory.mktemp("reference"), "none")
+    run = submit(tmp_path_factory.mktemp("reference"), "none", "local", {})
     assert run.wait() == 0
     return run.losses()
 
@@ -39,6 +63,8 @@ def losses(tmp_path_factory) -> dict[int, float]:
 def assert_goes_on(run: Run, losses: dict[int, float]) -> None:
     assert run.wait() == 0
     assert run.losses() == losses
+    epochs = {epoch: sorted(indices) for epoch, indices in samples_by_epoch(run).items()}
+    assert epochs == {epoch: list(range(NUM_SAMPLES)) for epoch in range(NUM_EPOCHS)}
     assert len(run.events("requeue")) == 1
     assert_no_process_left(run.path)
 
@@ -51,8 +77,8 @@ def assert_goes_on(run: Run, losses: dict[int, float]) -> None:
         pytest.param("save", marks=pytest.mark.long),
     ],
 )
-def test_told_to_stop_in_any_phase(losses, tmp_path, phase):
-    run = submit(tmp_path, phase)
+def test_told_to_stop_in_any_phase(losses, tmp_path, phase, backend, env):
+    run = submit(tmp_path, phase, backend, env)
     arrive(tmp_path, phase)
     preempt(run)
     assert_goes_on(run, losses)
@@ -60,8 +86,8 @@ def test_told_to_stop_in_any_phase(losses, tmp_path, phase):
     assert [stop["saved"] for stop in run.events("signal")] == ([] if phase == "start" else [True])
 
 
-def test_told_a_second_time_while_it_saves(losses, tmp_path):
-    run = submit(tmp_path, "save")
+def test_told_a_second_time_while_it_saves(losses, tmp_path, backend, env):
+    run = submit(tmp_path, "save", backend, env)
     wait_for(lambda: max(run.losses(), default=0) >= 1, 60, "the first step", interval=0.01)
     preempt(run)
     arrive(tmp_path, "save")
@@ -71,8 +97,8 @@ def test_told_a_second_time_while_it_saves(losses, tmp_path):
 
 
 @pytest.mark.long
-def test_told_to_stop_while_the_ranks_are_started_again(losses, tmp_path):
-    run = submit(tmp_path, "step")
+def test_told_to_stop_while_the_ranks_are_started_again(losses, tmp_path, backend, env):
+    run = submit(tmp_path, "step", backend, env)
     arrive(tmp_path, "step")
     run.kill_rank(1)
     wait_for(lambda: len(run.events("started")) == 2, 60, "the second start", interval=0.01)

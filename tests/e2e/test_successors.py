@@ -156,6 +156,30 @@ esac
 """
 
 
+#: A site that says of itself that it requeues, and then does not.
+SCONTROL = """#!/bin/sh
+[ "$1" = requeue ] && { echo once >> NOTE; echo "slurm_requeue error: Access/permission denied" >&2; exit 1; }
+exec REAL "$@"
+"""
+
+
+@pytest.mark.long
+def test_a_requeue_that_is_refused_though_the_site_requeues(slurm, reference, tmp_path):
+    path = tmp_path / "bin"
+    path.mkdir()
+    wrapper, note = path / "scontrol", tmp_path / "note"
+    wrapper.write_text(SCONTROL.replace("REAL", str(shutil.which("scontrol"))).replace("NOTE", str(note)))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    env = {**slurm.env, "PATH": f"{path}:{os.environ['PATH']}"}
+    run = submit(tmp_path / "run", env, SHAPE, step_s=0.2)
+    run.wait_for_step(8)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert note.read_text().split() == ["once"]
+    assert_undisturbed(run, reference)
+    assert_chained(run, 2)
+
+
 @pytest.mark.long
 def test_a_job_that_waits_for_the_run_waits_for_its_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
