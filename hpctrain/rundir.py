@@ -213,6 +213,10 @@ class RunDir:
         """Those files of all ranks that have written one."""
         return sorted(self.check(attempt, 0).parent.glob("rank-*.json"))
 
+    def memory_errors(self, host: str, local_rank: int) -> Path:
+        """The memory errors that a job found at its first look at the GPUs of a process: not its own."""
+        return self.path / "checks" / f"memory-errors-{host}-{local_rank:03d}.json"
+
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:03d}"
 

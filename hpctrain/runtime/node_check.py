@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.devices import visible_devices
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.devices import plan_device, sharing_allowed, visible_devices
 from hpctrain.files import write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.telemetry.gpus import GpuReader
+from hpctrain.runtime.lifeline import die_with_supervisor
+from hpctrain.telemetry.gpus import GpuReader, GpuReading
 
 #: All ranks have looked at their own node within this, or are not waited for.
 _PEERS_S = 40.0
@@ -31,55 +33,104 @@ def main(environ: Mapping[str, str]) -> None:
     """Look, and write down what was seen."""
     begun = time.monotonic()
     run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
-    rank = int(environ["SLURM_PROCID"])
-    path = run.check(attempt, rank)
+    ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
+    path = run.check(attempt, ranks.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    trouble = [*_of_gpus(environ)]
+    with GpuReader(visible_devices(environ)) as reader:
+        readings = reader.read()
+    mine = own_gpus(ranks, environ, len(readings))
+    job = f"{environ.get('SLURM_JOB_ID')}/{environ.get('SLURM_RESTART_COUNT', 0)}"
+    before = errors_before(run, environ.get("SLURMD_NODENAME", ""), ranks.local_rank, job, readings)
+    shared = sharing_allowed(environ) is not None
+    trouble = [
+        words for index in mine for words in of_gpu(index, readings[index], before[index], shared=shared)
+    ]
+    if trouble:
+        _tell(environ, "bad")
     for look in (_product, _sum_over_ranks):
         if not trouble:
             try:
-                trouble += look(environ)
+                trouble += look(environ, ranks, mine)
             except Exception as error:  # noqa: BLE001 (whatever it is, the node cannot do this)
                 trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
             if trouble:
                 _tell(environ, "bad")
     seconds = time.monotonic() - begun
-    record = {"rank": rank, "host": environ.get("SLURMD_NODENAME"), "trouble": trouble, "seconds": seconds}
+    host = environ.get("SLURMD_NODENAME")
+    record = {"rank": ranks.rank, "host": host, "trouble": trouble, "seconds": seconds}
     write_atomic(path, json.dumps(record) + "\n")
 
 
-def _of_gpus(environ: Mapping[str, str]) -> list[str]:
-    """What the driver says against this rank's GPUs."""
+def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
+    """The GPUs that this process tries out: the one that its rank will take, or all where it is alone.
+
+    The others on the node use theirs at the same time.
+
+    Raises:
+        EnvironmentMismatch: the node has more ranks than GPUs, and sharing them is not allowed.
+    """
+    if ranks.local_world_size == 1:
+        return list(range(num_visible))
+    index = plan_device(ranks, environ, num_visible).index
+    return [] if index is None else [index]
+
+
+def errors_before(
+    run: RunDir, host: str, local_rank: int, job: str, readings: Sequence[GpuReading]
+) -> list[int]:
+    """Memory errors of each GPU when this job looked first, which this notes where it is the first time.
+
+    The driver counts since it was loaded: a GPU that goes on after an error of last week's is fine.
+
+    Args:
+        run: the run.
+        host: this node.
+        local_rank: the process on it.
+        job: the start of the job; another one may have other GPUs.
+        readings: what the driver says now.
+    """
+    now = [reading.ecc_errors or 0 for reading in readings]
+    path = run.memory_errors(host, local_rank)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        if noted["job"] == job and len(noted["errors"]) == len(now):
+            return [int(count) for count in noted["errors"]]
+    with suppress(OSError):
+        write_atomic(path, json.dumps({"job": job, "errors": now}) + "\n", durable=False)
+    return now
+
+
+def of_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool = False) -> list[str]:
+    """What the driver says against a GPU. Where ranks share it, a peer may use it already."""
     trouble = []
-    with GpuReader(visible_devices(environ)) as gpus:
-        for index, gpu in enumerate(gpus.read()):
-            if gpu.ecc_errors:
-                trouble.append(f"GPU {index} has had {gpu.ecc_errors} memory errors that were not corrected")
-            if gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES:
-                trouble.append(f"GPU {index} is in use: {gpu.processes} processes, {gpu.memory} bytes")
-    if trouble:
-        _tell(environ, "bad")
+    if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
+        trouble.append(f"GPU {index} has had {errors} memory errors that were not corrected since the start")
+    if not shared and (gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES):
+        trouble.append(f"GPU {index} is in use: {gpu.processes} processes, {gpu.memory} bytes")
     return trouble
 
 
-def _product(environ: Mapping[str, str]) -> list[str]:
-    """A product of two matrices whose result is known, on the device."""
+def _product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:  # noqa: ARG001
+    """A product of two matrices whose result is known, on each device."""
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _tell(environ, f"fine, {device.type}")
-    matrix = torch.full((_SIZE, _SIZE), 2.0, device=device)
-    wrong = int((matrix @ matrix != 4.0 * _SIZE).sum())
-    return [f"a matrix product on {device} has {wrong} wrong numbers"] if wrong else []
+    on_gpu = bool(mine) and torch.cuda.is_available()
+    _tell(environ, f"fine, {'cuda' if on_gpu else 'cpu'}")
+    trouble = []
+    for device in [f"cuda:{index}" for index in mine] if on_gpu else ["cpu"]:
+        matrix = torch.full((_SIZE, _SIZE), 2.0, device=device)
+        if wrong := int((matrix @ matrix != 4.0 * _SIZE).sum()):
+            trouble.append(f"a matrix product on {device} has {wrong} wrong numbers")
+    return trouble
 
 
-def _sum_over_ranks(environ: Mapping[str, str]) -> list[str]:
+def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:
     """A sum over all ranks, where all have found their own nodes to be fine."""
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    size, rank = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+    size, rank = ranks.world_size, ranks.rank
     if size == 1:
         return []
     store = _store(environ)
@@ -89,15 +140,19 @@ def _sum_over_ranks(environ: Mapping[str, str]) -> list[str]:
         return []
     if len(set(said)) > 1:
         return ["no GPU is there, but others have one"] if said[rank].endswith("cpu") else []
-    with_gpus = said[rank].endswith("cuda")
+    device = torch.device("cuda", mine[0]) if said[rank].endswith("cuda") else torch.device("cpu")
+    # NCCL refuses two ranks on one GPU.
+    with_nccl = device.type == "cuda" and sharing_allowed(environ) is None
+    if with_nccl:
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if with_gpus and environ.get("CUDA_VISIBLE_DEVICES") else "gloo",
+        "nccl" if with_nccl else "gloo",
         store=PrefixStore("node-check-group", store),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=_PEERS_S),
     )
-    value = torch.ones(1, device="cuda" if with_gpus else "cpu")
+    value = torch.ones(1, device=device if with_nccl else "cpu")
     dist.all_reduce(value)
     total = value.item()
     dist.destroy_process_group()
@@ -118,4 +173,5 @@ def _store(environ: Mapping[str, str]) -> Any:
 
 
 if __name__ == "__main__":
+    die_with_supervisor(os.environ)
     main(os.environ)

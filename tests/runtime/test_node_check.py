@@ -1,0 +1,57 @@
+"""The look at a node before the ranks start. The GPUs are pretended: readings as the driver's would be."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.cluster import detect
+from hpctrain.errors import EnvironmentMismatch
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.node_check import errors_before, of_gpu, own_gpus
+from hpctrain.telemetry.gpus import GpuReading
+
+
+def ranks(local: int, per_node: int):
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(local),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(per_node),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": str(per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    return detect(environ), environ
+
+
+def test_each_rank_of_a_node_looks_at_the_gpu_that_it_will_take():
+    assert [own_gpus(*ranks(local, 4), 4) for local in range(4)] == [[0], [1], [2], [3]]
+    assert own_gpus(*ranks(0, 1), 4) == [0, 1, 2, 3], "an agent of torchrun has all of them"
+    assert own_gpus(*ranks(1, 2), 0) == []
+    with pytest.raises(EnvironmentMismatch, match="4 ranks on this node"):
+        own_gpus(*ranks(3, 4), 2)
+
+
+def test_memory_errors_count_since_the_job_looked_first(tmp_path):
+    run = RunDir(tmp_path)
+    (tmp_path / "checks").mkdir()
+    old = [GpuReading(ecc_errors=5), GpuReading(ecc_errors=None)]
+    assert errors_before(run, "n1", 0, "7/0", old) == [5, 0]
+    new = [GpuReading(ecc_errors=7), GpuReading(ecc_errors=None)]
+    assert errors_before(run, "n1", 0, "7/0", new) == [5, 0]
+    assert of_gpu(0, new[0], 5) == ["GPU 0 has had 2 memory errors that were not corrected since the start"]
+    assert of_gpu(0, old[0], 5) == []
+    assert errors_before(run, "n1", 0, "7/1", new) == [7, 0], "a job that was requeued begins anew"
+
+
+def test_a_gpu_that_somebody_uses_is_said():
+    assert of_gpu(1, GpuReading(processes=1, memory=1 << 20), 0) == [
+        "GPU 1 is in use: 1 processes, 1048576 bytes"
+    ]
+    assert of_gpu(1, GpuReading(processes=0, memory=1 << 40), 0) != []
+    assert of_gpu(1, GpuReading(processes=0, memory=1 << 29), 0) == []
+    assert of_gpu(1, GpuReading(processes=3), 0, shared=True) == []
