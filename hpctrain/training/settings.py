@@ -61,6 +61,12 @@ class Settings:
     algorithm: str | Algorithm = "allreduce"
     """How the ranks of `ddp` agree: `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`,
     `decentralized`, `low_precision_decentralized`, `async`, `local_sgd`; one with arguments; or your own."""
+    bucket_mb: float | None = None
+    """Size of the parts, in megabytes, in which gradients are sent while the backward pass goes on, with
+    `ddp`, `ddp_spawn`, `ddp2` and `zero1`; None is torch's own choice, 25 after a first one of 1."""
+    find_unused_parameters: bool = False
+    """Allow steps in which some parameters have no part: `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod`
+    look for them in every step then, which takes time. The other strategies need not look."""
     devices: Devices | None = None
     """Where to train if nobody has started ranks: a number of devices, -1 for all, indices such as `[1, 3]`
     or `"1,3"`, or `auto` for all that are free. More than one starts a process for each, except with `dp`.
@@ -150,7 +156,7 @@ class Settings:
                 continue
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-        for name in ("gradient_clip_norm", "gradient_clip_value"):
+        for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_mb"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise UserError(f"{name} is {value!r}; it must be a number above 0, or None.")
@@ -187,6 +193,11 @@ class Settings:
         check_precision(self.precision)
         strategy = find_strategy(self.strategy, os.environ)
         strategy.check(self)
+        if self.bucket_mb is not None and not strategy.has_buckets:
+            raise UserError(
+                f"bucket_mb is {self.bucket_mb!r}, which is for strategies 'ddp', 'ddp_spawn', 'ddp2' and "
+                f"'zero1', but strategy is {self.strategy!r}: it sends gradients in its own way."
+            )
         algorithm = find_algorithm(self.algorithm)
         if type(algorithm) is not AllReduce and not strategy.has_algorithms:
             raise UserError(

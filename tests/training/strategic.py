@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hpctrain
@@ -27,7 +28,10 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Blocks(hpctrain.Module):
-    """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows."""
+    """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows.
+
+    Every rank begins with other weights: those of rank 0 count.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Blocks(hpctrain.Module):
         overflow_at: int | None = None,
         sleep: float = 0,
         optimizers: int = 1,
+        sometimes: bool = False,
     ):
         super().__init__()
         middle = [nn.BatchNorm1d(5)] if norm else []
@@ -45,9 +50,11 @@ class Blocks(hpctrain.Module):
         )
         self.bias = nn.Parameter(torch.zeros(1))
         self.scale = nn.Parameter(torch.tensor(1.0))
+        if sometimes:
+            self.detour = nn.Linear(6, 1)
         self.double()
         for i, parameter in enumerate(self.parameters()):
-            generator = torch.Generator().manual_seed(i)
+            generator = torch.Generator().manual_seed(i + 100 * int(os.environ.get("RANK", "0")))
             nn.init.normal_(parameter, generator=generator) if parameter.ndim > 1 else nn.init.constant_(
                 parameter, 0.5
             )
@@ -60,7 +67,10 @@ class Blocks(hpctrain.Module):
         self.steps += 1
         if self.stop_at == self.steps and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        loss = (self.net(x) * self.scale + self.bias - y).pow(2).mean()
+        output = self.net(x) * self.scale + self.bias
+        if batch_idx == 1 and hasattr(self, "detour"):
+            output = output + self.detour(x)
+        loss = (output - y).pow(2).mean()
         if self.overflow_at == self.steps and os.environ.get("RANK", "0") == "1":
             loss = loss * torch.inf
         return {"loss": loss, "mean_x": x.mean()}
@@ -85,18 +95,21 @@ class Stream(torch.utils.data.IterableDataset):
         return zip(*samples(), strict=True)
 
 
-def by_hand(num_steps: int, *, norm: bool = False) -> dict[str, torch.Tensor]:
+def by_hand(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
     """The weights that a loop without hpctrain gives, on one process, a whole batch at a time."""
-    module = Blocks(norm=norm)
+    module = Blocks(**kind)
     optimizer, scheduler = module.configure_optimizers()
     x, y = samples()
     batches = [
-        SampleOrder(NUM_SAMPLES, SEED).indices(epoch, start, min(start + BATCH, NUM_SAMPLES))
+        (
+            SampleOrder(NUM_SAMPLES, SEED).indices(epoch, start, min(start + BATCH, NUM_SAMPLES)),
+            start // BATCH,
+        )
         for epoch in range(num_steps)
         for start in range(0, NUM_SAMPLES, BATCH)
     ]
-    for indices in batches[:num_steps]:
-        module.training_step((x[indices], y[indices]), 0)["loss"].backward()
+    for indices, batch_idx in batches[:num_steps]:
+        module.training_step((x[indices], y[indices]), batch_idx)["loss"].backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -107,7 +120,7 @@ def train(settings: dict) -> dict:
     module = Blocks(
         **{
             name: settings.pop(name)
-            for name in ("norm", "stop_at", "overflow_at", "sleep", "optimizers")
+            for name in ("norm", "stop_at", "overflow_at", "sleep", "optimizers", "sometimes")
             if name in settings
         }
     )
@@ -120,7 +133,17 @@ def train(settings: dict) -> dict:
         trainer.fit(module, data, samples())
     except hpctrain.UserError as error:
         return {"error": str(error)}
-    return {"weights": module.state_dict(), "metrics": trainer.metrics, "step": trainer.step}
+    weights = module.state_dict()
+    return {"weights": weights, "alike": alike(weights), "metrics": trainer.metrics, "step": trainer.step}
+
+
+def alike(weights: dict[str, torch.Tensor]) -> bool:
+    """Whether all ranks have the very same."""
+    if not dist.is_initialized():
+        return True
+    of_all: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, weights)
+    return all(torch.equal(other[name], value) for other in of_all for name, value in weights.items())
 
 
 if __name__ == "__main__":

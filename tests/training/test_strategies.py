@@ -17,11 +17,12 @@ from hpctrain.files import read_json_lines
 from hpctrain.training.devices import choose_devices, parse_devices
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy, registry
 from hpctrain.training.strategies.ddp import DDP
+from hpctrain.training.strategies.rows import micro_batch_sizes, rows
 
 SCRIPT = Path(__file__).with_name("strategic.py")
 sys.path.insert(0, str(SCRIPT.parent))
 
-from strategic import by_hand  # noqa: E402 (a script, not a package)
+from strategic import Blocks, by_hand, samples  # noqa: E402 (a script, not a package)
 from test_exact import trained  # noqa: E402
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -37,6 +38,13 @@ def train(folder: Path, *trainings: dict, ranks: int, run: Path | None = None, n
     variables = VARIABLES if run is None else {**VARIABLES, "HPCTRAIN_RUN_DIR": str(run)}
     run_forked(SCRIPT, [str(folder / "out"), json.dumps(trainings)], variables, ranks=ranks, nodes=nodes)
     return torch.load(folder / "out", weights_only=True)
+
+
+def validated(weights: dict) -> float:
+    """The loss over all samples, on one process."""
+    module = Blocks()
+    module.load_state_dict(weights)
+    return module.validation_step(samples(), 0).item()
 
 
 def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
@@ -61,23 +69,109 @@ def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
     ],
 )
 def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
-    """Shares of 10 samples and of 3 on as many ranks; rows that no number of them divides; a scalar."""
-    one, fifty, in_parts = train(
+    """Shares of 10 samples and of 3 on as many ranks; rows that no number of them divides; a scalar.
+
+    Ranks begin with different weights, and end with the same. Some parameters have no part in every step.
+    """
+    one, fifty, in_parts, sometimes = train(
         tmp_path,
         {"strategy": strategy, "max_steps": 1},
         {"strategy": strategy, "max_steps": 50},
         {"strategy": strategy, "max_steps": 5, "micro_batch_size": 2},
+        {"strategy": strategy, "max_steps": 5, "sometimes": True, "find_unused_parameters": True},
         ranks=ranks,
     )
     assert_same(one["weights"], by_hand(1))
     assert_same(fifty["weights"], by_hand(50))
     assert_same(in_parts["weights"], by_hand(5))
+    assert_same(sometimes["weights"], by_hand(5, sometimes=True))
+    assert all(result["alike"] for result in (one, fifty, in_parts, sometimes))
+    assert one["metrics"]["val_loss"] == pytest.approx(validated(one["weights"]), rel=1e-12)
 
 
 def test_zero1_gives_the_bits_that_ddp_gives(tmp_path):
     ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
     assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
     assert zero1["metrics"] == ddp["metrics"]
+
+
+PARAMETERS_LEFT_OUT = """
+import sys; sys.path.insert(0, {folder!r})
+import hpctrain, strategic
+trainer = hpctrain.Trainer(max_steps=3, global_batch_size=10)
+trainer.fit(strategic.Blocks(sometimes=True), strategic.samples())
+"""
+
+
+def test_parameters_without_a_part_in_a_step_are_named(tmp_path):
+    script = tmp_path / "left_out.py"
+    script.write_text(PARAMETERS_LEFT_OUT.format(folder=str(SCRIPT.parent)))
+    with pytest.raises(AssertionError, match=r"did not use detour.weight, detour.bias, .* find_unused_par"):
+        run_forked(script, [], VARIABLES, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "num_samples", "sizes"),
+    [
+        (None, 10, [2] * 5),  # at most eight on two stages, all of one size
+        (None, 97, [13] + [12] * 7),
+        (None, 3, [1] * 3),
+        (32, 97, [25, 24, 24, 24]),
+        (4, 10, [2] * 5),
+        (32, 12, [12]),
+        (2, 3, [1] * 3),
+        (5, 7, [4, 3]),
+    ],
+)
+def test_micro_batches_of_a_pipeline_have_two_sizes_at_most(micro_batch_size, num_samples, sizes):
+    assert micro_batch_sizes(num_samples, micro_batch_size, num_stages=2) == sizes
+
+
+STATES = """
+import sys; sys.path.insert(0, {folder!r})
+import hpctrain, strategic
+
+class Counting(strategic.Blocks):
+    def configure_optimizers(self):
+        self.optimizers = super().configure_optimizers()
+        return self.optimizers
+
+class Say(hpctrain.Callback):
+    def on_step_end(self, trainer, module, metrics):
+        counts.append(len(module.optimizers[0].state))
+
+counts = []
+for steps in (4, 8):
+    trainer = hpctrain.Trainer(
+        max_steps=steps, global_batch_size=10, strategy="pipeline", run_dir=sys.argv[1], checkpoint_every=2,
+        callbacks=[Say()],
+    )
+    trainer.fit(Counting(), strategic.samples())
+print(counts)
+"""
+
+
+def test_a_stage_keeps_what_its_optimizer_needs_and_a_checkpoint_that_of_all(tmp_path):
+    script = tmp_path / "states.py"
+    script.write_text(STATES.format(folder=str(SCRIPT.parent)))
+    counts = json.loads(run_forked(script, [str(tmp_path / "run")], VARIABLES, ranks=2).splitlines()[-1])
+    assert counts == [6] * 8  # of eight parameters two are the other stage's
+
+
+def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
+    batch = {
+        "x": torch.arange(6).view(3, 2),
+        "scale": torch.tensor(2.0),
+        "weights": torch.ones(2),
+        "names": ["a", "b", "c"],
+        "pair": (torch.arange(3), ("u", "v", "w"), "all"),
+    }
+    got = rows(batch, 3, 1, 3)
+    assert got["x"].tolist() == [[2, 3], [4, 5]]
+    assert (got["scale"], got["weights"].tolist()) == (2.0, [1.0, 1.0])
+    assert got["names"] == ["b", "c"]
+    assert got["pair"][0].tolist() == [1, 2]
+    assert got["pair"][1:] == (("v", "w"), "all")
 
 
 def test_running_means_are_those_of_rank_0(tmp_path):

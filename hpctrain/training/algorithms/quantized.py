@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hpctrain.training.newer_torch import all_gather_single
+
 _LEVELS = 255
 
 
@@ -56,6 +58,6 @@ def mean_in_bytes(flat: torch.Tensor, world_size: int) -> tuple[torch.Tensor, in
     dist.all_to_all_single(got.codes, own.codes)
     dist.all_to_all_single(got.ranges, own.ranges)
     piece = Quantized.of(got.restored().mean(0, keepdim=True))
-    dist.all_gather_into_tensor(got.codes, piece.codes)
-    dist.all_gather_into_tensor(got.ranges, piece.ranges)
+    all_gather_single(got.codes, piece.codes)
+    all_gather_single(got.ranges, piece.ranges)
     return got.restored().reshape(-1)[: len(flat)], own.nbytes + piece.nbytes

@@ -32,6 +32,7 @@ class Strategy:
         in_lockstep: whether ranks wait for each other in every forward pass, also without a backward pass.
         has_turns: whether a step may be for some parameters only.
         has_algorithms: whether replicas may agree in another way than by an all-reduce.
+        has_buckets: whether gradients are sent in parts of a size that one may set.
         algorithm: how they do.
         spawns: whether the process that calls `fit` starts the ranks, where nobody has.
         turn: index of the optimizer that the step is for, where optimizers take turns.
@@ -43,6 +44,7 @@ class Strategy:
     in_lockstep: ClassVar[bool] = False
     has_turns: ClassVar[bool] = True
     has_algorithms: ClassVar[bool] = False
+    has_buckets: ClassVar[bool] = False
     spawns: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
     splits_itself: ClassVar[bool] = False
@@ -76,6 +78,10 @@ class Strategy:
     def place(self) -> None:
         """Move the module to this rank's device."""
         self.module.to(self.team.device)
+
+    def gradient_parts(self) -> list[int]:
+        """Bytes of each part in which gradients are sent; empty where that is not known."""
+        return []
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         """The module's training step, through whatever synchronises gradients.

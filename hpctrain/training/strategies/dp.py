@@ -14,6 +14,7 @@ from hpctrain.training.data.loading import to_device
 from hpctrain.training.data.plan import split
 from hpctrain.training.module import Module
 from hpctrain.training.strategies.base import Strategy
+from hpctrain.training.strategies.rows import rows
 
 if TYPE_CHECKING:
     from hpctrain.training.settings import Settings
@@ -69,11 +70,7 @@ def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> l
     parts = []
     for number, device in zip(range(count), devices, strict=False):
         low, high = split(num_samples, number, count)
-
-        def rows(tensor: torch.Tensor, low: int = low, high: int = high) -> torch.Tensor:
-            return tensor[low:high] if tensor.ndim and len(tensor) == num_samples else tensor
-
-        part = pytree.tree_map_only(torch.Tensor, rows, batch)
+        part = rows(batch, num_samples, low, high)
         parts.append((to_device(part, device), high - low))
     return parts
 

@@ -14,11 +14,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.module import Module
-from hpctrain.training.optimization import Optimization
+from hpctrain.training.optimization import Optimization, parameters_of
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.buffers import share_buffers
 
@@ -92,11 +93,24 @@ class Horovod(Strategy):
         return Optimization(tuple(self._optimizers), optimization.schedulers)
 
     def before_update(self) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            for optimizer in self._optimizers:
-                optimizer.synchronize()
-                optimizer.set_backward_passes_per_step(1)
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        unused = self._find_unused() if self.settings.find_unused_parameters else ()
+        for optimizer in self._optimizers:
+            optimizer.synchronize()
+            optimizer.set_backward_passes_per_step(1)
+        for parameter in unused:
+            parameter.grad = None
+
+    def _find_unused(self) -> list[torch.Tensor]:
+        """Parameters without a gradient on any rank; Horovod would make zeros of these."""
+        parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
+        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        dist.all_reduce(has, group=self.team.control)
+        return [
+            parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if not anywhere
+        ]
 
     def align_buffers(self) -> None:
         if self.team.is_distributed:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
 from hpctrain.training.module import Module
+from hpctrain.training.newer_torch import all_gather_single
 
 
 class Parts:
@@ -90,7 +91,7 @@ class Parts:
             for whole, room in zip(wholes, torch.split(own, lengths), strict=True):
                 rows = self._rows(whole).reshape(-1)
                 room[: len(rows)] = rows
-            dist.all_gather_into_tensor(everyone, own, group=self._mesh.get_group())
+            all_gather_single(everyone, own, group=self._mesh.get_group())
             columns_of = torch.split(everyone.view(num_ranks, -1), lengths, dim=1)
             for whole, columns in zip(wholes, columns_of, strict=True):
                 whole.copy_(columns.reshape(-1)[: whole.numel()].view_as(whole))

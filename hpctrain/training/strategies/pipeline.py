@@ -7,7 +7,9 @@ et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +25,14 @@ from hpctrain.training.data.plan import Deal
 from hpctrain.training.micro_batches import left_as_it_was
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optimization import Optimization
-from hpctrain.training.report import TOKENS
 from hpctrain.training.strategies.base import Strategy
+from hpctrain.training.strategies.kept import Kept
+from hpctrain.training.strategies.rows import micro_batch_sizes, rows
 from hpctrain.training.strategies.stages import Stages
+from hpctrain.training.sums import TOKENS
 
 if TYPE_CHECKING:
     from hpctrain.training.settings import Settings
-
-#: Micro-batches a stage, where nothing is said: the more, the less the stages wait for each other.
-_MICRO_BATCHES_A_STAGE = 4
 
 
 class Pipeline(Strategy):
@@ -68,10 +69,10 @@ class Pipeline(Strategy):
             UserError: it has nothing to cut into as many stages as there are ranks.
         """
         super().__init__(module, team, settings)
-        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._is_pending = False
         if team.is_distributed:
             self._stages = Stages(module, team.ranks.rank, team.ranks.world_size)
+            self._kept = Kept(self._stages.owned, team)
             self._is_last = team.ranks.rank == team.ranks.world_size - 1
             self._shapes: dict[Any, tuple[Any, Any]] = {}
             self._names: list[str] = []
@@ -82,29 +83,22 @@ class Pipeline(Strategy):
         if not self.team.is_distributed:
             return super().training_step(batch, batch_idx, num_samples)
         self._is_pending = True
+        self._kept.drop_others()
         where = (batch_idx, *self.turn)
-        parts = _parts(batch, num_samples, self._count(num_samples))
         ended: list[dict[str, torch.Tensor]] = []
-
-        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            scalars = as_scalars(
-                self._stages.end(output, parts[int(number)], where), "loss", type(self.module).__name__
-            )
-            if TOKENS in scalars:
-                raise UserError(
-                    f"training_step returned {TOKENS!r}, but with strategy 'pipeline' a loss counts samples."
-                )
-            ended.append({name: value.detach() for name, value in scalars.items()})
-            return scalars["loss"] / len(parts)
-
-        self._run(parts, where, loss_of)
+        size = self.settings.micro_batch_size
+        assert size != "auto"  # See `check`.
+        sizes = micro_batch_sizes(num_samples, size, self.team.ranks.world_size)
+        for parts in _equal_parts(batch, sizes):
+            self._run(parts, where, self._loss_of(parts, where, num_samples, ended))
         return self._scalars(ended, num_samples)
 
     def backward(self, loss: torch.Tensor) -> None:
         """The schedule has gone through the backward passes already."""
 
     def optimized(self, optimization: Optimization) -> Optimization:
-        self._optimizers = optimization.optimizers
+        if self.team.is_distributed:
+            self._kept.optimizers = optimization.optimizers
         return optimization
 
     def before_update(self) -> None:
@@ -141,27 +135,36 @@ class Pipeline(Strategy):
         for rank, owned in enumerate(self._stages.owned):
             for tensor in (*owned, *self._stages.buffers[rank]):
                 dist.broadcast(tensor.data, src=rank)
-            kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self._optimizers]
-            box = [pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, kept)]
-            dist.broadcast_object_list(box, src=rank, group=self.team.control)
-            if rank != self.team.ranks.rank:
-                for optimizer, states in zip(self._optimizers, box[0], strict=True):
-                    _keep(optimizer, owned, states)
-        for optimizer in self._optimizers:
-            _put_in_order(optimizer)
+        self._kept.gather()
 
-    def _count(self, num_samples: int) -> int:
-        """Micro-batches of a step: equally large ones, for stages have memory for one size."""
-        size = self.settings.micro_batch_size
-        divisors = [count for count in range(1, num_samples + 1) if num_samples % count == 0]
-        if isinstance(size, int):
-            return next(count for count in divisors if num_samples // count <= size)
-        most = _MICRO_BATCHES_A_STAGE * self.team.ranks.world_size
-        return max(count for count in divisors if count <= most)
+    def _loss_of(
+        self,
+        parts: list[_Part],
+        where: tuple[int, ...],
+        num_samples: int,
+        ended: list[dict[str, torch.Tensor]],
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What takes the loss of a micro-batch, weighted, and notes its scalars in `ended`."""
 
-    def _run(self, parts: list[Any], where: tuple[int, ...], loss_of: Any) -> None:
+        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            part = parts[int(number)]
+            scalars = as_scalars(
+                self._stages.end(output, part.batch, where), "loss", type(self.module).__name__
+            )
+            if TOKENS in scalars:
+                raise UserError(
+                    f"training_step returned {TOKENS!r}, but with strategy 'pipeline' a loss counts samples."
+                )
+            weight = part.num_samples / num_samples
+            ended.append({name: value.detach() * weight for name, value in scalars.items()})
+            return scalars["loss"] * weight
+
+        return loss_of
+
+    def _run(self, parts: list[_Part], where: tuple[int, ...], loss_of: Callable[..., torch.Tensor]) -> None:
+        """Send micro-batches of one size through the stages and back."""
         ranks, device = self.team.ranks, self.team.device
-        inputs, output = self._find_shapes(parts[0], where)
+        inputs, output = self._find_shapes(parts[0].batch, where)
         stage = PipelineStage(
             _Stage(self._stages, parts, where),
             ranks.rank,
@@ -215,56 +218,35 @@ class Pipeline(Strategy):
             self._names = box[0] or []
         if not self._is_last:
             return {name: torch.zeros((), device=self.team.device) for name in self._names}, 0
-        return {name: torch.stack([each[name] for each in ended]).mean() for name in self._names}, num_samples
+        return {name: torch.stack([each[name] for each in ended]).sum() for name in self._names}, num_samples
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A micro-batch."""
+
+    batch: Any
+    num_samples: int
 
 
 class _Stage(nn.Module):
     """This rank's stage, as torch's schedules call it: the first one with the number of a micro-batch."""
 
-    def __init__(self, stages: Stages, parts: list[Any], where: tuple[int, ...]) -> None:
+    def __init__(self, stages: Stages, parts: list[_Part], where: tuple[int, ...]) -> None:
         super().__init__()
         self._stages, self._parts, self._where = stages, parts, where
 
     def forward(self, held: torch.Tensor) -> torch.Tensor:
-        batch = self._parts[int(held)] if held.dtype == torch.int64 and held.numel() == 1 else None
+        batch = self._parts[int(held)].batch if held.dtype == torch.int64 and held.numel() == 1 else None
         return self._stages.forward(held, batch, self._where)
 
 
-def _parts(batch: Any, num_samples: int, count: int) -> list[Any]:
-    """The batch in equal parts."""
-    size = num_samples // count
-
-    def rows(number: int) -> Any:
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda tensor: (
-                tensor[number * size : (number + 1) * size]
-                if tensor.ndim and len(tensor) == num_samples
-                else tensor
-            ),
-            batch,
-        )
-
-    return [rows(number) for number in range(count)]
-
-
-def _keep(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], states: list[Any]) -> None:
-    """Give an optimizer what another rank's keeps for these parameters."""
-    for parameter, state in zip(parameters, states, strict=True):
-        if state is None:
-            optimizer.state.pop(parameter, None)
-        else:
-            optimizer.state[parameter] = {
-                name: value.to(parameter.device)
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                else value
-                for name, value in state.items()
-            }
-
-
-def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
-    """Have every rank's optimizer keep things in one order, whichever it had first."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        if parameter in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(parameter)
+def _equal_parts(batch: Any, sizes: list[int]) -> Iterator[list[_Part]]:
+    """The batch in micro-batches of these sizes, those of one size together."""
+    low, num_samples = 0, sum(sizes)
+    for size, alike in groupby(sizes):
+        parts = []
+        for _ in alike:
+            parts.append(_Part(rows(batch, num_samples, low, low + size), size))
+            low += size
+        yield parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.algorithms import Algorithm, find_algorithm
 from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.newer_torch import sharing_buffers
 from hpctrain.training.optimization import Optimization, toggled
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.buffers import share_buffers
@@ -30,6 +33,8 @@ class Replicas(Strategy):
     own that touches each parameter once and neither data, buffers nor random state.
     """
 
+    has_buckets = True
+
     def __init__(self, module: Module, team: Team, settings: Settings) -> None:
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
         super().__init__(module, team, settings)
@@ -40,6 +45,18 @@ class Replicas(Strategy):
         if not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
+    def gradient_parts(self) -> list[int]:
+        """As DDP fills its buckets: from the last parameter to the first, each until it has enough."""
+        if not self.team.is_distributed:
+            return []
+        limit = (self.settings.bucket_mb or 25) * 2**20
+        parts, part = [], 0
+        for parameter in reversed(list(self.module.parameters())):
+            part += parameter.nbytes if parameter.requires_grad else 0
+            if part >= (2**20 if self.settings.bucket_mb is None and not parts else limit):
+                parts, part = [*parts, part], 0
+        return [*parts, part] if part else parts
+
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
         """What lies between `training_step` and `training_step_end`.
 
@@ -48,7 +65,8 @@ class Replicas(Strategy):
         return output, num_samples
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
+        with _explained(self.module):
+            output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
         return output, counted
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -100,8 +118,10 @@ class Replicas(Strategy):
             self._step,
             device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=self.settings.bucket_mb,
+            find_unused_parameters=self.settings.find_unused_parameters,
             # Replicas that go their own way share theirs where all ranks meet.
-            broadcast_buffers=self.algorithm.shares_gradients,
+            **sharing_buffers(self.algorithm.shares_gradients),
         )
         touched: torch.Tensor = forward(None, 0, 0, touch_only=True)
         torch.autograd.backward(touched)
@@ -137,3 +157,25 @@ def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
     for parameter in parameters:
         total = total + (parameter * 0).sum().to(total.device, total.dtype)
     return total
+
+
+@contextmanager
+def _explained(module: nn.Module) -> Iterator[None]:
+    """Say by name which parameters had no part in the step before, where torch finds that out.
+
+    Raises:
+        UserError: there are some, and nobody was told to look for them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "find_unused_parameters=True" not in str(error):
+            raise
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
+        raise UserError(
+            f"{type(module).__name__}.training_step did not use {', '.join(names)}, and ranks would wait for "
+            "their gradients. Take them out of the module, or freeze them (requires_grad_(False)); if steps "
+            "differ in what they use, set find_unused_parameters=True."
+        ) from error
