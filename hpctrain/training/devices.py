@@ -36,14 +36,12 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
             wanted = int(devices)
         case str() if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", devices):
             wanted = [int(word) for word in devices.split(",") if word.strip()]
-        case bool() | str():
+        case bool() | str() | bytes():
             pass
         case int():
             wanted = devices
-        case _ if not isinstance(devices, int) and all(
-            type(index) is int and index >= 0 for index in devices
-        ):
-            wanted = list(devices)
+        case Sequence() if all(type(index) is int and index >= 0 for index in devices):
+            wanted = [int(index) for index in devices]
     if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
         raise UserError(f"devices is {devices!r}; give {_FORMS}.")
     if isinstance(wanted, list) and len(set(wanted)) < len(wanted):

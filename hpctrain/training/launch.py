@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster.devices import VISIBLE_VARIABLE, visible_devices
-from hpctrain.errors import EXIT_CONTINUE, HpctrainError
+from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
+from hpctrain.files import write_atomic
 from hpctrain.pickles import dumps
 from hpctrain.runtime.lifeline import die_with_parent
 from hpctrain.runtime.signals import StopFlag, listen
@@ -41,6 +42,17 @@ class Result:
     weights: dict[str, Any]
     step: int
     metrics: dict[str, float]
+    callbacks: dict[str, Any]
+    """What the callbacks would keep in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What ended a rank."""
+
+    text: str
+    is_users: bool
+    """Whether `text` says what the user has to do, and is no traceback."""
 
 
 def train_in_processes(
@@ -64,7 +76,8 @@ def train_in_processes(
         **arguments: what `train` gets.
 
     Raises:
-        UserError: an argument cannot be pickled; the message says where in it.
+        UserError: an argument cannot be pickled, and the message says where in it; or that is what ended a
+            process.
         HpctrainError: a process has failed; the message has its traceback.
         SystemExit: with code 75, where the ranks agreed to stop.
     """
@@ -88,7 +101,7 @@ def train_in_processes(
             for rank in range(len(places))
         ]
         try:
-            with _without_main():
+            with _without_main(), _without_interrupts():
                 for process in processes:
                     process.start()
             _wait_for_all(processes, stop)
@@ -126,6 +139,8 @@ def _variables(
 
 def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
     """What a process does."""
+    import cloudpickle
+
     die_with_parent()
     os.environ.update(variables)
     sys.argv = argv
@@ -135,23 +150,29 @@ def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[st
         train, arguments = pickle.loads(Path(folder, "call").read_bytes())
         result = train(**arguments)
         if rank == 0:
-            torch.save((result.weights, result.step, result.metrics), Path(folder, "result"))
-    except Exception:  # noqa: BLE001 (the caller raises it)
-        Path(folder, f"failure-{rank}").write_text(traceback.format_exc())
+            # cloudpickle: the module may keep things of classes that the script defines.
+            torch.save(result, Path(folder, "result"), pickle_module=cloudpickle)
+    except Exception as error:  # noqa: BLE001 (the caller raises it)
+        is_users = isinstance(error, UserError)
+        failure = _Failure(str(error) if is_users else traceback.format_exc(), is_users)
+        write_atomic(Path(folder, f"failure-{rank}"), pickle.dumps(failure))
         raise SystemExit(1) from None
 
 
 def _outcome(folder: Path, processes: Sequence[Any]) -> Result:
     codes = [process.exitcode for process in processes]
     if all(code == 0 for code in codes):
-        return Result(*torch.load(folder / "result", weights_only=True))
+        result: Result = torch.load(folder / "result", weights_only=False)
+        return result
     if all(code in (0, EXIT_CONTINUE) for code in codes):
         raise SystemExit(EXIT_CONTINUE)
     # The first to fail is the cause; what the others met is that it was gone.
     told = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
     if told:
         rank = told[0].name.partition("-")[2]
-        raise HpctrainError(f"Rank {rank} of {len(processes)} has failed:\n{told[0].read_text()}")
+        failure: _Failure = pickle.loads(told[0].read_bytes())
+        kind = UserError if failure.is_users else HpctrainError
+        raise kind(f"Rank {rank} of {len(processes)} has failed:\n{failure.text}")
     lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))
     raise HpctrainError(
         f"Rank {lost} of {len(processes)} ended with exit code {code} and without a word: it was killed, or "
@@ -188,3 +209,16 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         vars(main).update(hidden)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Have processes that are started meanwhile never see Ctrl-C, which a terminal sends to all.
+
+    It is for the caller, who ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -23,7 +23,7 @@ from hpctrain.training.launch import Result, train_in_processes
 from hpctrain.training.module import Module
 from hpctrain.training.rng import seed_all
 from hpctrain.training.settings import Settings
-from hpctrain.training.strategies import Strategy, find_strategy
+from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 
 #: Folders of runs, from the environment, that this process has trained into.
 _TRAINED: set[str] = set()
@@ -164,12 +164,14 @@ class Trainer(Settings):
             whose="Trainer.fit",
             environ=os.environ,
             trainer=self,
+            strategy=self._strategy,
             module=module,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
         )
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
+        Callbacks(self.callbacks, self, module).load_state_dict(result.callbacks)
 
     def _find_run(self) -> RunDir | None:
         """The folder to write into: the one that was set, else the run's own, which holds one training.
@@ -192,8 +194,12 @@ class Trainer(Settings):
         return RunDir(Path(own).absolute())
 
 
-def _be_rank(trainer: Trainer, module: Module, train_dataset: Any, val_dataset: Any) -> Result:
+def _be_rank(
+    trainer: Trainer, strategy: type[Strategy], module: Module, train_dataset: Any, val_dataset: Any
+) -> Result:
     """What a process does that another process's trainer has started."""
+    # A script has registered it maybe, which is not run again here.
+    register_strategy(trainer.strategy)(strategy)
     trainer.ranks = detect(os.environ)
     # There is nothing to choose any more, nor to remark on.
     trainer.devices = None
@@ -202,4 +208,5 @@ def _be_rank(trainer: Trainer, module: Module, train_dataset: Any, val_dataset: 
         name: value.cpu() if isinstance(value, torch.Tensor) else value
         for name, value in module.state_dict().items()
     }
-    return Result(weights, trainer.step, trainer.metrics)
+    callbacks = Callbacks(trainer.callbacks, trainer, module).state_dict()
+    return Result(weights, trainer.step, trainer.metrics, callbacks)
