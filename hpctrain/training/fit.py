@@ -146,7 +146,7 @@ class Fit:
                 last_step=self._feed.last_step,
             )
         )
-        surroundings = describe(settings, team) if team.ranks.is_main else {}
+        surroundings = describe(settings, team, self._strategy.gradient_parts()) if team.ranks.is_main else {}
         if self._log is not None:
             self._log.surroundings(surroundings)
         loggers = find_loggers(settings.loggers) if team.ranks.is_main else []

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,8 +17,8 @@ from hpctrain.runtime.process_group import Team
 from hpctrain.training.settings import Settings
 
 
-def describe(settings: Settings, team: Team) -> dict[str, Any]:
-    """Versions, machine and settings, as plain values."""
+def describe(settings: Settings, team: Team, gradient_parts: Sequence[int]) -> dict[str, Any]:
+    """Versions, machine, the parts in which gradients are sent, and settings, as plain values."""
     cuda = team.device.type == "cuda"
     nccl_version: Any = torch.cuda.nccl.version
     return {
@@ -31,6 +32,8 @@ def describe(settings: Settings, team: Team) -> dict[str, Any]:
         "world_size": team.ranks.world_size,
         "cpus_per_rank": _cpus(),
         "threads_per_rank": torch.get_num_threads(),
+        "gradient_bytes": sum(gradient_parts) or None,
+        "gradient_buckets": len(gradient_parts) or None,
         "args": shlex.join(sys.argv[1:]),
         "settings": plain_settings(settings),
     }

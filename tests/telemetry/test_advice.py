@@ -92,6 +92,41 @@ def test_a_short_run_says_little(tmp_path):
     assert told(run) == []
 
 
+@pytest.fixture
+def communicating(tmp_path: Path) -> RunDir:
+    """A run whose ranks wait for each other in 30 % of their time."""
+    spent = {"all": 1.0, "data": 0.0, "communication": 0.3}
+    return write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1, spent=spent))
+
+
+def gradients(run: RunDir, buckets: int, num_bytes: int, **settings: object) -> None:
+    known = {"gradient_buckets": buckets, "gradient_bytes": num_bytes, "settings": settings}
+    run.environment.write_text(json.dumps(known) + "\n")
+
+
+def test_gradients_in_small_parts_for_which_the_ranks_wait(communicating):
+    gradients(communicating, 100, 100 * 2**20, bucket_mb=1.0)
+    (advice,) = told(communicating)
+    assert advice.what == "Send gradients in larger parts: Trainer(bucket_mb=25) in the place of 1."
+    assert advice.evidence == (
+        "The ranks waited for each other in 30.0 % of the time of their steps; gradients of 105 MB went in "
+        "100 parts of 1.05 MB."
+    )
+
+
+@pytest.mark.parametrize(("buckets", "num_bytes"), [(3, 3 * 2**20), (100, 100 * 25 * 2**20), (0, 0)])
+def test_few_parts_and_large_ones_are_none_to_blame(communicating, buckets, num_bytes):
+    gradients(communicating, buckets, num_bytes)
+    assert told(communicating) == []
+
+
+def test_small_parts_for_which_nobody_waits_are_well(tmp_path):
+    for number, spent in enumerate(({"all": 1.0, "communication": 0.05}, {"all": 1.0})):
+        run = write_run(tmp_path / str(number), submitted(0).steps(1, 100, every=1, spent=spent))
+        gradients(run, 100, 100 * 2**20)
+        assert told(run) == []
+
+
 def test_a_node_with_lower_clocks(tmp_path):
     run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
     for node in range(3):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
 #: A run that trained shorter says little about itself.
 _LEAST_STEPS, _LEAST_S = 20, 10.0
+#: Time with the other ranks that is much, and buckets of gradients that are many and small: below some
+#: megabytes it is the number of messages that takes time, and no longer their length. torch's own have 25.
+_MUCH_COMMUNICATING, _MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 0.2, 8, 10 << 20, 25
 #: How much slower than the others' median a node's clock has to be.
 _SLOW = 1.1
 #: Shares of what there is: processors that are busy, and GPU memory of which much is left.
@@ -40,7 +43,7 @@ def advise(facts: Facts) -> list[Advice]:
     """All advice for which there is evidence, what weighs most first."""
     told = [*_faults(facts), *_slow_nodes(facts)]
     if len(facts.curves.counting) >= _LEAST_STEPS and _steps_us(facts) > _LEAST_S * 1e6:
-        told += [*_data(facts), *_saving(facts), *_lost_work(facts), *_memory(facts)]
+        told += [*_data(facts), *_buckets(facts), *_saving(facts), *_lost_work(facts), *_memory(facts)]
     return told
 
 
@@ -78,6 +81,26 @@ def _data(facts: Facts) -> Iterator[Advice]:
         what = f"Give the ranks more processors (--cpus-per-task) and workers: num_workers is {workers}."
         evidence.append(f"a rank may use only {count(cpus, 'processor')}")
     yield Advice(what, _sentence(evidence))
+
+
+def _buckets(facts: Facts) -> Iterator[Advice]:
+    """Gradients that are sent in many small parts, where the ranks wait for them."""
+    part = facts.ledger.totals_us[What.COMMUNICATING] / _steps_us(facts)
+    known = facts.environment.get("gradient_buckets"), facts.environment.get("gradient_bytes")
+    if What.COMMUNICATING not in facts.ledger.measured or part < _MUCH_COMMUNICATING:
+        return
+    number, num_bytes = (int(value) if is_finite(value) else 0 for value in known)
+    if number < _MANY_BUCKETS or num_bytes / number > _SMALL_BUCKET_BYTES:
+        return
+    setting = _setting(facts, "bucket_mb")
+    place = f" in the place of {setting:g}" if is_finite(setting) else ""
+    evidence = [
+        f"the ranks waited for each other in {share(part)} of the time of their steps",
+        f"gradients of {size(num_bytes)} went in {number} parts of {size(num_bytes / number)}",
+    ]
+    yield Advice(
+        f"Send gradients in larger parts: Trainer(bucket_mb={_GOOD_BUCKET_MB}){place}.", _sentence(evidence)
+    )
 
 
 def _faults(facts: Facts) -> Iterator[Advice]:
