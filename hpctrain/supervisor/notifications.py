@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -26,9 +27,11 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 #: A target has so long, and an address that does not answer is asked so often.
 _TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
-#: What is on its way when the job ends is waited for.
-_LAST_LIMIT_S = 60.0
+#: What is on its way when the job ends is waited for, as long as the slowest target may take for one message.
+_LAST_LIMIT_S = 35.0
 _LONGEST_CAUSE = 500
+#: Messages that wait for a target; further ones are dropped.
+_MOST_WAITING = 50
 
 
 @contextmanager
@@ -61,18 +64,38 @@ class Notifier:
 
     def __init__(self, run: RunDir, notify: Notify, environ: Mapping[str, str]) -> None:
         """Begin with what is written from now on."""
-        self._run, self._notify, self._environ = run, notify, environ
+        self._run, self._notify = run, notify
+        self._targets = [_Target(target, environ) for target in notify.targets]
         self._events, self._logged_bytes = RecordTail(run.events), size_of(run.metrics)
-        while self._events.read():
-            pass
+        self._said: str | None = None
+        self._not_before = 0.0
+        try:
+            while self._events.read():
+                pass
+        except OSError:
+            self._not_before = time.time()
         self.ended = threading.Event()
         self._stall = Stall(notify.stall_s)
 
     def run(self) -> None:
-        """Tell, until the block has ended and all of it is told."""
+        """Tell, until the block has ended and all of it is told, or has taken too long."""
         while not self.ended.wait(_LOOK_EVERY_S):
+            self._look_patiently()
+        self._look_patiently()
+        deadline = time.monotonic() + _LAST_LIMIT_S
+        for target in self._targets:
+            target.end(deadline)
+
+    def _look_patiently(self) -> None:
+        """Look; a file that cannot be read just now, as a disk may have it, is looked at the next time."""
+        try:
             self._look()
-        self._look()
+        except OSError as error:
+            if self._said != str(error):
+                self._said = str(error)
+                log.warning("what happens cannot be read, and nobody is told of it: %s", error)
+        else:
+            self._said = None
 
     def _look(self) -> None:
         size = size_of(self._run.metrics)
@@ -80,6 +103,8 @@ class Notifier:
         self._logged_bytes = size
         now = time.monotonic()
         for event in self._events.read():
+            if event.get("time", 0.0) < self._not_before:
+                continue
             self._stall.hear(event, now)
             if (occasion := occasion_of(event)) is not None:
                 self._tell(occasion, event)
@@ -91,21 +116,49 @@ class Notifier:
         return next(last_records(self._run.metrics), {}).get("attempt")
 
     def _tell(self, occasion: str, event: Mapping[str, Any]) -> None:
-        if occasion not in self._notify.on:
-            return
-        message = message_of(self._run, occasion, event)
-        for target in self._notify.targets:
+        if occasion in self._notify.on:
+            message = message_of(self._run, occasion, event)
+            for target in self._targets:
+                target.tell(message)
+
+
+class _Target:
+    """An address or a line of shell, told in a thread of its own: one that hangs keeps no other waiting."""
+
+    def __init__(self, target: str, environ: Mapping[str, str]) -> None:
+        self._target, self._environ = target, environ
+        self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name="hpctrain-notification", daemon=True)
+        self._thread.start()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._messages.put_nowait(message)
+        except queue.Full:
+            log.warning("a notification of %s was dropped: the target takes too long", message["occasion"])
+
+    def end(self, deadline: float) -> None:
+        """Wait until all is told, or for `deadline`, by the clock that only goes forward."""
+        with suppress(queue.Full):
+            self._messages.put(None, timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (message := self._messages.get()) is not None:
             try:
-                if is_address(target):
-                    post(target, message)
+                if is_address(self._target):
+                    post(self._target, message)
                 else:
-                    call(target, message, self._environ)
+                    call(self._target, message, self._environ)
             except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
                 log.warning(
-                    "a notification of %s did not arrive: %s: %s", occasion, type(error).__name__, error
+                    "a notification of %s did not arrive: %s: %s",
+                    message["occasion"],
+                    type(error).__name__,
+                    error,
                 )
             else:
-                log.info("told of %s", occasion)
+                log.info("told of %s", message["occasion"])
 
 
 class Stall:

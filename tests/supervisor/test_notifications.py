@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import run_command, wait_for
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.notify import Notify
+from hpctrain.jobs.tail import RecordTail
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.notifications import Notifier, Stall, call, message_of, post
+from hpctrain.sandbox.processes import end_all
+from hpctrain.supervisor import notifications
+from hpctrain.supervisor.notifications import Notifier, Stall, call, message_of, notifying, post
 
 TRAINING = """
 import json, os, sys, time
@@ -122,6 +131,66 @@ def test_a_command_that_does_not_end_is_ended_with_its_children(monkeypatch, tmp
     message = message_of(RunDir(tmp_path), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="longer than"):
         call("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
+
+
+def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkeypatch, tmp_path, caplog):
+    """One that says nothing, one that says a word now and then, and a command."""
+    monkeypatch.setattr(notifications, "_LAST_LIMIT_S", 1.0)
+    run, told = RunDir(tmp_path), tmp_path / "told"
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as slow:
+        threading.Thread(target=drip, args=(slow,), daemon=True).start()
+        ports = [one.getsockname()[1] for one in (silent, slow)]
+        targets = [f"http://127.0.0.1:{port}/" for port in ports]
+        notify = Notify((*targets, f"sleep 50 # {tmp_path}", f"cat >> {told}"))
+        run.spec.write_text("{}")
+        monkeypatch.setattr(notifications.JobSpec, "load", lambda path: SimpleNamespace(notify=notify))
+        begun = time.monotonic()
+        with notifying(run, {"PATH": "/usr/bin:/bin"}):
+            run.log_event("failure", 0, rank=1, cause="SIGKILL")
+            wait_for(lambda: told.exists() and told.read_text(), 20, "the command beside them")
+        assert time.monotonic() - begun < 10
+    end_all(lambda process: f"sleep 50 # {tmp_path}" in process.argv, "the command that hangs")
+    assert "Traceback" not in caplog.text
+
+
+def drip(server: socket.socket) -> None:
+    """Answer a byte at a time, so that no wait for one ever ends in a timeout."""
+    connection, _ = server.accept()
+    with connection, suppress(OSError):
+        while True:
+            connection.sendall(b"H")
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
+def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, tmp_path, caplog, number):
+    monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
+    run, told = RunDir(tmp_path), tmp_path / "told"
+    run.log_event("failure", 0, rank=0, cause="before")
+    read, trouble = RecordTail.read, [OSError(number, os.strerror(number))] * 5
+
+    def fail_at_first(self) -> list[dict]:
+        if trouble:
+            raise trouble.pop()
+        return read(self)
+
+    monkeypatch.setattr(RecordTail, "read", fail_at_first)
+    notifier = Notifier(run, Notify((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
+    thread = threading.Thread(target=notifier.run)
+    thread.start()
+    run.log_event("finished", 0, state="COMPLETED")
+    wait_for(lambda: told.exists() and "finish" in told.read_text(), 20, "the command")
+    notifier.ended.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "before" not in told.read_text()
+    assert caplog.text.count("cannot be read") == 1
+
+
+def test_a_run_folder_that_is_gone_is_a_word_in_the_log(tmp_path):
+    message = message_of(RunDir(tmp_path / "gone"), "finish", {"state": "FAILED"})
+    with pytest.raises(OSError, match="gone"):
+        call("true", message, {"PATH": "/usr/bin:/bin"})
 
 
 def test_what_was_written_before_is_not_told_again(tmp_path):
