@@ -52,6 +52,13 @@ def test_a_newcomer_can_say_what_happened_and_what_it_cost(run):
     assert facts.attempts[0].host == "n2"
 
 
+def test_a_stop_for_more_nodes_says_so(tmp_path):
+    story = submitted(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
+    story.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
+    (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
+    assert attempt.cause == "told to stop by SIGUSR2 after step 5, to go on with 2 nodes"
+
+
 def test_figures_are_those_of_the_run_folder(run):
     facts = facts_of(run)
     document = facts.document()
@@ -63,7 +70,8 @@ def test_figures_are_those_of_the_run_folder(run):
     loss = data["charts"][0]["series"][0]
     counting = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
     assert dict(zip(loss["x"], loss["y"], strict=True)) == counting
-    assert [mark["x"] for mark in data["charts"][0]["marks"]] == [100, 200, 200]
+    marks = [(mark["x"], mark["label"]) for mark in data["charts"][0]["marks"]]
+    assert marks == [(100, "start 1"), (200, "starts 2, 3")]
 
 
 def test_the_page_needs_nothing_else(run):

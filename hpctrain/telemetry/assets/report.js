@@ -21,6 +21,10 @@
     return (days ? days + " d " : "") + hours + ":" + pad(minutes) + " h";
   };
 
+  // Distances of marks on an axis of time, in seconds.
+  const roundTimes = [1e-3, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200,
+    ...[1, 2, 5, 10, 20, 50, 100, 200, 500].map((days) => 86400 * days)];
+
   // Vertical lines where the ranks were started again.
   const marks = (list) => ({
     hooks: {
@@ -63,7 +67,6 @@
     const byTime = chart.axis === "time";
     const axis = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1, size: 4 },
       font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif" };
-    const narrow = host.clientWidth < 420;
     chart.plot = new uPlot({
       width: host.clientWidth,
       height: chart.height,
@@ -75,8 +78,8 @@
         y: { distr: chart.log ? 3 : 1, range: byTime ? (_, low, high) => [0, high * 1.1 || 1] : undefined },
       },
       axes: [
-        { ...axis, size: 30, space: 70, values: byTime ? (_, values) => values.map(elapsed) : undefined },
-        { ...axis, size: narrow ? 48 : 58, values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
+        { ...axis, size: 30, space: 70, incrs: byTime ? roundTimes : undefined, values: byTime ? (_, values) => values.map(elapsed) : undefined },
+        { ...axis, size: (_, values) => 20 + 6.5 * Math.max(4, ...(values || []).map((v) => v.length)), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
       ],
       series: [
         { label: byTime ? "time since submission" : "step", value: (_, v) => byTime ? elapsed(v) : number(v) },

@@ -28,6 +28,8 @@ class Attempt:
     end: str | None = None
     """`failure`, `stop`, `vanished`, `completed`, `cancelled`, `failed`; None while it goes on."""
     cause: str | None = None
+    stopped_for: str | None = None
+    """What it was asked to stop for."""
     rank: int | None = None
     host: str | None = None
     log: str | None = None
@@ -84,11 +86,14 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
         last.ended, last.end, last.cause = time, "failure", str(event.get("cause") or "no cause is on record")
         last.rank, last.host = _whole(event.get("rank")), _text(event.get("host"))
         last.log = _text(event.get("log"))
+    elif kind == "grow":
+        last.stopped_for = f"to go on with {event.get('nodes')} nodes"
     elif kind == "signal":
+        reason = f", {last.stopped_for}" if last.stopped_for else ""
         saved = "" if event.get("saved") is True else "; nothing new was saved"
         signal, step = event.get("signal"), event.get("step")
         last.ended, last.end = time, "stop"
-        last.cause = f"told to stop{f' by {signal}' if signal else ''} after step {step}{saved}"
+        last.cause = f"told to stop{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"
     elif kind in ("restart", "shrink", "replace", "requeue"):
         last.followed_by = _text(event.get("by")) or kind
         if last.end is None:

@@ -17,7 +17,7 @@ from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.attempts import Attempt, attempts_of
 from hpctrain.telemetry.report.curves import Curves, Point, as_number, rates
 from hpctrain.telemetry.report.devices import Devices, read_devices
-from hpctrain.telemetry.report.lines import read_lines, read_own
+from hpctrain.telemetry.report.lines import read_lines, read_own, without_collecting
 from hpctrain.telemetry.report.secrets import without_secrets
 
 #: A diff that is longer is cut: a report is to be looked at.
@@ -169,6 +169,7 @@ class Facts:
         }
 
 
+@without_collecting()
 def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
     """Read the folder of a run, or of a training that nobody submitted.
 

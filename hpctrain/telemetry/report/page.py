@@ -16,6 +16,7 @@ from hpctrain.telemetry.report.curves import Point, thin
 from hpctrain.telemetry.report.devices import COLUMNS, HeatMap, Node
 from hpctrain.telemetry.report.facts import Checkpoint, Facts
 from hpctrain.telemetry.report.html import render
+from hpctrain.telemetry.report.lines import without_collecting
 from hpctrain.telemetry.report.story import (
     MEANING,
     figures,
@@ -33,6 +34,7 @@ _MOST_METRICS = 24
 _MOST_ROWS = 200
 
 
+@without_collecting()
 def render_report(facts: Facts, *, live_s: int | None = None) -> str:
     """The page of one run. See `render`."""
     charts: list[dict[str, Any]] = []
@@ -57,6 +59,7 @@ def render_report(facts: Facts, *, live_s: int | None = None) -> str:
         metrics=metrics,
         metrics_left_out=names[_MOST_METRICS:],
         timeline=timeline,
+        drawn={bar.kind for bar in timeline.time.bars} if timeline else set(),
         has_faults=any(one.end in ("failure", "vanished", "failed") for one in facts.attempts),
         has_stops=any(one.end == "stop" for one in facts.attempts),
         ledger=ledger_rows(facts.ledger),
@@ -112,7 +115,7 @@ def _loss(facts: Facts, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
     charts.append(
         {"id": "loss-chart", "axis": "step", "height": 340, "series": shown, "marks": marks, "log": False}
     )
-    restarts = f"Dashed lines are {count(len(marks), 'restart')}. " if marks else ""
+    restarts = "Dashed lines: where ranks that were started again went on. " if marks else ""
     lost = "Faint: steps that were trained again." if again else ""
     return {
         "id": "loss-chart",
@@ -124,12 +127,15 @@ def _loss(facts: Facts, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _restarts(facts: Facts) -> list[dict[str, Any]]:
-    """Where the ranks went on: after which step, and in which start."""
+    """Where the ranks went on: after which step, and in which starts."""
+    starts: dict[int, list[str]] = {}
+    for attempt in facts.attempts[1:]:
+        step = attempt.resumed_step if attempt.resumed_step is not None else _before(attempt)
+        if step is not None:
+            starts.setdefault(step, []).append(str(attempt.number))
     return [
-        {"x": step, "label": f"start {attempt.number}"}
-        for attempt in facts.attempts[1:]
-        if (step := attempt.resumed_step if attempt.resumed_step is not None else _before(attempt))
-        is not None
+        {"x": step, "label": f"start{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"}
+        for step, numbers in starts.items()
     ]
 
 
@@ -149,7 +155,7 @@ def _rate(facts: Facts, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {
         "id": "rate",
         "title": "Steps a second, by time since the submission",
-        "note": f"median {number(facts.steps_per_s)}",
+        "note": f"the median is {number(facts.steps_per_s)}",
     }
 
 
