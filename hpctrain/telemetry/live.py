@@ -196,17 +196,24 @@ def _progress(snapshot: Snapshot, width: int) -> Iterator[str]:
 
 def _gpu_lines(nodes: Sequence[Gpus], width: int, most: int) -> Iterator[str]:
     """A line a node, with a block for each GPU, and the mean in figures."""
-    name = min(16, max((cell_len(node.host) for node in nodes), default=0))
-    for node in nodes[:most]:
+    names = _short([node.host for node in nodes])
+    widest = min(16, max(map(cell_len, names), default=0))
+    for node, name in zip(nodes[:most], names, strict=False):
         known = [value for value in node.util if value is not None]
         blocks = "".join(" " if value is None else _block(value / 100) for value in node.util)
         mean = f"{sum(known) / len(known):3.0f} %" if known else "  – %"
         memory = [value for value in node.memory_bytes if value is not None]
         used = f"  {sum(memory) / 2**30:.0f} GiB" if memory else ""
-        line = f"gpus   {set_cell_size(node.host, name)}  {blocks}  {mean}{used}"
-        yield line if cell_len(line) <= width else f"{set_cell_size(node.host, width - 7)} {mean}"
+        line = f"gpus   {set_cell_size(name, widest)}  {blocks}  {mean}{used}"
+        yield line if cell_len(line) <= width else f"{set_cell_size(name, width - 7)} {mean}"
     if len(nodes) > most:
         yield f"gpus   {len(nodes) - most} more nodes"
+
+
+def _short(hosts: Sequence[str]) -> list[str]:
+    """Names without their domain, where that leaves them different."""
+    short = [host.partition(".")[0] for host in hosts]
+    return short if len(set(short)) == len(set(hosts)) else list(hosts)
 
 
 def _gpus(line: Mapping[str, Any]) -> Gpus:
@@ -224,14 +231,24 @@ def _gpus(line: Mapping[str, Any]) -> Gpus:
 def _event(event: Mapping[str, Any]) -> str:
     time = event.get("time")
     when = clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
-    kind = str(event.get("kind"))
-    if kind == "straggler":
-        return f"{when}  {kind}  {who(event)}, {how_slow(event)}"
-    details = [
-        f"step {event['step']}" if is_finite(event.get("step")) else "",
-        *(str(event[name]) for name in ("signal", "state", "cause", "by", "job_id") if event.get(name)),
-    ]
-    return f"{when}  {kind}  " + ", ".join(filter(None, details))
+    return f"{when}  {event.get('kind')}  {', '.join(_details(event))}".rstrip()
+
+
+def _details(event: Mapping[str, Any]) -> Iterator[str]:
+    """What an event tells besides its kind, in the order in which it matters."""
+    if event.get("kind") == "straggler":
+        yield from filter(None, [who(event), how_slow(event)])
+        return
+    if is_finite(event.get("step")):
+        yield f"step {event['step']}"
+    if is_finite(nodes := event.get("nodes")):
+        before = event.get("nodes_before")
+        yield f"{before} nodes to {nodes}" if is_finite(before) else count(int(nodes), "node")
+    if isinstance(hosts := event.get("hosts"), list) and event.get("kind") == "excluded":
+        yield ", ".join(map(str, hosts))
+    for name in ("signal", "state", "cause", "reason", "by", "job_id"):
+        if event.get(name) and event[name] != event.get("kind"):
+            yield str(event[name])
 
 
 def _kind(event: Mapping[str, Any]) -> str:
