@@ -242,6 +242,9 @@ def _read(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -> G
         # In kilobytes a second (nvmlDeviceGetPcieThroughput).
         pcie = tuple(_times(_ask(pynvml.nvmlDeviceGetPcieThroughput, whole, kind), 1000) for kind in kinds)
         links = _nvlink(whole)
+    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, whole)
+    if reasons is None:  # Drivers before 535 know the older name only.
+        reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, whole)
     processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return GpuReading(
         util=_part_of(_ask(pynvml.nvmlDeviceGetUtilizationRates, handle), "gpu"),
@@ -249,12 +252,7 @@ def _read(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -> G
         power_w=None if milliwatts is None else milliwatts / 1000,
         temp_c=_ask(pynvml.nvmlDeviceGetTemperature, whole, pynvml.NVML_TEMPERATURE_GPU),
         clock_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, whole, pynvml.NVML_CLOCK_SM),
-        throttled=_reasons(
-            # Drivers before 535 know the older name only.
-            _ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, whole)
-            or _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, whole)
-            or 0
-        ),
+        throttled=_reasons(reasons or 0),
         ecc_errors=_ask(
             pynvml.nvmlDeviceGetTotalEccErrors,
             whole,

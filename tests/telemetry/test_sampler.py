@@ -5,10 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import pynvml
 import pytest
 from helpers import environment, wait_for
 
@@ -191,87 +188,6 @@ def test_a_folder_that_is_gone_ends_it_with_a_sentence(tmp_path, monkeypatch):
     )
     assert done.returncode == 1
     assert "is not measured any more" in done.stderr
-
-
-class PretendDriver:
-    """Answers as NVML does for one GPU in two parts, one that is whole, and one that is another job's."""
-
-    def __getattr__(self, name: str) -> Any:
-        def fail(*args: object) -> None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-        return fail
-
-    def nvmlInit(self) -> None: ...  # noqa: N802
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
-        if index == 2:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
-        return f"GPU-{'ab'[index]}"
-
-    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
-        return handle
-
-    def nvmlEventSetCreate(self) -> list[SimpleNamespace]:  # noqa: N802
-        return []
-
-    def nvmlDeviceRegisterEvents(self, handle: str, kinds: int, events: list[Any]) -> None:  # noqa: N802
-        assert kinds == pynvml.nvmlEventTypeXidCriticalError
-        events.append(SimpleNamespace(device=handle, eventData=79))
-
-    def nvmlEventSetWait_v2(self, events: list[Any], timeout: int) -> SimpleNamespace:  # noqa: N802
-        assert timeout == 0
-        if not events:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        return events.pop()
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
-        return [int(handle == "GPU-a")] * 2
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: str) -> int:  # noqa: N802
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> str:  # noqa: N802
-        if index >= 2:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return f"MIG-{index}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(used=5 if handle == "MIG-1" else 9, total=10)
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        return {"GPU-a": 300_000, "GPU-b": 600_000}[handle]
-
-
-@pytest.mark.parametrize(
-    ("listed", "memory"),
-    [
-        (None, [9, 5, 9]),
-        (["1"], [9]),
-        (["GPU-b"], [9]),
-        (["MIG-1"], [5]),
-        (["0"], [9, 5]),
-        (["7"], []),
-        ([], []),
-    ],
-)
-def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memory):
-    driver = PretendDriver()
-    for name in dir(pynvml):
-        if name.startswith("nvml") and callable(getattr(pynvml, name)):
-            monkeypatch.setattr(pynvml, name, getattr(driver, name))
-    with GpuReader(listed) as gpus:
-        readings = gpus.read(traffic=True)
-        assert [reading.memory for reading in readings] == memory
-        assert gpus.memory_bytes == [10] * len(memory)
-        assert all(set(reading.xids) == {79} for reading in readings)
-        assert all(reading.xids == () for reading in gpus.read())
-    if listed is None:
-        assert [reading.power_w for reading in readings] == [300, 300, 600]
-    assert all(reading.util is None and reading.throttled == () for reading in readings)
 
 
 @pytest.mark.gpu

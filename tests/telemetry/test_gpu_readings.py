@@ -1,0 +1,104 @@
+"""What is read of GPUs, and what of those that are gone; by a pretended driver, where none can be had."""
+
+from __future__ import annotations
+
+import sys
+
+import pynvml
+import pytest
+from pretended_driver import PretendDriver, TalkativeDriver, pretend
+
+from hpctrain.files import read_json_lines
+from hpctrain.telemetry.gpus import GpuReader, GpuReading, count_gpus
+from hpctrain.telemetry.node import NodeReader
+from hpctrain.telemetry.sampler import Sampler
+
+
+@pytest.mark.parametrize(
+    ("listed", "memory"),
+    [
+        (None, [9, 5, 9]),
+        (["1"], [9]),
+        (["GPU-b"], [9]),
+        (["MIG-1"], [5]),
+        (["0"], [9, 5]),
+        (["7"], []),
+        ([], []),
+    ],
+)
+def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memory):
+    pretend(monkeypatch, PretendDriver())
+    with GpuReader(listed) as gpus:
+        readings = gpus.read(traffic=True)
+        assert [reading.memory for reading in readings] == memory
+        assert gpus.memory_bytes == [10] * len(memory)
+        assert all(set(reading.xids) == {79} for reading in readings)
+        assert all(reading.xids == () for reading in gpus.read())
+    if listed is None:
+        assert [reading.power_w for reading in readings] == [300, 300, 600]
+    assert all(reading.util is None and reading.throttled == () for reading in readings)
+
+
+def test_all_that_a_pretended_driver_tells_is_read(monkeypatch):
+    pretend(monkeypatch, TalkativeDriver())
+    with GpuReader() as gpus:
+        assert gpus.names == ["H100"]
+        (reading,) = gpus.read(traffic=True)
+        (without_traffic,) = gpus.read()
+    assert reading == GpuReading(
+        util=83,
+        memory=9,
+        power_w=300.0,
+        temp_c=71,
+        clock_mhz=1410,
+        throttled=("power cap", "temperature, by hardware"),
+        ecc_errors=2,
+        processes=2,
+        xids=(79,),
+        pcie_rx=7000,
+        pcie_tx=3000,
+        nvlink_rx=5 * 1024,
+        nvlink_tx=9 * 1024,
+    )
+    assert (without_traffic.pcie_rx, without_traffic.nvlink_rx) == (None, None)
+
+
+def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_path):
+    """Its driver then answers every question with an error; the node is measured on."""
+    driver = TalkativeDriver()
+    pretend(monkeypatch, driver)
+    path, now = tmp_path / "node-000.jsonl", [0.0]
+    with GpuReader() as gpus:
+        sampler = Sampler(path, gpus, NodeReader(), host="n1", clock=lambda: now[0], now=lambda: now[0])
+        sampler.begin()
+        for second in range(1, 16):
+            driver.lost = second > 5
+            now[0] = second
+            sampler.read()
+    begin, whole, *gone = read_json_lines(path)
+    assert begin["gpu_names"] == ["H100"]
+    assert whole["gpu_util"] == [83.0]
+    assert len(gone) == 2
+    for line in gone:
+        assert not any(name in line for name in ("gpu_util", "gpu_memory", "gpu_throttled"))
+        assert line["memory"] > 0
+
+
+@pytest.mark.parametrize(
+    "number", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 999]
+)
+def test_without_a_driver_that_answers_there_is_no_gpu(monkeypatch, number):
+    class NoDriver(PretendDriver):
+        def nvmlInit(self) -> None:  # noqa: N802
+            raise pynvml.NVMLError(number)
+
+    pretend(monkeypatch, NoDriver())
+    with GpuReader() as gpus:
+        assert (gpus.names, gpus.memory_bytes, gpus.read(traffic=True)) == ([], [], [])
+    assert count_gpus({}) == 0
+
+
+def test_an_image_without_pynvml_has_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with GpuReader() as gpus:
+        assert gpus.read() == []
