@@ -1,0 +1,118 @@
+"""Time from a preemption to the next trained step, on a real Slurm on this machine, without its hold.
+
+    python benchmarks/preemption.py [--rounds N] [--limit SECONDS]
+
+Needs root and the Slurm packages, as `hpctrain sandbox up`. Two ranks train; they get the SIGTERM of a
+preemption while their nodes stay free, so that Slurm's own pause is all there is to wait for, and `hpctrain
+wait` looks on. The two ways to another allocation take turns: a requeue, whose hold of 120 s is lifted, and a
+successor job, which has none. Exits with 1 where a median is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpctrain import sandbox
+from hpctrain.files import read_json_lines
+from hpctrain.jobs import steer
+from hpctrain.rundir import RunDir
+
+SCRIPT = """
+import os, time
+import torch
+import hpctrain
+
+class Small(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.05 if os.environ["HPCTRAIN_ATTEMPT"] == "0" else 0.0)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+data = torch.utils.data.TensorDataset(torch.randn(4096, 64))
+hpctrain.Trainer(max_steps=400, global_batch_size=16, seed=1).fit(Small(), data)
+"""
+LIMIT_S = 100.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=30.0)
+    options = parser.parse_args()
+    ways = ("requeue", "successor")
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    cluster = sandbox.up(f"bench-{os.getpid() % 100_000}", nodes=2, gpus_per_node=1)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            script = Path(scratch, "train.py")
+            script.write_text(SCRIPT)
+            for number in range(options.rounds):
+                for way in ways:
+                    found[way].append(measure(script, Path(scratch, f"{way}-{number}"), way, cluster.env))
+    finally:
+        cluster.down()
+    medians = {}
+    for way, rounds in found.items():
+        medians[way] = statistics.median(parts["first step"] for parts in rounds)
+        values = " ".join(f"{parts['first step']:.2f}" for parts in rounds)
+        print(f"preempted to trained again, by {way:12} {medians[way]:6.2f} s    {values}")
+        for part in rounds[0]:
+            print(f"    {part:38} {statistics.median(parts[part] for parts in rounds):6.2f} s")
+    sys.exit(max(medians.values()) > options.limit)
+
+
+def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str, float]:
+    """Seconds from the signal until this and that was done."""
+    run, environ = RunDir(path), {**os.environ, **env}
+    hpctrain = [sys.executable, "-m", "hpctrain"]
+    shape = ["--nodes", "2", "--gpus-per-node", "1", "--no-snapshot", "--continue-by", way]
+    submit = [*hpctrain, "submit", *shape, "--run-dir", str(path), str(script)]
+    subprocess.run(submit, env=environ, cwd=script.parent, check=True, capture_output=True)
+    with subprocess.Popen([*hpctrain, "wait", str(path)], env=environ, stdout=subprocess.DEVNULL) as looks_on:
+        try:
+            wait_for(lambda: steps(run, 0) > 20, f"steps of {path}")
+            preempted = time.time()
+            steer.preempt([run], environ)
+            wait_for(lambda: steps(run, 1) > 0, f"steps of {path} after the preemption")
+            looks_on.wait(LIMIT_S)
+        except BaseException:
+            looks_on.kill()
+            raise
+    events = list(run.read_events())
+    at = {
+        "state saved": next(event["time"] for event in events if event["kind"] == "signal"),
+        "allocation given back": next(event["time"] for event in events if event["kind"] == "requeue"),
+        "ranks started": [event["time"] for event in events if event["kind"] == "started"][1],
+        "first step": min(line["time"] for line in read_json_lines(run.metrics) if line["attempt"] == 1),
+    }
+    return {what: moment - preempted for what, moment in at.items()}
+
+
+def steps(run: RunDir, attempt: int) -> int:
+    return sum(line["attempt"] == attempt for line in read_json_lines(run.metrics))
+
+
+def wait_for(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not done():
+        if time.monotonic() > deadline:
+            sys.exit(f"no {what} after {LIMIT_S:.0f} s")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
