@@ -50,7 +50,8 @@ class Replicas(Strategy):
         if not self.team.is_distributed:
             return []
         limit = (self.settings.bucket_mb or 25) * 2**20
-        parts, part = [], 0
+        parts: list[int] = []
+        part = 0
         for parameter in reversed(list(self.module.parameters())):
             part += parameter.nbytes if parameter.requires_grad else 0
             if part >= (2**20 if self.settings.bucket_mb is None and not parts else limit):
