@@ -177,6 +177,23 @@ class CheckpointStore:
         atexit.unregister(self._at_exit)
         return notes
 
+    def bring_home(self, timeout_s: float) -> list[str]:
+        """Copy what only the tier has to `folder`, remove the tier, and close. All ranks must call this.
+
+        Args:
+            timeout_s: after this time, in seconds, copying is given up.
+
+        Returns:
+            Sentences about what did not go as it should.
+
+        Raises:
+            CheckpointError: on all ranks alike: what is there cannot be told now. Nothing was changed.
+        """
+        if self._tier is None:
+            return self.close()
+        _, broken = newest_whole(self._site, self._tier)
+        return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
+
     def load_newest(self, like: Any = None) -> tuple[Loaded | None, list[str]]:
         """Load the newest checkpoint that is whole. All ranks must call this.
 

@@ -12,23 +12,19 @@ def command_of(spec: JobSpec, num_nodes: int) -> list[str]:
     """What each process of a step on so many nodes runs: a rank, or the agent that starts a node's ranks."""
     words = json.dumps([spec.entry, *spec.args])
     if spec.torchrun is None:
-        return [*_module(spec, "worker"), words]
+        return [*module_command(spec, "worker"), words]
     plan = {
         "nodes": num_nodes,
         "ranks_per_node": spec.tasks_per_node,
         "backend": spec.torchrun.rdzv_backend,
         "endpoint": spec.torchrun.rdzv_endpoint,
-        "worker": [*_module(spec, "worker"), "torchrun", words],
+        "worker": [*module_command(spec, "worker"), "torchrun", words],
     }
-    return [*_module(spec, "agent"), json.dumps(plan)]
+    return [*module_command(spec, "agent"), json.dumps(plan)]
 
 
-def check_command(spec: JobSpec) -> list[str]:
-    """What each process of a step runs that only looks at the nodes."""
-    return _module(spec, "node_check")
-
-
-def _module(spec: JobSpec, name: str) -> list[str]:
+def module_command(spec: JobSpec, name: str) -> list[str]:
+    """What each process of a step runs that is a module of `hpctrain.runtime`."""
     if spec.container is not None:
         return module_inside(spec.container, name)
     # -P: a file of the user's folder that is named like a module must not be imported in its place.

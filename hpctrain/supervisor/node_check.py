@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.supervisor.command import check_command
-from hpctrain.supervisor.rendezvous import Rendezvous
-from hpctrain.supervisor.step import Event, Launcher, StepEnded
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.command import module_command
+from hpctrain.supervisor.side_step import run_side_step
+from hpctrain.supervisor.step import Launcher
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +44,14 @@ class NodeCheck:
     def bad_nodes(self, attempt: int) -> dict[str, str]:
         """Nodes on which a rank could not do its work, and why."""
         begun = time.monotonic()
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        with Rendezvous(self.launcher.address) as rendezvous:
-            variables = {
-                **rendezvous.variables,
-                RUN_DIR_VARIABLE: str(self.run.path),
-                ATTEMPT_VARIABLE: str(attempt),
-            }
-            step = self.launcher.start(check_command(self.spec), variables, events.put)
-            try:
-                rendezvous.serve()
-                end = self._wait(events, begun)
-            finally:
-                step.close()
+        end = run_side_step(
+            self.run,
+            self.launcher,
+            module_command(self.spec, "node_check"),
+            attempt,
+            limit_s=_LIMIT_S,
+            what="the check of the nodes",
+        )
         found = self._read(attempt)
         log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, found or "all are fine")
         if end is not None and not any(self.run.checks(attempt)):
@@ -65,17 +59,6 @@ class NodeCheck:
             log.warning("the check of the nodes did not start: %s", end.words)
             return {}
         return found
-
-    def _wait(self, events: queue.SimpleQueue[Event], begun: float) -> StepEnded | None:
-        """Wait for the end of the check; None where it does not come."""
-        while True:
-            try:
-                event = events.get(timeout=max(0.0, begun + _LIMIT_S - time.monotonic()))
-            except queue.Empty:
-                log.warning("done waiting for the check of the nodes after %.0f s", _LIMIT_S)
-                return None
-            if isinstance(event, StepEnded):
-                return event
 
     def _read(self, attempt: int) -> dict[str, str]:
         hosts, each = self.launcher.hosts, self.spec.processes_per_node

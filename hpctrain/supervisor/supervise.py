@@ -21,6 +21,7 @@ from hpctrain.supervisor.decide import Action, Decision, Nodes, State, decide, s
 from hpctrain.supervisor.diagnosis import Diagnosis, Diagnostician, in_words
 from hpctrain.supervisor.grow import Grower
 from hpctrain.supervisor.history import History
+from hpctrain.supervisor.homecoming import bring_home
 from hpctrain.supervisor.move import Mover, Refused
 from hpctrain.supervisor.node_check import NodeCheck, is_due
 from hpctrain.supervisor.scheduler import Scheduler
@@ -30,6 +31,9 @@ from hpctrain.supervisor.submission import take_turn
 from hpctrain.supervisor.will import Will
 
 log = logging.getLogger(__name__)
+
+#: What gives the nodes back.
+_GIVES_UP = frozenset({Action.REQUEUE, Action.CANCEL, Action.FAIL})
 
 
 class Supervisor:
@@ -125,6 +129,8 @@ class Supervisor:
         if decision.exclude:
             hosts, reason = list(decision.exclude), in_words(decision.exclude)
             self._run.log_event("excluded", attempt, hosts=hosts, reason=reason)
+        if decision.action in _GIVES_UP and not end.kind.is_stop:
+            bring_home(self._run, self._spec, self._launcher, attempt, diagnosis.lost)
         match decision.action:
             case Action.RESTART:
                 self._run.log_event("restart", attempt, cause=end.cause)

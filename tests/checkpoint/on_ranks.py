@@ -371,6 +371,14 @@ def same_nodes(folder: Path, rank: int, world_size: int) -> None:
 
 
 @scenario
+def brought_home(folder: Path, rank: int, world_size: int) -> None:
+    """The nodes are given back: what only they have goes to the shared folder, and nothing stays on them."""
+    assert with_tier(folder, f"node-{rank}").bring_home(30.0) == []
+    assert list((folder / f"node-{rank}").iterdir()) == []
+    check_loaded(CheckpointStore(folder / "shared/run/checkpoints", dist.group.WORLD), 2, rank)
+
+
+@scenario
 def nodes_exchanged(folder: Path, rank: int, world_size: int) -> None:
     """The same nodes with other ranks on them, and one more."""
     stored = with_tier(folder, f"node-{(rank + 1) % world_size}")

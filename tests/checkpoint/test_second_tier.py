@@ -38,6 +38,7 @@ def in_the_tier_only(tmp_path_factory) -> Path:
     ("scenario", "ranks"),
     [
         ("same_nodes", 2),
+        ("brought_home", 2),
         ("nodes_exchanged", 2),
         ("nodes_exchanged", 3),
         ("a_node_is_gone", 2),

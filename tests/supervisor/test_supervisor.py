@@ -498,6 +498,18 @@ def test_an_xid_of_the_device_makes_it_the_gpus_fault(run):
     assert failure_of(run)["class"] == "gpu"
 
 
+def test_before_nodes_are_given_back_after_a_crash_their_fast_folders_are_emptied(run):
+    def save(_variables, _emit):
+        run.log_event("checkpoint", 0, step=2, tier="local", path="/fast/hpctrain-x-1/step-00000002")
+
+    commands, launcher = [], PretendLauncher([[save, *KILLED], DONE])
+    start = launcher.start
+    launcher.start = lambda command, *rest: commands.append(command) or start(command, *rest)
+    assert Supervisor(run, spec_of(run, max_failures=1), launcher, PretendScheduler()).run() == 4
+    assert commands[1][-4:] == ["-m", "hpctrain.runtime.bring_home", "/fast", "60"]
+    assert kinds(run)[-1] == "finished"
+
+
 def checked(run, attempt, trouble):
     """Have the check of the nodes find what is wrong with each rank's."""
 

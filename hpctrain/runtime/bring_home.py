@@ -1,0 +1,47 @@
+"""Brings a run's newest checkpoint from a fast folder of the nodes into the run folder, and clears that one.
+
+`python -P -m hpctrain.runtime.bring_home FOLDER SECONDS`, one process a rank, after the ranks were killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Do so. Returns the exit code: 1 where something had to be left.
+
+    Args:
+        argv: the fast folder, and how long copying may take, in seconds.
+        environ: the variables of a rank.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    from hpctrain.checkpoint.store import CheckpointStore
+
+    run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[1])
+    limit = timedelta(seconds=limit_s)
+    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
+    store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=PrefixStore("home", store), rank=rank, world_size=size, timeout=limit
+    )
+    group = dist.group.WORLD if size > 1 else None
+    notes = CheckpointStore(run.checkpoints, group, second_tier=Path(argv[0])).bring_home(limit_s)
+    if rank == 0:
+        for note in notes:
+            print(f"hpctrain: {note}", flush=True)
+    dist.destroy_process_group()
+    return 1 if notes else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:], os.environ))
