@@ -37,6 +37,9 @@ _JOB_REQUEUE = re.compile(r"^JobRequeue\s*=\s*(\d+)", re.MULTILINE)
 _STEPS_END_S = 30.0
 _LOOK_EVERY_S = 0.5
 
+#: Slurm ends a job that is requeued at once, and all that it has started: SIGKILL comes some seconds later.
+_UNTIL_KILLED = ("/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+
 log = logging.getLogger(__name__)
 
 
@@ -222,7 +225,8 @@ class SlurmJob:
     def exclude(self, left_out: Collection[str]) -> None:
         """Change the job's own list, which Slurm allows of a pending job. See `Scheduler.exclude`."""
         nodes = excluded_nodes(self._spec, left_out)
-        run_slurm(["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={nodes}"], self._environ)
+        command = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={nodes}"]
+        run_slurm([*_UNTIL_KILLED, *command], self._environ)
 
     def hand_on(self, attempt: int, left_out: Collection[str] = ()) -> str:
         """Submit the same script again, to start after this job. See `Scheduler.hand_on`."""
