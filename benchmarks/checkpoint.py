@@ -1,6 +1,7 @@
 """How long saving keeps ranks from training, and how long it takes.
 
     python benchmarks/checkpoint.py [--megabytes N ...] [--tensor-kilobytes N] [--rounds N] [--folder PATH]
+                                    [--only compare|disk|links ...]
 
 On two ranks over gloo, all measured in turn in each round, for a state of so many megabytes on every rank:
 
@@ -184,14 +185,15 @@ def scale(rank: int, folder: Path, options: argparse.Namespace) -> bool:
     return True
 
 
+PARTS = {"compare": compare, "disk": scale, "links": scale_with_links}
+
+
 def work(rank: int, world_size: int, port: int, what: str, folder: Path, options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    fine = {"compare": compare, "scale": scale, "scale_with_links": scale_with_links}[what](
-        rank, folder, options
-    )
+    fine = PARTS[what](rank, folder, options)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0 if fine else 1)
@@ -215,20 +217,18 @@ def main() -> None:
     parser.add_argument("--tensor-kilobytes", type=int, default=4096, help="size of each tensor")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--link", type=float, default=100.0)
-    parser.add_argument("--only-scale", action="store_true", help="leave out what has limits")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
     parser.add_argument("--folder", type=Path, help="where to save; a folder of its own is made in it")
     parser.add_argument("--limit-copy", type=float, default=1.3)
     parser.add_argument("--limit-dcp", type=float, default=0.3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        fine = options.only_scale or on_ranks(2, "compare", Path(name), options)
-        for what, where in (
-            ("scale", "one disk"),
-            ("scale_with_links", f"{options.link:g} MB/s a rank"),
-        ):
-            print(f"\nUntil on disk, ms ({where})")
-            for world_size in (1, 2, 4):
-                on_ranks(world_size, what, Path(name), options)
+        fine = "compare" not in options.only or on_ranks(2, "compare", Path(name), options)
+        for what, where in (("disk", "one disk"), ("links", f"{options.link:g} MB/s a rank")):
+            if what in options.only:
+                print(f"\nUntil on disk, ms ({where})")
+                for world_size in (1, 2, 4):
+                    on_ranks(world_size, what, Path(name), options)
     sys.exit(0 if fine else 1)
 
 
