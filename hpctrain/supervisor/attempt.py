@@ -21,6 +21,7 @@ from hpctrain.supervisor.step import (
     StepEnded,
     Straggling,
     TaskExit,
+    Unended,
 )
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,12 @@ class Watch:
                 if not self._killed:
                     self.hung = event
                     log.error("%s", event.cause)
+                    self._kill(step)
+            case Unended():
+                if not self._killed:
+                    log.warning(
+                        "all %ss are gone, and the step does not end: ending its launcher", self.process
+                    )
                     self._kill(step)
             case Signalled(number):
                 self.signals.append(number)

@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.liveness import Limits, Liveness, Overdue, Told, absent
-from hpctrain.supervisor.step import Emit, Hung, Step, Straggling
+from hpctrain.supervisor.step import Emit, Hung, Step, Straggling, Unended
 from hpctrain.supervisor.stragglers import LASTING, Slow, Spent, Stragglers
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ _TELL_LIMIT_S = 10.0
 _SIGNAL_PAUSE_S = 2.0
 #: Whoever did not get to look for so long was suspended, and the ranks probably with him.
 _PAUSE_S = 10.0
+#: When the last rank has left, the end of the step is known within seconds, unless the word of it was lost.
+_END_LIMIT_S = 60.0
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Contact:
         self._liveness, self._stragglers = Liveness(limits), Stragglers(world_size)
         self._inquiry: _Inquiry | None = None
         self._is_over = False
+        self._empty_since: float | None = None
         self._looked_at = time.monotonic()
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
@@ -77,6 +80,7 @@ class Contact:
         """A rank says something of itself."""
         self._liveness.alive(rank, time.monotonic())
         if "beats" in message:
+            self._empty_since = None
             phase, step = str(message["phase"]), int(message["step"])
             self._liveness.heard(rank, phase, step, int(message["beats"]), time.monotonic())
             data_s, compute_s, exchange_s = map(float, message["spent"])
@@ -91,6 +95,7 @@ class Contact:
     def hung_up(self, rank: int) -> None:
         """A rank is gone."""
         self._liveness.gone(rank)
+        self._empty_since = None if self._liveness.ranks else time.monotonic()
 
     @property
     def modules(self) -> list[str] | None:
@@ -114,6 +119,10 @@ class Contact:
         self._looked_at = now
         if self._is_over:
             return
+        if self._empty_since is not None and now - self._empty_since > _END_LIMIT_S:
+            self._empty_since = now
+            # Slurm may take its time, and nobody else would hear the ranks meanwhile.
+            threading.Thread(target=self._look_for_the_end, daemon=True).start()
         if self._inquiry is not None:
             self._inquire(self._inquiry, now)
         elif (overdue := self._liveness.overdue(now)) is not None:
@@ -147,6 +156,16 @@ class Contact:
             inquiry.signalled_at = now
             # Slurm may take its time, and nobody else would hear the ranks meanwhile.
             threading.Thread(target=self._signal, daemon=True).start()
+
+    def _look_for_the_end(self) -> None:
+        """A launcher that was never told of the end of its step would be waited for, for ever."""
+        try:
+            if not self._step.is_over() or self._is_over:
+                return
+        except SchedulerError as error:
+            log.warning("whether the step is over cannot be told: %s", error)
+            return
+        self._emit(Unended())
 
     def _signal(self) -> None:
         try:

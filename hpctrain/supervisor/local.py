@@ -150,6 +150,10 @@ class LocalStep:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, number)
 
+    def is_over(self) -> bool:
+        """The end of each process is noticed at once. See `Step.is_over`."""
+        return False
+
     def kill(self) -> None:
         """End every task at once."""
         self._killed = True

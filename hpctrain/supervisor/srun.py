@@ -85,14 +85,13 @@ class SrunLauncher:
             "--export=ALL",
             "--input=none",
             "--mpi=none",
+            # Another step holds the CPUs and GPUs in Slurm's eyes: the one that is running, where workers
+            # wait; or the one before, whose end Slurm may learn late, or not until it gives up a lost node.
+            "--overlap",
             f"--chdir={spec.workdir}",
         ]
         if len(self.hosts) < self._num_granted:
             options.append(f"--nodelist={compress_hostlist(self.hosts)}")
-        if beside or len(self.hosts) < self._num_granted:
-            # Another step holds the CPUs and GPUs: the one that is running, or the one before until Slurm has
-            # given up the node that was lost.
-            options.append("--overlap")
         if spec.cpus_per_task is not None or spec.torchrun is not None or spec.is_elastic:
             # Since 22.05 srun does not take this over from sbatch; an agent has the CPUs of all its ranks.
             cpus = (spec.cpus_per_task or 1) * spec.tasks_per_node // processes
@@ -136,6 +135,10 @@ class SrunStep:
         """Send `number` to every task of this step."""
         if (step := find_step(self._job_id, self._name, self._outer)) is not None:
             run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
+
+    def is_over(self) -> bool:
+        """What `squeue` says. See `Step.is_over`."""
+        return find_step(self._job_id, self._name, self._outer) is None
 
     def kill(self) -> None:
         """End every task at once, by way of Slurm and, if that cannot be reached, by way of srun.

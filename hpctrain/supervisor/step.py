@@ -95,7 +95,12 @@ class Straggling:
     """Whether it has been so for a while."""
 
 
-Event = TaskExit | StepEnded | Signalled | Hung | Straggling
+@dataclass(frozen=True)
+class Unended:
+    """All tasks of the step are gone, but its launcher was not told, and would wait for ever."""
+
+
+Event = TaskExit | StepEnded | Signalled | Hung | Straggling | Unended
 Emit = Callable[[Event], None]
 
 
@@ -104,6 +109,13 @@ class Step(Protocol):
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every task."""
+
+    def is_over(self) -> bool:
+        """Whether the scheduler knows it no longer, though `StepEnded` may not have come.
+
+        Raises:
+            SchedulerError: it does not answer.
+        """
 
     def kill(self) -> None:
         """End every task at once; `StepEnded` follows."""

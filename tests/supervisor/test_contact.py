@@ -1,0 +1,83 @@
+"""What follows from what the ranks say and do not say, with a step that only pretends."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+from helpers import wait_for
+
+from hpctrain.errors import SchedulerError
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor import contact as module
+from hpctrain.supervisor.attempt import Watch
+from hpctrain.supervisor.contact import Contact
+from hpctrain.supervisor.liveness import Limits
+from hpctrain.supervisor.outcome import Outcome
+from hpctrain.supervisor.scheduler import LocalJob
+from hpctrain.supervisor.step import StepEnded, Unended
+
+BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "modules": [], "changed": []}
+
+
+class PretendStep:
+    def __init__(self, answer):
+        self.answer, self.asked = answer, 0
+
+    def is_over(self):
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def heard(tmp_path, monkeypatch):
+    """A contact whose two ranks have come and gone, the step's answer and the events."""
+    monkeypatch.setattr(module, "_END_LIMIT_S", 0.0)
+
+    def heard(answer, leave=(0, 1)):
+        step, events = PretendStep(answer), queue.SimpleQueue()
+        limits = Limits(None)
+        contact = Contact(RunDir(tmp_path), 0, step, lambda: 0, events.put, limits, lambda rank: "n1", 2)
+        for rank in range(2):
+            contact.hear(rank, BEAT)
+        for rank in leave:
+            contact.hung_up(rank)
+        contact.look()
+        return step, events
+
+    return heard
+
+
+def test_ranks_that_have_left_a_step_that_is_over_are_not_waited_for(heard):
+    _, events = heard(True)
+    assert events.get(timeout=5) == Unended()
+
+
+@pytest.mark.parametrize("answer", [False, SchedulerError("out of reach")], ids=["goes on", "unknown"])
+def test_a_step_that_goes_on_is_left_alone(heard, answer):
+    step, events = heard(answer)
+    wait_for(lambda: step.asked, 5, "the question")
+    assert events.empty()
+
+
+def test_nobody_is_asked_as_long_as_a_rank_is_there(heard):
+    step, events = heard(True, leave=(0,))
+    assert (step.asked, events.empty()) == (0, True)
+
+
+def test_the_launcher_of_such_a_step_is_ended_and_the_attempt_has_failed():
+    events = queue.SimpleQueue()
+
+    class Stuck:
+        def kill(self):
+            events.put(StepEnded(143))
+
+    class Local(LocalJob):
+        def __init__(self):
+            self._limit_s = None
+
+    events.put(Unended())
+    watch = Watch(events=events, scheduler=Local(), ends_at=None, signal_lead_s=1.0)
+    assert watch.until_end(Stuck()) is Outcome.FAILED
