@@ -17,6 +17,7 @@ def chaos(run: Run, *words: str) -> dict:
     return json.loads(told.stdout)
 
 
+@pytest.mark.long
 def test_a_local_run_of_which_a_rank_is_killed_twice(tmp_path, tmp_path_factory):
     reference = submit(tmp_path_factory.mktemp("reference") / "run", {}, LOCAL, step_s=0.0)
     run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1, slow_attempts=2)
