@@ -25,7 +25,7 @@ from pathlib import Path
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.scheduler import LocalJob
+from hpctrain.supervisor.local_job import LocalJob
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor
 

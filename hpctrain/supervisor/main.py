@@ -19,8 +19,9 @@ from hpctrain.supervisor.guardian import ORPHANED
 from hpctrain.supervisor.lasting import LastingRun, LogFile, words_of_disk
 from hpctrain.supervisor.local import LocalLauncher
 from hpctrain.supervisor.local_array import LocalArray
+from hpctrain.supervisor.local_job import LocalJob
 from hpctrain.supervisor.notifications import notifying
-from hpctrain.supervisor.scheduler import LocalJob, SlurmJob, own_job_id
+from hpctrain.supervisor.slurm_job import SlurmJob, own_job_id
 from hpctrain.supervisor.srun import SrunLauncher
 from hpctrain.supervisor.submission import NoPart, check_place, own_run
 from hpctrain.supervisor.supervise import Supervisor

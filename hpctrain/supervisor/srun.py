@@ -19,7 +19,7 @@ from hpctrain.jobs.slurm_command import COMMAND_LIMIT_S, find_step, run_slurm, s
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.supervisor.container import enclose
-from hpctrain.supervisor.scheduler import own_job_id
+from hpctrain.supervisor.slurm_job import own_job_id
 from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
 
 #: Nodes that are asked for the way to them: where a resolver hangs, each costs seconds.

@@ -13,8 +13,9 @@ from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import attempt
 from hpctrain.supervisor.attempt import Watch
+from hpctrain.supervisor.local_job import LocalJob
 from hpctrain.supervisor.outcome import Outcome
-from hpctrain.supervisor.scheduler import LocalJob, SlurmJob
+from hpctrain.supervisor.slurm_job import SlurmJob
 from hpctrain.supervisor.step import Signalled, StepEnded, TaskExit
 
 

@@ -13,8 +13,8 @@ from hpctrain.supervisor import contact as module
 from hpctrain.supervisor.attempt import Watch
 from hpctrain.supervisor.contact import Contact
 from hpctrain.supervisor.liveness import Limits
+from hpctrain.supervisor.local_job import LocalJob
 from hpctrain.supervisor.outcome import Outcome
-from hpctrain.supervisor.scheduler import LocalJob
 from hpctrain.supervisor.step import StepEnded, Unended
 
 BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "modules": [], "changed": []}
