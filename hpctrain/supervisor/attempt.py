@@ -114,7 +114,7 @@ class Watch:
                     log.info("asked to end a second time: ending the step")
                     self._kill(step)
                     return
-                step.signal(forward)
+                self._tell(step, forward)
                 grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
                 self._limit(grace, f"the ranks to stop after {number.name}")
 
@@ -163,11 +163,18 @@ class Watch:
                 log.info(
                     "%.0f s are left of the time limit: sending SIGUSR2 to the ranks", self.signal_lead_s
                 )
-                step.signal(signal.SIGUSR2)
+                self._tell(step, signal.SIGUSR2)
             elif now >= self.ends_at:
                 log.info("the time limit is reached: ending the step")
                 self.out_of_time = True
                 self._kill(step)
+
+    def _tell(self, step: Step, number: signal.Signals) -> None:
+        """Where the controller is out of reach, the signal that Slurm itself sends before the limit is left."""
+        try:
+            step.signal(number)
+        except SchedulerError as error:
+            log.warning("the ranks cannot be told: %s", error)
 
     def _kill(self, step: Step) -> None:
         self._killed = True

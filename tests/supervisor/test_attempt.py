@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hpctrain.errors import SchedulerError
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import attempt
@@ -117,6 +118,16 @@ def test_time_limit_warns_and_then_ends():
     assert step.signals == [signal.SIGUSR2]
     assert step.killed
     assert outcome is Outcome.OUT_OF_TIME
+
+
+def test_a_controller_that_is_out_of_reach_before_the_time_limit_fails_no_run(monkeypatch, caplog):
+    def unreachable(self, number):
+        raise SchedulerError("squeue says: Unable to contact slurm controller")
+
+    monkeypatch.setattr(PretendStep, "signal", unreachable)
+    outcome, _, _ = watch(TaskExit(0, 75), ends_in=5.0, lead=10.0)
+    assert outcome is Outcome.STOPPED
+    assert "the ranks cannot be told: squeue says" in caplog.text
 
 
 def test_a_step_that_survives_its_killing_is_an_error_and_not_a_hang():
