@@ -170,7 +170,7 @@ class Watch:
                 self._kill(step)
 
     def _tell(self, step: Step, number: signal.Signals) -> None:
-        """Where the controller is out of reach, the signal that Slurm itself sends before the limit is left."""
+        """Where the controller is out of reach, there is still the signal that Slurm itself sends."""
         try:
             step.signal(number)
         except SchedulerError as error:
