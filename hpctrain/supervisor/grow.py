@@ -91,7 +91,9 @@ class Grower:
         pause_s = _START_S + (0.0 if self.spec.continue_by == "successor" else _HOLD_S)
         if not worth_growing(self.nodes, then, _HORIZON_S if left_s is None else left_s, pause_s):
             return False
+        if self._over.is_set():
+            return True
         log.info("%d nodes train, and %d could: the run gives them back to get these", self.nodes, then)
-        self.run.log_event("grow", self.attempt, nodes_before=self.nodes, nodes=then)
         requeue(self.run, outer_environment(self.environ))
+        self.run.log_event("grow", self.attempt, nodes_before=self.nodes, nodes=then)
         return True
