@@ -94,6 +94,7 @@ class Grower:
         if self._over.is_set():
             return True
         log.info("%d nodes train, and %d could: the run gives them back to get these", self.nodes, then)
-        requeue(self.run, outer_environment(self.environ))
+        # Before the ranks say that they stop: this is why.
         self.run.log_event("grow", self.attempt, nodes_before=self.nodes, nodes=then)
+        requeue(self.run, outer_environment(self.environ))
         return True
