@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.devices import plan_device, sharing_allowed, visible_devices
+from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.lifeline import die_with_supervisor
-from hpctrain.telemetry.gpus import GpuReader, GpuReading
+from hpctrain.runtime.stop_notes import STOP_SIGNALS
+from hpctrain.telemetry.gpu_reading import GpuReading
+from hpctrain.telemetry.gpus import GpuReader
 
 #: All ranks have looked at their own node within this, or are not waited for.
 _PEERS_S = 40.0
@@ -36,11 +41,13 @@ def main(environ: Mapping[str, str]) -> None:
     ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
     path = run.check(attempt, ranks.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
+    host = environ.get("SLURMD_NODENAME")
+    _listen_for_stop(path, {"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
     with GpuReader(visible_devices(environ)) as reader:
         readings = reader.read()
     mine = own_gpus(ranks, environ, len(readings))
     job = f"{environ.get('SLURM_JOB_ID')}/{environ.get('SLURM_RESTART_COUNT', 0)}"
-    before = errors_before(run, environ.get("SLURMD_NODENAME", ""), ranks.local_rank, job, readings)
+    before = errors_before(run, host or "", ranks.local_rank, job, readings)
     shared = sharing_allowed(environ) is not None
     trouble = [
         words for index in mine for words in of_gpu(index, readings[index], before[index], shared=shared)
@@ -56,9 +63,20 @@ def main(environ: Mapping[str, str]) -> None:
             if trouble:
                 _tell(environ, "bad")
     seconds = time.monotonic() - begun
-    host = environ.get("SLURMD_NODENAME")
     record = {"rank": ranks.rank, "host": host, "trouble": trouble, "seconds": seconds}
     write_atomic(path, json.dumps(record) + "\n")
+
+
+def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
+    """Leave at a signal that is for the ranks, which are not there yet, and note that it came."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        with suppress(OSError):
+            write_atomic(path, json.dumps(record) + "\n", durable=False)
+        os._exit(EXIT_CONTINUE)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave)
 
 
 def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:

@@ -49,7 +49,7 @@ class Diagnostician:
             case Outcome.DONE:
                 return Diagnosis(End(Kind.DONE))
             case Outcome.STOPPED:
-                return Diagnosis(End(self._kind_of_stop(ended)))
+                return Diagnosis(End(self.kind_of_stop(ended.attempt)))
             case Outcome.OUT_OF_TIME:
                 return Diagnosis(End(Kind.OUT_OF_TIME))
             case Outcome.NOT_STARTED:
@@ -71,12 +71,12 @@ class Diagnostician:
             end = self._record(attempt, Kind.NODE_CHECK, cause, rank=rank, host=host, log=log_path)
         return End(end.kind, f"node check: {in_words(bad)}")
 
-    def _kind_of_stop(self, ended: Ended) -> Kind:
+    def kind_of_stop(self, attempt: int) -> Kind:
         """Who told the ranks to leave. Ranks without the `Trainer` do not say which signal they got."""
-        if self.run.is_asked_to_requeue(ended.attempt):
+        if self.run.is_asked_to_requeue(attempt):
             return Kind.REQUESTED
         for event in last_records(self.run.events):
-            if event.get("kind") == "signal" and event.get("attempt") == ended.attempt:
+            if event.get("kind") == "signal" and event.get("attempt") == attempt:
                 return Kind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else Kind.PREEMPTED
             if event.get("kind") == "started":
                 break
@@ -105,7 +105,7 @@ class Diagnostician:
         first = root_cause(failures)
         told_to_leave = any(task.ending is Ending.CONTINUE for task in exits)
         if told_to_leave and first.is_peer_lost:
-            return Diagnosis(End(self._kind_of_stop(ended)))
+            return Diagnosis(End(self.kind_of_stop(ended.attempt)))
         kind = Kind.GPU if gpu_faults(self.run, first.host, ended.begun) else classify(first)
         # A rank that was left alone by peers that were told to stop may fail in its own words.
         if kind is Kind.PYTHON and not told_to_leave and self._is_users_error(ended, first):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.jobs.restart import Kind
@@ -34,6 +34,16 @@ def is_due(spec: JobSpec, last: Kind | None) -> bool:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """What a look at the nodes has shown."""
+
+    bad: dict[str, str] = field(default_factory=dict)
+    """Nodes on which a rank could not do its work, and why."""
+    stopped: bool = False
+    """Whether the processes were told to stop, as ranks are."""
+
+
+@dataclass(frozen=True)
 class NodeCheck:
     """Has all ranks of a start look at their nodes."""
 
@@ -41,8 +51,8 @@ class NodeCheck:
     spec: JobSpec
     launcher: Launcher
 
-    def bad_nodes(self, attempt: int) -> dict[str, str]:
-        """Nodes on which a rank could not do its work, and why."""
+    def look(self, attempt: int) -> Looked:
+        """Look at the nodes before the attempt."""
         begun = time.monotonic()
         end = run_side_step(
             self.run,
@@ -53,26 +63,26 @@ class NodeCheck:
             what="the check of the nodes",
         )
         found = self._read(attempt)
-        log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, found or "all are fine")
+        words = "told to stop" if found.stopped else found.bad or "all are fine"
+        log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, words)
         if end is not None and not any(self.run.checks(attempt)):
             # Nobody could look: that says nothing of any one node.
             log.warning("the check of the nodes did not start: %s", end.words)
-            return {}
+            return Looked()
         return found
 
-    def _read(self, attempt: int) -> dict[str, str]:
+    def _read(self, attempt: int) -> Looked:
         hosts, each = self.launcher.hosts, self.spec.processes_per_node
         found: dict[str, str] = {}
         for rank in range(len(hosts) * each):
-            trouble = self._trouble(attempt, rank)
+            try:
+                record: dict[str, Any] = json.loads(self.run.check(attempt, rank).read_text(encoding="utf-8"))
+                trouble = [str(words) for words in record["trouble"]]
+            except (OSError, ValueError, KeyError):
+                record, trouble = {}, ["its check did not come to an end"]
+            if record.get("stopped"):
+                return Looked(stopped=True)
             if trouble:
                 found.setdefault(hosts[rank // each], "; ".join(trouble))
         # What all complain of is no one node's fault: the network between them, perhaps.
-        return found if len(found) < len(hosts) or len(hosts) == 1 else {}
-
-    def _trouble(self, attempt: int, rank: int) -> list[str]:
-        try:
-            record: dict[str, Any] = json.loads(self.run.check(attempt, rank).read_text(encoding="utf-8"))
-            return [str(words) for words in record["trouble"]]
-        except (OSError, ValueError, KeyError):
-            return ["its check did not come to an end"]
+        return Looked(found if len(found) < len(hosts) or len(hosts) == 1 else {})

@@ -17,7 +17,7 @@ from hpctrain.jobs.restart import Kind
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.crew import Crew
-from hpctrain.supervisor.decide import Action, Decision, Nodes, State, decide, suspects
+from hpctrain.supervisor.decide import Action, Decision, End, Nodes, State, decide, suspects
 from hpctrain.supervisor.diagnosis import Diagnosis, Diagnostician, in_words
 from hpctrain.supervisor.grow import Grower
 from hpctrain.supervisor.history import History
@@ -79,10 +79,10 @@ class Supervisor:
         last: Kind | None = None
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
-            if is_due(self._spec, last) and (bad := self._check.bad_nodes(attempt)):
-                diagnosis = Diagnosis(self._diagnostician.nodes_at_fault(attempt, bad, self._launcher.hosts))
-                last, will = Kind.NODE_CHECK, self._mover.will()
-                if (exit_code := self._go_on(attempt, diagnosis, will, time.monotonic() - begun)) is not None:
+            if is_due(self._spec, last) and (end := self._look_at_nodes(attempt)) is not None:
+                last, will = end.kind, self._mover.will()
+                seconds = time.monotonic() - begun
+                if (exit_code := self._go_on(attempt, Diagnosis(end), will, seconds)) is not None:
                     return exit_code
                 continue
             with self._grower(attempt):
@@ -95,6 +95,15 @@ class Supervisor:
                 exit_code := self._go_on(attempt, diagnosis, will, time.monotonic() - begun, ended)
             ) is not None:
                 return exit_code
+
+    def _look_at_nodes(self, attempt: int) -> End | None:
+        """Why the ranks are not to be started on these nodes, or not now; None where they are."""
+        looked = self._check.look(attempt)
+        if looked.stopped:
+            return End(self._diagnostician.kind_of_stop(attempt))
+        if not looked.bad:
+            return None
+        return self._diagnostician.nodes_at_fault(attempt, looked.bad, self._launcher.hosts)
 
     def _grower(self, attempt: int) -> Grower:
         nodes = len(self._launcher.hosts)

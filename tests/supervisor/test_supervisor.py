@@ -545,6 +545,19 @@ def test_a_check_that_all_nodes_fail_or_none_can_do_is_no_nodes_fault(run, troub
     assert kinds(run) == ["started", "finished"]
 
 
+def test_a_stop_during_the_check_is_one_of_the_ranks(run):
+    def stopped(_variables, _emit):
+        run.requeue_request.write_text("0\n")
+        path = run.check(0, 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"rank": 1, "trouble": [], "stopped": True}))
+
+    attempts = [[stopped, StepEnded(143)], checked(run, 1, [[], []]), DONE]
+    assert supervise(run, attempts, node_check="always") == 0
+    assert kinds(run) == ["requeue", "started", "finished"]
+    assert [event.get("class") for event in run.read_events() if event["kind"] == "requeue"] == ["requested"]
+
+
 def test_the_nodes_are_looked_at_after_a_failure_of_the_communication(run):
     lost = raised(run, message="Connection closed by peer")
     assert supervise(run, [lost, checked(run, 1, [[], []]), DONE]) == 0
