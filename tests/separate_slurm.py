@@ -35,13 +35,14 @@ class SeparateSlurm:
         """
         self._hosts = SeparateHosts(1 + nodes)
         self._shape = Shape(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
-        self._folder = folder_of(f"apart-{os.getpid() % 100_000}")
+        # The name by which a later session takes it down, should this one be killed.
+        self._folder = folder_of(f"pytest-n{os.getpid()}")
 
     def __enter__(self) -> Self:
         self._hosts.__enter__()
         try:
             with locked(ROOT):
-                self._plan = setup._lay_out(self._folder, self._shape)
+                self._plan = setup.lay_out(self._folder, self._shape)
             self.nodes, self.env = self._plan.nodes, {"SLURM_CONF": str(self._plan.conf)}
             self._write_conf()
             munged, *others = daemons(self._plan)

@@ -72,13 +72,13 @@ def up(
             return _start(plan, limit_s)
         remove(folder)
         try:
-            return _start(_lay_out(folder, shape), limit_s)
+            return _start(lay_out(folder, shape), limit_s)
         except BaseException:
             remove(folder, came_up=False)
             raise
 
 
-def _lay_out(folder: Path, shape: Shape) -> Plan:
+def lay_out(folder: Path, shape: Shape) -> Plan:
     """Write everything that the daemons of a new sandbox read.
 
     Raises:
