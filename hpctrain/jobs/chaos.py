@@ -129,34 +129,34 @@ class Chaos:
         Raises:
             SchedulerError: there is nothing that could be struck for too long, though the run goes on.
         """
-        done, due, missed = 0, time.monotonic(), 0.0
+        done, due = 0, time.monotonic()
+        missed: float | None = None
         for status in self.run.watch():
             now = time.monotonic()
-            if status.state is not RunState.RUNNING or now < due:
+            if status.state is RunState.PENDING:
+                missed = None
+            if status.state is RunState.PENDING or now < due:
                 continue
             chance = random.Random(f"{self.seed}/{done}")
             blow = self._next(status, chance)
-            if dry_run and blow is not None:
-                self.tell(f"would do {blow}")
-                if (done := done + 1) == times:
+            if blow is not None and (dry_run or self._strike(blow, status)):
+                self.tell(f"would do {blow}" if dry_run else str(blow))
+                done, missed = done + 1, None
+                if done == times:
                     break
-            elif blow is not None and self._strike(blow, status):
-                self.tell(str(blow))
-                if (done := done + 1) == times:
-                    break
-                due, missed = now + every_s * chance.uniform(0.5, 1.5), 0.0
-            elif missed and now - missed > _REACH_LIMIT_S:
+                due = now if dry_run else now + every_s * chance.uniform(0.5, 1.5)
+            elif missed is None:
+                missed = now
+            elif now - missed > _REACH_LIMIT_S:
                 raise SchedulerError(
                     f"Run {self.run.run_id} is {status.state}, but nothing of it could be reached for "
                     f"{_REACH_LIMIT_S:.0f} s: {blow or 'it has not started any ranks'}."
                 )
-            else:
-                missed = missed or now
         return done
 
     def _next(self, status: RunStatus, chance: random.Random) -> Blow | None:
         started = read_record(self.run.dir).started
-        if started is None or started["attempt"] != status.attempt:
+        if status.state is not RunState.RUNNING or started is None or started["attempt"] != status.attempt:
             return None
         return choose(self.faults, started, chance)
 

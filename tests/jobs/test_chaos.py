@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from helpers import run_command
 
-from hpctrain.errors import SpecError
-from hpctrain.jobs.chaos import Fault, check_run, choose, faults_for
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs import chaos
+from hpctrain.jobs.chaos import Chaos, Fault, check_run, choose, faults_for
 from hpctrain.jobs.runs import Run
+from hpctrain.jobs.states import RunState
 from hpctrain.rundir import RunDir
 
 STARTED = {"attempt": 3, "world_size": 6, "hosts": ["n1", "n2", "n5"]}
@@ -56,3 +60,41 @@ def test_the_command_knows_its_faults():
     done = run_command(command, check=False)
     assert done.returncode == 2
     assert "--fault flood: there are kill-rank, kill-node-ranks, stop-rank" in done.stderr
+
+
+class PretendedRun(Run):
+    """A run that stands so or so, one look after the other."""
+
+    def watch(self):
+        yield from self.environ["looks"]
+
+
+def looks(*states: str) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(state=RunState(state), attempt=3, backend="local", job_id="1") for state in states
+    ]
+
+
+def test_a_pretended_run_that_cannot_be_reached_is_given_up_and_one_that_waits_in_the_queue_is_not(
+    tmp_path, monkeypatch
+):
+    clock = itertools.count(0.0, 100.0)
+    monkeypatch.setattr(chaos.time, "monotonic", lambda: next(clock))
+    run = PretendedRun(
+        RunDir(tmp_path), {"looks": looks("RUNNING", "PENDING", "RUNNING", "PENDING", "COMPLETED")}
+    )
+    assert Chaos(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0) == 0
+    run = PretendedRun(RunDir(tmp_path), {"looks": looks(*["UNKNOWN"] * 9)})
+    with pytest.raises(SchedulerError, match="is UNKNOWN, but nothing of it could be reached for 120 s"):
+        Chaos(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0)
+
+
+def test_a_pretended_run_meets_the_same_faults_with_the_same_seed(tmp_path):
+    run = PretendedRun(RunDir(tmp_path), {"looks": looks(*["RUNNING"] * 5)})
+    run.dir.log_event("submitted", 0, job_id="1", backend="local")
+    run.dir.log_event("started", 3, world_size=6, hosts=["n1", "n2", "n5"])
+    told: list[list[str]] = [[], []]
+    for lines in told:
+        assert Chaos(run, faults_for("local", []), 7, lines.append).go_on(4, 60.0, dry_run=True) == 4
+    assert told[0] == told[1]
+    assert len(told[0]) == 4
