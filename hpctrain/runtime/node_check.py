@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.devices import plan_device, sharing_allowed, visible_devices
+from hpctrain.cluster.devices import is_mig, plan_device, sharing_allowed, visible_devices
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
@@ -88,7 +88,8 @@ def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list
         EnvironmentMismatch: the node has more ranks than GPUs, and sharing them is not allowed.
     """
     if ranks.local_world_size == 1:
-        return list(range(num_visible))
+        # Of the parts of a GPU, CUDA shows a process the first alone.
+        return list(range(min(num_visible, 1) if is_mig(environ) else num_visible))
     index = plan_device(ranks, environ, num_visible).index
     return [] if index is None else [index]
 

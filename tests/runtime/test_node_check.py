@@ -8,7 +8,7 @@ from hpctrain.cluster import detect
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.node_check import errors_before, of_gpu, own_gpus
-from hpctrain.telemetry.gpus import GpuReading
+from hpctrain.telemetry.gpu_reading import GpuReading
 
 
 def ranks(local: int, per_node: int):
@@ -32,6 +32,8 @@ def test_each_rank_of_a_node_looks_at_the_gpu_that_it_will_take():
     assert [own_gpus(*ranks(local, 4), 4) for local in range(4)] == [[0], [1], [2], [3]]
     assert own_gpus(*ranks(0, 1), 4) == [0, 1, 2, 3], "an agent of torchrun has all of them"
     assert own_gpus(*ranks(1, 2), 0) == []
+    alone, environ = ranks(0, 1)
+    assert own_gpus(alone, {**environ, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2) == [0]
     with pytest.raises(EnvironmentMismatch, match="4 ranks on this node"):
         own_gpus(*ranks(3, 4), 2)
 
