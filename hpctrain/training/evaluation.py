@@ -11,6 +11,7 @@ import torch
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.loading import loading_of, to_device, with_tensors
 from hpctrain.training.data.lockstep import in_lockstep
+from hpctrain.training.data.plan import Deal
 from hpctrain.training.data.sources import make_validation_set
 from hpctrain.training.module import Module
 from hpctrain.training.precision import batch_in_precision, forward_context
@@ -35,7 +36,7 @@ class Evaluation:
         self._data = make_validation_set(
             dataset,
             loading_of(settings, team),
-            strategy.deal(team.ranks),
+            Deal(team.ranks.rank, team.ranks.world_size),
             team,
             seed=settings.seed,
             global_batch_size=settings.global_batch_size,

@@ -94,7 +94,9 @@ class Pipeline(Strategy):
         return self._scalars(ended, num_samples)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The schedule has gone through the backward passes already."""
+        """Among several ranks the schedule has gone through the backward passes already."""
+        if not self.team.is_distributed:
+            super().backward(loss)
 
     def optimized(self, optimization: Optimization) -> Optimization:
         if self.team.is_distributed:
