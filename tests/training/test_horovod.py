@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,17 @@ def test_without_horovod_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr(horovod, "find_spec", lambda name: None)
     with pytest.raises(hpctrain.UserError, match=r"scripts/install_horovod\.sh"):
         hpctrain.Trainer(max_steps=1, strategy="horovod")
+
+
+def test_horovod_that_was_built_for_another_pytorch_is_told_of(monkeypatch):
+    def fails(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN5torch")
+
+    monkeypatch.setattr(horovod.importlib, "import_module", fails)
+    with pytest.raises(
+        hpctrain.UserError, match=rf"(?s)PyTorch {re.escape(torch.__version__)}.*_ZN5torch.*install_horovod"
+    ):
+        horovod._imported()
 
 
 def test_the_place_of_a_rank_among_uneven_nodes():

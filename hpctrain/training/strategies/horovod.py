@@ -56,7 +56,7 @@ class Horovod(Strategy):
         self._is_pending = False
         self._stack = contextlib.ExitStack()
         if team.is_distributed:
-            self._horovod: Any = importlib.import_module("horovod.torch")
+            self._horovod: Any = _imported()
             if not self._horovod.is_initialized():
                 with contextlib.nullcontext() if _MARK in os.environ else _meeting(team, os.environ):
                     self._horovod.init()
@@ -93,7 +93,7 @@ class Horovod(Strategy):
         return Optimization(tuple(self._optimizers), optimization.schedulers)
 
     def before_update(self) -> None:
-        if not self._is_pending:
+        if not (self._is_pending and self.team.is_distributed):
             return
         self._is_pending = False
         unused = self._find_unused() if self.settings.find_unused_parameters else ()
@@ -119,6 +119,21 @@ class Horovod(Strategy):
     def finish(self) -> str | None:
         self._stack.close()
         return None
+
+
+def _imported() -> Any:
+    """Horovod for PyTorch.
+
+    Raises:
+        UserError: it was built for another PyTorch, or without one.
+    """
+    try:
+        return importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise UserError(
+            f"Horovod is installed, but does not load with PyTorch {torch.__version__}: {error}. "
+            "scripts/install_horovod.sh in hpctrain's source builds it for this one."
+        ) from error
 
 
 def _as_torch_has_it(optimizer: Any) -> None:
