@@ -173,6 +173,7 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 1, "global_batch_size": -2}, "global_batch_size is -2"),
         ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; known are 'ddp'"),
         ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; known are '32', 'bf16-mixed'"),
+        ({"max_steps": 1, "precision": "apex"}, "PyTorch does natively what apex did: take '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
         ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
