@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.telemetry.ledger import Ledger, What
+from hpctrain.telemetry.ledger import Ledger
 from hpctrain.telemetry.marks import is_finite
+from hpctrain.telemetry.spans import What
 
 #: Time in which steps that count were trained, whatever held them up meanwhile.
 _PRODUCTIVE = (What.TRAINING, What.COMMUNICATING, What.DATA, What.VALIDATING)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hpctrain.cluster.devices import visible_devices
+from hpctrain.telemetry.gpu_reading import GpuReading, ask, part_of, read_gpu
 
 #: Errors that are taken in at once: a GPU that is broken may report without an end.
 _MOST_ERRORS = 100
@@ -95,33 +96,6 @@ def driver_facts() -> DriverFacts:
         pynvml.nvmlShutdown()
 
 
-@dataclass(frozen=True)
-class GpuReading:
-    """What a GPU, or a part of one, says at a moment; None stands for what it does not say."""
-
-    util: float | None = None
-    """Part of the last second in which a kernel ran, in per cent."""
-    memory: int | None = None
-    """Bytes in use, by whomever."""
-    power_w: float | None = None
-    temp_c: float | None = None
-    clock_mhz: float | None = None
-    throttled: tuple[str, ...] = ()
-    """Why the clock is lower than it could be; that the GPU has nothing to do is no reason."""
-    ecc_errors: int | None = None
-    """Memory errors that could not be corrected, since the driver was loaded."""
-    processes: int | None = None
-    """Processes that compute on it."""
-    xids: tuple[int, ...] = ()
-    """Numbers of the errors that the driver has reported of it since the last reading (Xid)."""
-    pcie_rx: float | None = None
-    """Bytes a second that it gets over PCIe."""
-    pcie_tx: float | None = None
-    nvlink_rx: int | None = None
-    """Bytes that it has got over NVLink since the driver was loaded."""
-    nvlink_tx: int | None = None
-
-
 class GpuReader:
     """Reads the GPUs that this process may open, as long as it is open. Use as a context manager.
 
@@ -147,8 +121,8 @@ class GpuReader:
         except pynvml.NVMLError:
             return self
         self._is_open = True
-        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
-            if (handle := _ask(pynvml.nvmlDeviceGetHandleByIndex, index)) is None:
+        for index in range(ask(pynvml.nvmlDeviceGetCount) or 0):
+            if (handle := ask(pynvml.nvmlDeviceGetHandleByIndex, index)) is None:
                 continue  # another job's, fenced off by a cgroup
             for part in list(_parts(handle)) or [handle]:
                 uuids = [_uuid(each) for each in (handle, part)]
@@ -162,8 +136,8 @@ class GpuReader:
             import pynvml
 
             if self._errors is not None:
-                _ask(pynvml.nvmlEventSetFree, self._errors)
-            _ask(pynvml.nvmlShutdown)
+                ask(pynvml.nvmlEventSetFree, self._errors)
+            ask(pynvml.nvmlShutdown)
         self._handles, self._is_open, self._errors = [], False, None
 
     @property
@@ -173,7 +147,7 @@ class GpuReader:
             return []
         import pynvml
 
-        return [str(_ask(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
+        return [str(ask(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
 
     @property
     def memory_bytes(self) -> list[int | None]:
@@ -182,9 +156,7 @@ class GpuReader:
             return []
         import pynvml
 
-        return [
-            _part_of(_ask(pynvml.nvmlDeviceGetMemoryInfo, handle), "total") for handle, _ in self._handles
-        ]
+        return [part_of(ask(pynvml.nvmlDeviceGetMemoryInfo, handle), "total") for handle, _ in self._handles]
 
     def read(self, *, traffic: bool = False) -> list[GpuReading]:
         """What each says now.
@@ -194,7 +166,7 @@ class GpuReader:
         """
         xids = self._new_errors()
         return [
-            _read(handle, whole, xids=xids.get(_uuid(whole), ()), traffic=traffic)
+            read_gpu(handle, whole, xids=xids.get(_uuid(whole), ()), traffic=traffic)
             for handle, whole in self._handles
         ]
 
@@ -207,7 +179,7 @@ class GpuReader:
 
         for _ in range(_MOST_ERRORS):
             # Does not wait: what has not happened yet is an error of another kind, a timeout.
-            if (event := _ask(pynvml.nvmlEventSetWait_v2, self._errors, 0)) is None:
+            if (event := ask(pynvml.nvmlEventSetWait_v2, self._errors, 0)) is None:
                 break
             uuid = _uuid(event.device)
             errors[uuid] = (*errors.get(uuid, ()), int(event.eventData))
@@ -218,114 +190,31 @@ def _listen_for_errors(handles: Sequence[Any]) -> Any:
     """What collects the errors that the driver reports of these GPUs; None where it reports none."""
     import pynvml
 
-    if not handles or (errors := _ask(pynvml.nvmlEventSetCreate)) is None:
+    if not handles or (errors := ask(pynvml.nvmlEventSetCreate)) is None:
         return None
     for handle in handles:
-        _ask(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, errors)
+        ask(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, errors)
     return errors
 
 
 def _uuid(handle: Any) -> str:
     import pynvml
 
-    return str(_ask(pynvml.nvmlDeviceGetUUID, handle))
-
-
-def _read(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -> GpuReading:
-    import pynvml
-
-    milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, whole)
-    pcie: tuple[float | None, ...] = (None, None)
-    links: tuple[int | None, int | None] = (None, None)
-    if traffic:
-        kinds = (pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES)
-        # In kilobytes a second (nvmlDeviceGetPcieThroughput).
-        pcie = tuple(_times(_ask(pynvml.nvmlDeviceGetPcieThroughput, whole, kind), 1000) for kind in kinds)
-        links = _nvlink(whole)
-    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, whole)
-    if reasons is None:  # Drivers before 535 know the older name only.
-        reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, whole)
-    processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    return GpuReading(
-        util=_part_of(_ask(pynvml.nvmlDeviceGetUtilizationRates, handle), "gpu"),
-        memory=_part_of(_ask(pynvml.nvmlDeviceGetMemoryInfo, handle), "used"),
-        power_w=None if milliwatts is None else milliwatts / 1000,
-        temp_c=_ask(pynvml.nvmlDeviceGetTemperature, whole, pynvml.NVML_TEMPERATURE_GPU),
-        clock_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, whole, pynvml.NVML_CLOCK_SM),
-        throttled=_reasons(reasons or 0),
-        ecc_errors=_ask(
-            pynvml.nvmlDeviceGetTotalEccErrors,
-            whole,
-            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            pynvml.NVML_VOLATILE_ECC,
-        ),
-        processes=None if processes is None else len(processes),
-        xids=xids,
-        pcie_rx=pcie[0],
-        pcie_tx=pcie[1],
-        nvlink_rx=links[0],
-        nvlink_tx=links[1],
-    )
+    return str(ask(pynvml.nvmlDeviceGetUUID, handle))
 
 
 def _parts(handle: Any) -> Iterator[Any]:
     """The parts of a GPU that is in parts."""
     import pynvml
 
-    mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return
-    for index in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        if (part := _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)) is not None:
+    for index in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        if (part := ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)) is not None:
             yield part
 
 
 def _means(entry: str, index: int, uuids: Sequence[str]) -> bool:
     """Whether an entry of CUDA_VISIBLE_DEVICES names a device: by its number, or by the start of its UUID."""
     return int(entry) == index if entry.isdecimal() else any(uuid.startswith(entry) for uuid in uuids)
-
-
-def _nvlink(handle: Any) -> tuple[int | None, int | None]:
-    """Bytes over all links together, since the driver was loaded."""
-    import pynvml
-
-    fields = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX)
-    # Of all links, which scope 2^32 - 1 stands for; in kibibytes (nvml.h, at these fields).
-    values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [(each, 0xFFFFFFFF) for each in fields])
-    if values is None or any(value.nvmlReturn != pynvml.NVML_SUCCESS for value in values):
-        return None, None
-    received, sent = (int(value.value.ullVal) * 1024 for value in values)
-    return received, sent
-
-
-def _reasons(bits: int) -> tuple[str, ...]:
-    import pynvml
-
-    words = {
-        pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
-        pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
-        pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
-        pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature, by hardware",
-        pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
-        pynvml.nvmlClocksEventReasonApplicationsClocksSetting: "clock setting",
-        pynvml.nvmlClocksEventReasonSyncBoost: "sync boost",
-    }
-    return tuple(word for bit, word in words.items() if bits & bit)
-
-
-def _ask(function: Callable[..., Any], *args: Any) -> Any:
-    """What the driver answers; None where it does not know, or the GPU is gone."""
-    import pynvml
-
-    try:
-        return function(*args)
-    except pynvml.NVMLError:
-        return None
-
-
-def _part_of(answer: Any, name: str) -> Any:
-    return None if answer is None else getattr(answer, name)
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

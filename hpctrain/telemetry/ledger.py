@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
-from hpctrain.telemetry.marks import TURNS, Mark, Save, microseconds, read_marks
-
-
-class What(StrEnum):
-    """What a run's time is spent on."""
-
-    TRAINING = "training"
-    COMMUNICATING = "communicating"
-    DATA = "waiting for data"
-    VALIDATING = "validating"
-    SAVING = "saving"
-    LOADING = "loading"
-    STARTING = "starting"
-    RESTARTING = "restarting"
-    LOST = "lost work"
-    QUEUED = "queued"
-    IDLE = "idle"
-
-
-#: Time in which steps are trained: lost where these have to be trained again.
-_WORK = frozenset({What.TRAINING, What.COMMUNICATING, What.DATA, What.VALIDATING, What.SAVING})
-#: What the field `spent` of a line of metrics may tell apart; the rest of its time is training.
-_SPENT = {"data": What.DATA, "communication": What.COMMUNICATING, "validation": What.VALIDATING}
-#: Events that come between the end of an attempt's work and the next one's start.
-_GOES_ON = frozenset({"restart", "shrink", "replace", "requeue", "started"})
+from hpctrain.telemetry.book import SPENT, Book, Piece
+from hpctrain.telemetry.marks import microseconds, read_marks
+from hpctrain.telemetry.spans import Span, What
 
 NO_STEPS = "No step was logged: all time between a start of the ranks and their end counts as training."
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of a run's time; microseconds since the epoch, the end excluded."""
-
-    start_us: int
-    end_us: int
-    what: What
-    attempt: int | None
-    """The start of the workers in or after which it lies; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +22,7 @@ class Ledger:
     """Without a gap, from the first sign of the run to the last."""
     lost_steps: int = 0
     """How many steps were trained in vain, each counted as often as it was."""
-    measured: frozenset[What] = frozenset(What) - frozenset(_SPENT.values())
+    measured: frozenset[What] = frozenset(What) - frozenset(SPENT.values())
     """What the run has told apart; the rest is not known and lies in training."""
     notes: tuple[str, ...] = ()
     """What a reader should know of how sure the figures are."""
@@ -84,7 +50,7 @@ class Ledger:
         now_us = microseconds(until)
         end_us = marks[-1].time_us if now_us is None else now_us
         logs_steps = any(mark.kind in ("step", "resumed") for mark in marks)
-        book = _Book(marks[0], end_us, saves, logs_steps=logs_steps)
+        book = Book(marks[0], end_us, saves, logs_steps=logs_steps)
         for mark in marks:
             book.take(mark)
         book.close(waits=waits)
@@ -96,7 +62,7 @@ class Ledger:
         """All of the run's time, in microseconds."""
         return self.spans[-1].end_us - self.spans[0].start_us if self.spans else 0
 
-    @property
+    @cached_property
     def totals_us(self) -> dict[What, int]:
         """Microseconds of each kind; they add up to `wall_us`."""
         totals = dict.fromkeys(What, 0)
@@ -105,206 +71,7 @@ class Ledger:
         return totals
 
 
-@dataclass(slots=True)
-class _Piece:
-    """A span that may still turn out to be lost: steps `first` + 1 to `last` were trained in it."""
-
-    start_us: int
-    end_us: int
-    what: What
-    attempt: int | None
-    first: int
-    last: int
-
-
-class _Book:
-    """Walks through the marks and writes down pieces, without a gap."""
-
-    def __init__(self, first: Mark, end_us: int, saves: Iterable[Save], *, logs_steps: bool) -> None:
-        self.pieces: list[_Piece] = []
-        self.lost_steps = 0
-        self.measured: set[What] = set()
-        self._now = min(first.time_us - first.spent_us.get("all", 0), end_us)
-        self._end, self._logs_steps = end_us, logs_steps
-        self._saves = deque(saves)
-        #: Work that counts so far; its steps ascend.
-        self._counting: list[_Piece] = []
-        self._attempt: int | None = None
-        self._step = 0
-        self._first_logged: int | None = None
-        #: What the time is spent on until something happens; None while the ranks work.
-        self._phase: What | None = What.IDLE
-        #: Whether the ranks have ended, and it is not known yet what follows.
-        self._left = False
-        #: Whether no step of the attempt was heard of.
-        self._fresh = True
-
-    def take(self, mark: Mark) -> None:
-        """Account for the time up to a mark."""
-        if mark.kind not in ("submitted", "started") and (
-            self._attempt is None or mark.attempt > self._attempt
-        ):
-            # A training that nobody supervises notes no start.
-            self._fill(mark.time_us - mark.spent_us.get("all", 0), What.IDLE)
-            self._start(mark)
-        if mark.kind == "resumed":
-            self._resumed(mark)
-        elif mark.kind in TURNS:
-            self._turned(mark)
-        elif mark.attempt == self._attempt and not self._left:
-            self._trained(mark)
-
-    def close(self, *, waits: bool) -> None:
-        """Account for the rest."""
-        if waits:
-            self._phase = What.QUEUED
-        elif self._left:
-            self._phase = What.IDLE
-        self._fill(self._end, self._phase or What.TRAINING)
-
-    def _start(self, mark: Mark) -> None:
-        self._attempt, self._step, self._left, self._fresh = mark.attempt, 0, False, True
-        self._phase = What.STARTING if self._logs_steps else None
-
-    def _resumed(self, mark: Mark) -> None:
-        """A state was loaded: what was trained after it is trained again."""
-        self._fill(mark.time_us - mark.spent_us.get("loading", 0), self._phase or What.STARTING)
-        self._fill(mark.time_us, What.LOADING)
-        self._step, self._phase = mark.step or 0, None
-        self._lose(self._step)
-
-    def _trained(self, mark: Mark) -> None:
-        """Steps were trained since the mark before, or a checkpoint tells that they were."""
-        assert mark.step is not None
-        if self._fresh and mark.kind == "checkpoint" and mark.step == self._step:
-            return
-        if self._phase is not None:
-            self._step = self._entered_at(mark.step)
-            self._lose(self._step)
-        if self._fresh:
-            # Without a word of when the steps began, those of ranks that loaded began with that.
-            begun = mark.time_us - mark.spent_us.get("all", 0 if self._phase else mark.time_us)
-            self._fill(begun, What.STARTING)
-            self._phase, self._fresh = None, False
-        spent = {what: mark.spent_us[name] for name, what in _SPENT.items() if name in mark.spent_us}
-        self.measured.update(spent)
-        first, self._step = self._step, max(self._step, mark.step)
-        if mark.kind == "step" or self._step > first:
-            self._work(mark.time_us, spent, first, self._step)
-
-    def _entered_at(self, step: int) -> int:
-        """After which step an attempt began that loaded nothing that it told of, by its first logged one."""
-        if self._first_logged is None:
-            self._first_logged = step
-        done = self._counting[-1].last if self._counting else 0
-        return 0 if step <= self._first_logged else min(done, step - 1)
-
-    def _turned(self, mark: Mark) -> None:
-        kind = mark.kind
-        if self._left:
-            what = What.RESTARTING if kind in _GOES_ON else What.IDLE
-        elif self._phase not in (None, What.STARTING):
-            what = self._phase or What.IDLE
-        elif kind in ("started", "submitted"):
-            # The job was killed without a word, at or after its last sign of life.
-            what = What.QUEUED if kind == "started" else What.IDLE
-        elif self._phase is not None:
-            what = self._phase
-        elif not self._logs_steps:
-            what = What.TRAINING
-        elif kind == "signal":
-            what = What.SAVING if mark.saved else What.TRAINING
-        else:
-            # Ranks that fail lose the step that they were in.
-            what = {"failure": What.LOST, "finished": What.IDLE}.get(kind, What.RESTARTING)
-        self._fill(mark.time_us, what)
-        self._left = kind in ("failure", "signal")
-        match kind:
-            case "started":
-                self._start(mark)
-            case "restart" | "shrink" | "replace":
-                self._phase = What.RESTARTING
-            case "requeue" | "submitted":
-                self._phase = What.QUEUED
-            case "finished":
-                self._phase = What.IDLE
-
-    def _fill(self, until_us: int, what: What) -> None:
-        """Account for the time until then, apart from what saves took of it."""
-        for start_us, end_us, save in self._segments(until_us):
-            self._add(start_us, end_us, what if save is None else What.SAVING, save)
-
-    def _work(self, until_us: int, spent: Mapping[What, int], first: int, last: int) -> None:
-        """Divide the time until then, apart from what saves took of it, among what the ranks did."""
-        segments = list(self._segments(until_us))
-        left = sum(end - start for start, end, save in segments if save is None)
-        before: list[tuple[What, int]] = []
-        after: list[tuple[What, int]] = []
-        for what in _SPENT.values():
-            us = min(left, spent.get(what, 0))
-            (after if what is What.VALIDATING else before).append((what, us))
-            left -= us
-        portions = deque([*before, (What.TRAINING, left), *after])
-        for start, end_us, save in segments:
-            if save is not None:
-                self._add(start, end_us, What.SAVING, save)
-                continue
-            while start < end_us:
-                what, us = portions.popleft()
-                taken = min(us, end_us - start)
-                if taken < us:
-                    portions.appendleft((what, us - taken))
-                if taken:
-                    piece = self._add(start, start + taken, what)
-                    piece.first, piece.last = first, last
-                start += taken
-
-    def _segments(self, until_us: int) -> Iterator[tuple[int, int, Save | None]]:
-        """Cut the time until then at the saves in it, and go there."""
-        until_us = min(until_us, self._end)
-        while self._saves and self._saves[0].start_us < until_us and self._now < until_us:
-            save = self._saves[0]
-            start_us, end_us = max(save.start_us, self._now), min(save.end_us, until_us)
-            if self._now < start_us:
-                yield self._now, start_us, None
-                self._now = start_us
-            if start_us < end_us:
-                yield start_us, end_us, save
-                self._now = end_us
-            if save.end_us > until_us:
-                break
-            self._saves.popleft()
-        if self._now < until_us:
-            yield self._now, until_us, None
-            self._now = until_us
-
-    def _add(self, start_us: int, end_us: int, what: What, save: Save | None = None) -> _Piece:
-        step = self._step if save is None else save.step
-        piece = _Piece(start_us, end_us, what, self._attempt, step, step)
-        self.pieces.append(piece)
-        if what in _WORK:
-            self._counting.append(piece)
-        return piece
-
-    def _lose(self, step: int) -> None:
-        """All work after `step` has been in vain; of a piece that holds it, the part that lies after it."""
-        kept: list[_Piece] = []
-        if self._counting:
-            self.lost_steps += max(0, self._counting[-1].last - step)
-        while self._counting and (piece := self._counting[-1]).last > step:
-            self._counting.pop()
-            if piece.first < step:
-                share = (piece.end_us - piece.start_us) * (step - piece.first)
-                cut_us = piece.start_us + share // (piece.last - piece.first)
-                self.pieces.append(_Piece(cut_us, piece.end_us, What.LOST, piece.attempt, step, piece.last))
-                piece.end_us, piece.last = cut_us, step
-                kept.append(piece)
-            else:
-                piece.what = What.LOST
-        self._counting += reversed(kept)
-
-
-def _joined(pieces: Iterable[_Piece]) -> Iterator[Span]:
+def _joined(pieces: Iterable[Piece]) -> Iterator[Span]:
     """Neighbours of one kind and attempt as one."""
     span: Span | None = None
     for piece in sorted(pieces, key=lambda piece: piece.start_us):

@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 
 from hpctrain.telemetry.marks import is_finite
 from hpctrain.telemetry.report.curves import attempt_of, thin
-from hpctrain.telemetry.report.words import clock, count, duration, number, whole
+from hpctrain.telemetry.report.words import clock, count, duration, number, plain, whole
 from hpctrain.telemetry.stragglers import how_slow, who
 
 #: Seconds of training that the speed is the mean of, and losses that are kept for their curve.
@@ -275,6 +275,6 @@ def _block(part: float) -> str:
 
 
 def _cut(line: str, width: int) -> str:
-    """One line without anything that a terminal would obey, which the names in it may hold."""
-    line = "".join(character if character.isprintable() else "�" for character in line)
+    """One line that is no longer than `width`."""
+    line = plain(line)
     return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"

@@ -22,7 +22,8 @@ from hpctrain.cluster.devices import visible_devices
 from hpctrain.cluster.hosts import host_name
 from hpctrain.files import append_json_line
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.gpus import GpuReader, GpuReading
+from hpctrain.telemetry.gpu_reading import GpuReading
+from hpctrain.telemetry.gpus import GpuReader
 from hpctrain.telemetry.node import NodeReader
 
 #: Seconds between two readings.

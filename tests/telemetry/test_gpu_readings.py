@@ -9,7 +9,8 @@ import pytest
 from pretended_driver import PretendDriver, TalkativeDriver, pretend
 
 from hpctrain.files import read_json_lines
-from hpctrain.telemetry.gpus import GpuReader, GpuReading, count_gpus
+from hpctrain.telemetry.gpu_reading import GpuReading
+from hpctrain.telemetry.gpus import GpuReader, count_gpus
 from hpctrain.telemetry.node import NodeReader
 from hpctrain.telemetry.sampler import Sampler
 

@@ -9,7 +9,8 @@ from run_stories import START, Story, submitted
 
 from hpctrain.rundir import EventKind
 from hpctrain.telemetry.goodput import goodput_of
-from hpctrain.telemetry.ledger import NO_STEPS, Ledger, What
+from hpctrain.telemetry.ledger import NO_STEPS, Ledger
+from hpctrain.telemetry.spans import What
 
 
 def ledger_of(story: Story, **options: Any) -> Ledger:

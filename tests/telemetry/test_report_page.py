@@ -92,6 +92,7 @@ HOSTILE = [
     "' onmouseover='alert(6)",
     "\u2028\u2029\x00\ud800".encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
     "]]>--></style><b>",
+    "\x1b]0;title\x07\x1b[2J\u202e",
 ]
 
 
@@ -145,6 +146,7 @@ def test_hostile_texts_are_texts(tmp_path):
 def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     facts = facts_of(hostile_run(tmp_path / "run"), again=[*HOSTILE, "echo ```"])
     text = report_text(facts)
+    assert all(one.isprintable() or one in "\n\u202f" for one in text)
     outside = text.split("````bash")[0]
     assert not re.search(r"(?<!\\)<", outside)
     rows = [
@@ -154,7 +156,9 @@ def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     ]
     assert len(rows) == 2 + len(HOSTILE)
     assert {row.count(" | ") for row in rows} == {4}
-    assert not re.search(r"(?<!\\)<", comparison_text([facts, facts]))
+    compared = comparison_text([facts, facts])
+    assert not re.search(r"(?<!\\)<", compared)
+    assert all(one.isprintable() or one in "\n\u202f" for one in compared)
     page = render_comparison([facts, facts])
     assert page.count("<script") == page.count("</script>") == 3
     assert not re.search(r"<(img|b)\b|<svg onload", page)

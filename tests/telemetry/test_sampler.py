@@ -12,7 +12,8 @@ from helpers import environment, wait_for
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry import sampler
-from hpctrain.telemetry.gpus import GpuReader, GpuReading
+from hpctrain.telemetry.gpu_reading import GpuReading
+from hpctrain.telemetry.gpus import GpuReader
 from hpctrain.telemetry.node import NodeReader
 from hpctrain.telemetry.report.devices import read_devices
 from hpctrain.telemetry.sampler import Sampler

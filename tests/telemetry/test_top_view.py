@@ -31,6 +31,11 @@ def test_time_left_goes_by_the_speed_of_the_last_minute():
     assert "6 min 40 s left" in text_of(told)
 
 
+def test_large_numbers_are_in_groups_of_three_digits():
+    told = text_of(look(submitted(0).steps(12344, 12345, every=1, last_step=1234567)))
+    assert "step   12\u202f345 of 1\u202f234\u202f567" in told
+
+
 def test_a_run_that_ended_has_no_speed():
     told = look(submitted(0).steps(1, 100, every=1, last_step=100), "COMPLETED")
     assert (told.steps_per_s, told.left_s) == (None, None)

@@ -57,6 +57,12 @@
     },
   });
 
+  // Room for the numbers at an axis: as much as they have ever needed, so that the chart stays where it is.
+  const labels = (chart, values) => {
+    const longest = Math.max(4, ...(values || []).map((text) => text.length));
+    return chart.room = Math.max(chart.room || 0, 20 + 6.5 * longest);
+  };
+
   const draw = (chart) => {
     const host = document.getElementById(chart.id);
     const zoom = chart.plot && chart.zoomed ? { min: chart.plot.scales.x.min, max: chart.plot.scales.x.max } : null;
@@ -79,7 +85,7 @@
       },
       axes: [
         { ...axis, size: 30, space: 70, incrs: byTime ? roundTimes : undefined, values: byTime ? (_, values) => values.map(elapsed) : undefined },
-        { ...axis, size: (_, values) => 20 + 6.5 * Math.max(4, ...(values || []).map((v) => v.length)), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
+        { ...axis, size: (_, values) => labels(chart, values), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
       ],
       series: [
         { label: byTime ? "time since submission" : "step", value: (_, v) => byTime ? elapsed(v) : number(v) },

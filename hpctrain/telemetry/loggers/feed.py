@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from hpctrain.telemetry.loggers.memory import Memory
 from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun, Logger
 from hpctrain.telemetry.metrics import metrics_of
 
-_EVERY_S, _RETRY_AFTER_S = 1.0, 15.0
+#: Seconds between two deliveries: few while somebody may be looking, more in a run that goes on for hours.
+_FIRST_S, _LATER_S, _FIRST_FOR_S = 1.0, 5.0, 60.0
+_RETRY_AFTER_S = 15.0
 _MOST_BYTES = 1 << 20
 
 
@@ -27,9 +30,10 @@ class Feed:
 
     def run(self, ended: threading.Event, ending: Callable[[], Ending]) -> None:
         """Bring what there is, again and again, until the training has ended and all has been brought."""
-        pause_s = 0.0
+        begun, pause_s = time.monotonic(), 0.0
         while not ended.wait(pause_s):
-            pause_s = _EVERY_S if self.advance() else _RETRY_AFTER_S
+            every_s = _FIRST_S if time.monotonic() - begun < _FIRST_FOR_S else _LATER_S
+            pause_s = every_s if self.advance() else _RETRY_AFTER_S
         self.advance()
         if self._is_started:
             try:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.telemetry.ledger import What
 from hpctrain.telemetry.marks import is_finite
 from hpctrain.telemetry.report.devices import Node
 from hpctrain.telemetry.report.words import count, duration, share, size
+from hpctrain.telemetry.spans import What
 from hpctrain.telemetry.stragglers import how_slow, who
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.telemetry.ledger import Ledger, What
+from hpctrain.telemetry.ledger import Ledger
 from hpctrain.telemetry.marks import microseconds
+from hpctrain.telemetry.spans import What
 
 
 @dataclass

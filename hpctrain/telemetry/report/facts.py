@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hpctrain.rundir import RunDir, steps_in
+from hpctrain.rundir import RunDir
 from hpctrain.telemetry.goodput import Goodput, goodput_of
 from hpctrain.telemetry.ledger import Ledger
 from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.attempts import Attempt, attempts_of
-from hpctrain.telemetry.report.curves import Curves, Point, as_number, rates
+from hpctrain.telemetry.report.curves import Curves, Point, rates
 from hpctrain.telemetry.report.devices import Devices, read_devices
-from hpctrain.telemetry.report.lines import read_lines, read_own, without_collecting
+from hpctrain.telemetry.report.lines import read_lines, without_collecting
+from hpctrain.telemetry.report.pieces import (
+    Checkpoint,
+    Code,
+    read_checkpoints,
+    read_codes,
+    read_environment,
+    read_spec,
+)
 from hpctrain.telemetry.report.secrets import without_secrets
 
-#: A diff that is longer is cut: a report is to be looked at.
-_LONGEST_DIFF = 200_000
 _GOING = ("PENDING", "RUNNING")
 
 
@@ -35,33 +38,6 @@ class State:
     cause: str | None = None
     again: Sequence[str] = ()
     """The command that runs it again."""
-
-
-@dataclass
-class Checkpoint:
-    """A checkpoint that was written."""
-
-    time: float
-    attempt: int
-    step: int | None
-    num_bytes: int | None
-    seconds: float | None
-    stall_s: float | None
-    tier: str | None
-    kept: bool
-
-
-@dataclass
-class Code:
-    """The code that a submission ran."""
-
-    commit: str | None
-    changed: bool
-    new_files: list[str]
-    source: str | None
-    diff: str
-    cut: bool
-    """Whether the diff is longer than what is shown."""
 
 
 @dataclass
@@ -193,15 +169,15 @@ def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
         cause=state.cause or _cause_on_record(events, attempts, name),
         now=now,
         events=events,
-        spec=without_secrets(_read_spec(run.spec)),
+        spec=without_secrets(read_spec(run.spec)),
         ledger=ledger,
         goodput=goodput_of(ledger, curves.counting.values()),
         curves=curves,
         attempts=attempts,
-        checkpoints=_checkpoints(run, events),
+        checkpoints=read_checkpoints(run, events),
         rates=rates(metrics, start_us / 1e6),
-        codes=_codes(run),
-        environment=_environment(run),
+        codes=read_codes(run),
+        environment=read_environment(run),
         devices=read_devices(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
         again=list(state.again),
         notes=[*ledger.notes, *(["Nothing is on record of this run yet."] if not ledger.spans else [])],
@@ -225,69 +201,3 @@ def _cause_on_record(
     finished = [event for event in events if event.get("kind") == "finished"]
     cause = finished[-1].get("cause") if finished else None
     return str(cause) if cause else (attempts[-1].cause if attempts else None)
-
-
-def _checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Checkpoint]:
-    kept = set(steps_in(run.checkpoints))
-    found = []
-    for event in events:
-        if event.get("kind") == "checkpoint" and (time := as_number(event.get("time"))) is not None:
-            step, size = event.get("step"), event.get("bytes")
-            found.append(
-                Checkpoint(
-                    time=time,
-                    attempt=event["attempt"] if isinstance(event.get("attempt"), int) else 0,
-                    step=step if isinstance(step, int) else None,
-                    num_bytes=size if isinstance(size, int) else None,
-                    seconds=as_number(event.get("seconds")),
-                    stall_s=as_number(event.get("stall_s")),
-                    tier=str(event["tier"]) if "tier" in event else None,
-                    kept=step in kept,
-                )
-            )
-    return found
-
-
-def _environment(run: RunDir) -> dict[str, Any]:
-    """The newest start's; the values of an older one where that says nothing."""
-    environment: dict[str, Any] = {}
-    for line in read_lines(run.environment):
-        environment |= line
-    return environment
-
-
-def _codes(run: RunDir) -> list[Code]:
-    codes = []
-    for file in sorted(run.code.glob("submission-*.json")):
-        try:
-            record = json.loads(read_own(file).decode("utf-8", "replace"))
-        except (OSError, ValueError):
-            continue
-        if not isinstance(record, dict):
-            continue
-        diff = ""
-        with suppress(OSError):
-            diff = read_own(file.with_suffix(".diff")).decode("utf-8", "replace")
-        new = record.get("new_files")
-        codes.append(
-            Code(
-                commit=str(record["commit"]) if record.get("commit") else None,
-                changed=bool(record.get("changed")),
-                new_files=[str(name) for name in new] if isinstance(new, list) else [],
-                source=str(record["source"]) if record.get("source") else None,
-                diff=diff[:_LONGEST_DIFF],
-                cut=len(diff) > _LONGEST_DIFF,
-            )
-        )
-    return codes
-
-
-def _read_spec(path: Path) -> dict[str, Any]:
-    """What was asked for, as far as the file can be read."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(read_own(path).decode("utf-8", "replace"))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}

@@ -10,7 +10,7 @@ from hpctrain.telemetry.report.compare import differences, side_by_side
 from hpctrain.telemetry.report.facts import Facts
 from hpctrain.telemetry.report.page import ledger_rows
 from hpctrain.telemetry.report.story import figures, how_it_ended, story, what_followed, what_it_cost
-from hpctrain.telemetry.report.words import clock, duration
+from hpctrain.telemetry.report.words import clock, duration, plain
 
 #: What Markdown or HTML would take for more than a character.
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$])")
@@ -39,7 +39,7 @@ def report_text(facts: Facts) -> str:
         # Longer than any run of backticks inside.
         longest = max(map(len, re.findall(r"`*", "\n".join(facts.again))))
         fence = "`" * max(3, longest + 1)
-        parts += ["## Run it again", "\n".join([fence + "bash", *facts.again, fence])]
+        parts += ["## Run it again", "\n".join([fence + "bash", *map(plain, facts.again), fence])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,4 +74,4 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _safe(value: object) -> str:
-    return _SPECIAL.sub(r"\\\1", " ".join(str(value).split()))
+    return _SPECIAL.sub(r"\\\1", plain(" ".join(str(value).split())))

@@ -14,9 +14,10 @@ from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.curves import Point, thin
 from hpctrain.telemetry.report.devices import COLUMNS, HeatMap, Node
-from hpctrain.telemetry.report.facts import Checkpoint, Facts
+from hpctrain.telemetry.report.facts import Facts
 from hpctrain.telemetry.report.html import render
 from hpctrain.telemetry.report.lines import without_collecting
+from hpctrain.telemetry.report.pieces import Checkpoint
 from hpctrain.telemetry.report.story import (
     MEANING,
     figures,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from hpctrain.telemetry.ledger import What
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.facts import Facts
 from hpctrain.telemetry.report.words import count, duration, number, share, whole
+from hpctrain.telemetry.spans import What
 
 #: What each share of the ledger means, in a few words.
 MEANING = {

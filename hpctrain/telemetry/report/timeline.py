@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from hpctrain.telemetry.ledger import Span, What
 from hpctrain.telemetry.report.facts import Facts
 from hpctrain.telemetry.report.story import how_it_ended
 from hpctrain.telemetry.report.words import clock, duration
+from hpctrain.telemetry.spans import Span, What
 
 #: Units of the drawing from left to right; what is narrower than one is not drawn by itself.
 WIDTH = 1000

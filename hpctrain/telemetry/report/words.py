@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 
 NOTHING = "–"
+#: Between groups of three digits: a space at which no line ends.
+_GROUP = "\u202f"
 
 _UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
@@ -50,7 +52,12 @@ def number(value: float | None) -> str:
 
 def whole(value: int | None) -> str:
     """Digits in groups of three."""
-    return NOTHING if value is None else f"{value:,}".replace(",", "\u202f")
+    return NOTHING if value is None else f"{value:,}".replace(",", _GROUP)
+
+
+def plain(text: str) -> str:
+    """A text without anything that a terminal would obey, which the names in it may hold."""
+    return "".join(one if one.isprintable() or one == _GROUP else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def count(value: int | None, what: str) -> str:
