@@ -13,7 +13,7 @@ import hpctrain
 #: so that what lies beside it shadows nothing.
 #: It gives way to the ranks where there is not a core for each.
 _BOOT = (
-    "import os, runpy, sys; os.nice(10); sys.path.append(sys.argv.pop()); "
+    "import os, runpy, sys; os.nice(19); sys.path.append(sys.argv.pop()); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
 )
 
