@@ -246,7 +246,7 @@ def _ended_meanwhile(run: RunDir, job_id: str, submitted_at: Callable[[], float 
     Raises:
         NoPart: the run was cancelled in that time.
     """
-    finished = read_record(run).finished or {}
+    finished = read_record(run).finished or _cancelled_unheard(run)
     if finished.get("state") not in ("COMPLETED", "CANCELLED") or (submitted := submitted_at()) is None:
         return None
     # Slurm tells the second, in which the run may have ended before.
@@ -259,6 +259,14 @@ def _ended_meanwhile(run: RunDir, job_id: str, submitted_at: Callable[[], float 
         f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted by hand, which ends "
         "that job, too. Submit it again to have the run go on."
     )
+
+
+def _cancelled_unheard(run: RunDir) -> dict[str, Any]:
+    """The end of a run whose supervisor was killed before it could write down that it was cancelled."""
+    try:
+        return {"state": "CANCELLED", "time": run.cancel_request.stat().st_mtime}
+    except OSError:
+        return {}
 
 
 def _take_lock(run: RunDir) -> None:

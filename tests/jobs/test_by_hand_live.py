@@ -93,7 +93,9 @@ def test_a_job_by_hand_that_waits_is_cancelled_with_the_run(tmp_path, slurm):
     assert run.wait_for_end(timeout=60).state is RunState.CANCELLED
     before = list(run.dir.read_events())
     ask = ["scontrol", "show", "job", waiting]
-    wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")
+    over = re.compile("JobState=(FAILED|COMPLETED|CANCELLED|TIMEOUT)")
+    wait_for(lambda: over.search(run_command(ask, environ).stdout), 60, "its end")
+    assert "ExitCode=2:0" in run_command(ask, environ).stdout
     assert f"was cancelled after job {waiting} was submitted" in run.dir.slurm_log.read_text()
     assert list(run.dir.read_events()) == before
     again = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()

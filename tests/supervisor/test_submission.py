@@ -76,6 +76,15 @@ def test_a_job_by_hand_that_waited_until_the_run_was_over_starts_nothing(run, sp
     assert list(run.read_events()) == before
 
 
+def test_a_run_whose_supervisor_was_killed_before_it_wrote_of_its_cancellation_is_cancelled_too(run, spec):
+    run.cancel_request.touch()
+    submitted = time.time() - 5
+    with pytest.raises(NoPart, match="was cancelled after job 8 was submitted by hand"):
+        join_record(run, spec, "8", lambda job_id: False, lambda: submitted)
+    assert join_record(run, spec, "9", lambda job_id: False, lambda: time.time() + 5) is None
+    assert newest(run) == "9"
+
+
 @pytest.mark.parametrize(("state", "after_s"), [("FAILED", -5), ("CANCELLED", 5), ("COMPLETED", 5)])
 def test_a_job_by_hand_starts_an_ended_run_again(run, spec, state, after_s):
     """Submitted later, or while a run went on that has failed then; a wish to cancel it is of the past."""
