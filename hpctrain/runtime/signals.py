@@ -82,6 +82,15 @@ def leave_on_stop() -> None:
         signal.signal(number, _leave)
 
 
+def is_leaving() -> bool:
+    """Whether this process was told to leave at once, and nobody has listened since.
+
+    What goes wrong then is a consequence: whatever swallows the exception, an import for instance, may fail
+    of it in its own words.
+    """
+    return _left_by is not None and signal.getsignal(_left_by) is _leave
+
+
 def _leave(number: int, _frame: FrameType | None) -> None:
     if signal.getsignal(number) is not _leave:
         return  # The script handles it, and tells its predecessor too: it knows when to leave.
@@ -101,7 +110,7 @@ def _see_it_left() -> None:
     that is being imported, or a library's clean-up that waits for peers which have left.
     """
     time.sleep(LEAVE_LIMIT_S)
-    if signal.getsignal(_left_by or 0) is not _leave:
+    if not is_leaving():
         return  # Somebody listens by now, and has been told.
     message = f"hpctrain: told to stop {LEAVE_LIMIT_S:.0f} s ago, and still here: leaving. It is here:\n"
     os.write(2, message.encode())

@@ -32,7 +32,7 @@ from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.line import Line, talk
 from hpctrain.runtime.log_times import note_log_times
 from hpctrain.runtime.node_sampler import NodeSampler
-from hpctrain.runtime.signals import leave_on_stop
+from hpctrain.runtime.signals import is_leaving, leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
 from hpctrain.runtime.telling import beat, tell
 from hpctrain.runtime.waiting import wait_for_the_word
@@ -91,9 +91,13 @@ def main(argv: list[str]) -> NoReturn:
         words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (a rank ends here, and says of what)
         traceback.print_exception(error)
+        if is_leaving():
+            _exit_now(EXIT_CONTINUE, sampler)
         write_failure(run.failure(attempt, ranks.rank), error, log, os.environ)
         _exit_now(1, sampler)
     code = _exit_code(words_of_exit)
+    if code != 0 and is_leaving():
+        code = EXIT_CONTINUE
     if code == EXIT_CONTINUE:
         _exit_now(code, sampler)
     if (told := told_to_stop()) and code in _LEFT_AS_TOLD:

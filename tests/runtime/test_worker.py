@@ -123,6 +123,23 @@ def test_leaving_cannot_be_lost_in_a_finalizer(run):
     assert "and still here: leaving" in log(run)
 
 
+@pytest.mark.parametrize(
+    "ends", ["raise ImportError('cannot load module more than once per process')", "sys.exit(1)"]
+)
+def test_what_goes_wrong_after_a_stop_that_an_import_swallowed_is_no_failure(run, ends):
+    text = f"""
+import os, signal, sys
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+except BaseException:
+    pass
+{ends}
+"""
+    assert start(run, text).wait(30) == 75
+    assert not run.failure(4, 1).exists()
+
+
 def test_a_training_that_begins_after_a_stop_was_swallowed_is_told(run):
     text = (
         "import hpctrain.runtime.signals as s\ns.LEAVE_LIMIT_S = 0.5\n"
