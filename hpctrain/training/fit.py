@@ -129,7 +129,7 @@ class Fit:
         self.sums = ScalarSums()
         self._reports = Reports(team, one_by_one=self._feed.has_news or callbacks.hear_steps)
         self._spent = Spent(team.device, team.ranks.world_size)
-        self._clock = StepClock(module, self.state.optimizers[0], team.device)
+        self._clock = StepClock(module, self.state.optimizers[0], team)
         self._cpus = cpus_of_rank(team.ranks.local_world_size)
         self._progress = make_progress(self._feed.last_step, team.ranks.is_main, settings.global_batch_size)
         self._log = (
@@ -201,8 +201,9 @@ class Fit:
         for step in self._spent.waiting(self._feed.steps()):
             self._note_share(step.share)
             self.sums = ScalarSums()
-            with self._clock.step():
-                yield step
+            self._clock.begin()
+            yield step
+            self._clock.end()
             state.step, state.epoch = step.share.step, step.share.epoch
             wishes = self._show(*self._read()) if reports.are_under_way else Wishes()
             state.finished = self._feed.finished or wishes.end

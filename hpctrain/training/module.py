@@ -82,7 +82,7 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
     """A step's output as a mapping of scalar tensors; a lone tensor gets the name `only`.
 
     Raises:
-        UserError: a value has more than one element.
+        UserError: a value is no number, or has more than one element.
     """
     mapping: Mapping[str, Any] = output if isinstance(output, Mapping) else {only: output}
     scalars = {}
@@ -90,7 +90,12 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             scalars[name] = value
             continue
-        tensor = torch.as_tensor(value)
+        try:
+            tensor = torch.as_tensor(value)
+        except (RuntimeError, TypeError, ValueError):
+            raise UserError(
+                f"{origin} returned {value!r} as {name!r}. Return a number, or a tensor with one element."
+            ) from None
         if tensor.numel() != 1:
             raise UserError(
                 f"{origin} returned {name!r} with shape {tuple(tensor.shape)}. "

@@ -47,6 +47,12 @@ def configured(module: Module) -> Optimization:
         optimizers, schedulers = (tuple(part) for part in parts)
         schedulers = tuple(_unwrapped(scheduler, origin) for scheduler in schedulers)
         are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
+        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in schedulers):
+            raise UserError(
+                f"{origin} returned a ReduceLROnPlateau, which steps by a metric; schedules step after every "
+                "optimizer step here, without one. Keep it to yourself and call its step() in the "
+                "on_validation_end of a callback, whose state_dict() and load_state_dict() pass on its own."
+            )
         if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
             _check_disjoint(optimizers, module, origin)
             return Optimization(optimizers, schedulers)

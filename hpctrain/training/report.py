@@ -2,13 +2,14 @@
 
 The sum travels while the next step computes and is read at its end, so no step waits for it. All ranks
 read the same sum at the same step, which is what makes a stop agreed: nobody asks, nobody can disagree.
-Short steps are told of several at a time (see `Grouping`).
+Short steps are told of several at a time (see `Grouping`), without a change of their last bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from hpctrain.runtime.process_group import Team
 from hpctrain.training.grouping import Grouping
 from hpctrain.training.spent import Moment
 from hpctrain.training.sums import TOKENS, ScalarSums
+
+#: So many ranks tell of several steps in one message. More of them hardly have steps that are so short.
+_FEW = 32
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Reports:
             one_by_one: whether each step is told of before the next but one, however short it is.
         """
         self._team = team
-        self._grouping = Grouping(one_by_one=one_by_one)
+        self._grouping = Grouping(one_by_one=one_by_one or team.ranks.world_size > _FEW)
         self._own: list[_Own] = []
         self._sent: list[_Own] = []
         self._read: Callable[[], list[float]] | None = None
@@ -108,8 +112,7 @@ class Reports:
         return Wishes(stop > 0, save > 0, end > 0, news), results
 
 
-@dataclass(frozen=True)
-class _Own:
+class _Own(NamedTuple):
     """A step of this rank."""
 
     step: int
@@ -125,43 +128,59 @@ def _send(team: Team, flags: list[float], scalars: list[torch.Tensor | float]) -
         return begin_sum(team, [*flags, *map(float, scalars)])
     values = [torch.as_tensor(scalar, dtype=torch.float64) for scalar in scalars]
     host = torch.tensor(flags, dtype=torch.float64)
-    total = torch.cat(
+    own = torch.cat(
         [host.to(device, non_blocking=True), *(v.reshape(1).to(device, non_blocking=True) for v in values)]
     )
-    pending = dist.all_reduce(total, async_op=True) if team.is_distributed else None
+    told, pending = _exchange(team, own, None) if team.is_distributed else (own[None], None)
     # The copy to the host has a stream of its own: read on the stream that computes, the value would have to
     # wait for the step after, which is queued there by then.
     aside = _stream_aside(device)
     aside.wait_stream(torch.cuda.current_stream(device))
-    arrived = torch.empty(len(total), dtype=torch.float64, pin_memory=True)
+    arrived = torch.empty(told.shape, dtype=torch.float64, pin_memory=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(aside):
         if pending is not None:
             pending.wait()
-        arrived.copy_(total, non_blocking=True)
+        arrived.copy_(told, non_blocking=True)
         event.record(aside)
-    # The memory of `total` may be used anew only when the copy is done.
-    total.record_stream(aside)
+    # The memory of `told` may be used anew only when the copy is done.
+    told.record_stream(aside)
 
-    def read_on_host() -> list[float]:
+    def read() -> list[float]:
         event.synchronize()
-        return list(arrived.tolist())
+        return _sum(arrived)
 
-    return read_on_host
+    return read
 
 
 def begin_sum(team: Team, own: list[float]) -> Callable[[], list[float]]:
     """Begin to sum numbers of the hosts over all ranks; returns what waits for the sum."""
     if not team.is_distributed:
         return lambda: own
-    total = torch.tensor(own, dtype=torch.float64)
-    pending = dist.all_reduce(total, group=team.control, async_op=True)
+    told, pending = _exchange(team, torch.tensor(own, dtype=torch.float64), team.control)
 
     def read() -> list[float]:
         pending.wait()
-        return list(total.tolist())
+        return _sum(told)
 
     return read
+
+
+def _exchange(team: Team, own: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
+    """Begin to exchange numbers; a row of each rank's, or one of their sum, and what waits for it.
+
+    An all-reduce adds in an order that depends on where in the message a number stands. That is the same in
+    every message that tells of one step; in others, each rank adds the numbers in the order of the ranks.
+    """
+    if team.ranks.world_size > _FEW:
+        return own[None], dist.all_reduce(own, group=group, async_op=True)
+    told = own.new_empty(team.ranks.world_size * len(own))
+    pending = dist.all_gather_into_tensor(told, own, group=group, async_op=True)
+    return told.view(-1, len(own)), pending
+
+
+def _sum(rows: torch.Tensor) -> list[float]:
+    return [sum(column) for column in zip(*rows.tolist(), strict=True)]
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -30,17 +30,17 @@ class Spent:
 
     def __init__(self, device: torch.device, world_size: int) -> None:
         """Begin to count, on a rank of so many."""
-        self._device, self._has_others = device, world_size > 1
+        self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
         self._exchange_s, self._untold_s = pulse.exchange_s, 0.0
-        self._begun, self._on_data_s = self._since, 0.0
+        self._begun, self._on_data_s, self._data_told_s = self._since, 0.0, 0.0
 
     def now(self) -> Moment:
         """This moment; seconds are counted anew from here."""
         now = time.perf_counter()
-        taken = {"all": now - self._since, **self._seconds}
-        taken["communication"] = self._communication(taken["all"] - sum(self._seconds.values()))
-        self._since, self._seconds = now, {}
+        taken = {"all": now - self._since, **self._seconds, "data": self._on_data_s - self._data_told_s}
+        taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
+        self._since, self._seconds, self._data_told_s = now, {}, self._on_data_s
         return Moment(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
@@ -65,25 +65,21 @@ class Spent:
         try:
             yield
         finally:
-            self._add(name, time.perf_counter() - begun)
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def waiting(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the same; what it takes to get each is a wait for data, unless a GPU computes meanwhile."""
         iterator = iter(batches)
         while True:
-            begun = time.perf_counter()
             pulse.enter("data")
+            begun = time.perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            seconds = time.perf_counter() - begun
             pulse.enter("step")
-            pulse.data_s += time.perf_counter() - begun
-            if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
-                seconds = time.perf_counter() - begun
+            pulse.data_s += seconds
+            if not self._on_gpu or torch.cuda.current_stream(self._device).query():
                 self._on_data_s += seconds
-                self._add("data", seconds)
             yield batch
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

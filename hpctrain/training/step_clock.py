@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hpctrain.runtime.process_group import Team
 from hpctrain.runtime.pulse import pulse
 
 #: On a GPU one step in so many is measured.
@@ -22,30 +23,33 @@ _ONE_IN = 10
 class StepClock:
     """Adds to this rank's pulse what its steps take."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """Notice when the last gradient is there, and when the update begins."""
-        self._on_gpu = device.type == "cuda"
-        self._local_done = 0.0
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
+        """Notice when the last gradient is there, and when the update begins: others work in between."""
+        self._on_gpu = team.device.type == "cuda"
+        self._begun = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
         self._since_sample = 0
         self._is_sampled = False
         first = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
-        if first is not None:
+        if first is not None and team.is_distributed:
             first.register_post_accumulate_grad_hook(self._note_last_gradient)  # type: ignore[no-untyped-call]
             optimizer.register_step_pre_hook(self._note_update)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Count what is done inside, but for waits for data and for others, as computed by this rank."""
+    def begin(self) -> None:
+        """A step begins: until it ends, all but waits for data and for others is computed by this rank."""
         if self._on_gpu:
-            with self._step_on_gpu():
-                yield
-            pulse.trained()
-            return
-        begun, elsewhere = time.perf_counter(), pulse.data_s + pulse.exchange_s
-        yield
-        waited = pulse.data_s + pulse.exchange_s - elsewhere
-        pulse.compute_s += time.perf_counter() - begun - waited
+            self._begin_on_gpu()
+        self._begun, self._elsewhere = time.perf_counter(), pulse.data_s + pulse.exchange_s
+
+    def end(self) -> None:
+        """The step ends."""
+        if self._on_gpu:
+            if self._is_sampled:
+                self._is_sampled = False
+                self._events.append(_event_now())
+        else:
+            waited = pulse.data_s + pulse.exchange_s - self._elsewhere
+            pulse.compute_s += time.perf_counter() - self._begun - waited
         pulse.trained()
 
     @contextmanager
@@ -68,17 +72,12 @@ class StepClock:
             # Of several backward passes in a step the last one counts.
             self._events[1:] = [_event_now()]
 
-    @contextmanager
-    def _step_on_gpu(self) -> Iterator[None]:
+    def _begin_on_gpu(self) -> None:
         self._read_sample()
         self._since_sample += 1
         self._is_sampled = not self._events and self._since_sample >= _ONE_IN
         if self._is_sampled:
             self._events = [_event_now()]
-        yield
-        if self._is_sampled:
-            self._is_sampled = False
-            self._events.append(_event_now())
 
     def _read_sample(self) -> None:
         """Take in the last sample once the GPU has come to its end; nobody waits for that."""

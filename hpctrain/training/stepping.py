@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.errors import UserError
+from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.feed import MicroBatch, Step
 from hpctrain.training.data.loading import to_device
 from hpctrain.training.data.plan import Share
@@ -21,6 +22,8 @@ from hpctrain.training.settings import Settings
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.sums import TOKENS, ScalarSums
 from hpctrain.training.updates import Updates
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Stepping:
@@ -84,6 +87,11 @@ class Stepping:
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
             raise UserError(f"{self._origin} returned {sorted(scalars)}; 'loss' is missing among them.")
+        if not scalars["loss"].requires_grad:
+            raise UserError(
+                f"{self._origin} returned a loss that depends on no parameter which takes a gradient. Return "
+                "it as it was computed, without item() or detach(), and leave something to be trained."
+            )
         return scalars
 
     def weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
@@ -95,11 +103,11 @@ class Stepping:
         self, step: Step, micro_batches: Iterable[MicroBatch]
     ) -> tuple[ScalarSums, torch.Tensor | None]:
         """Gradients of all micro-batches; their sums, and what the gradients have to be multiplied by."""
-        sums, tokens = ScalarSums(), _Tokens(self._strategy, step.share)
+        sums, tokens = ScalarSums(), _Tokens(self._team, self._world_size, step.share)
         for number, micro_batch in enumerate(micro_batches, 1):
             # Ranks exchange gradients once a step, after the last micro-batch.
             last = number == step.num_micro_batches
-            with contextlib.nullcontext() if last else self._strategy.accumulating():
+            with _NOTHING if last else self._strategy.accumulating():
                 try:
                     self._forward_backward(step.share, micro_batch, sums, tokens, last)
                 except torch.OutOfMemoryError as error:
@@ -144,9 +152,8 @@ class _Tokens:
     end makes up for it.
     """
 
-    def __init__(self, strategy: Strategy, share: Share) -> None:
-        self._team, self._share = strategy.team, share
-        self._world_size = strategy.deal(strategy.team.ranks).world_size
+    def __init__(self, team: Team, world_size: int, share: Share) -> None:
+        self._team, self._world_size, self._share = team, world_size, share
         self._total: torch.Tensor | None = None
         self._pending: Any = None
 

@@ -39,6 +39,31 @@ def fetcher(dataset, collate_fn=None):
 
 
 @pytest.mark.parametrize(
+    "dataset", [(X, Y.numpy()), {"x": X, "y": Y}, X, Subset(TensorDataset(X, Y), range(5, 10))]
+)
+def test_small_batches_that_are_fetched_at_once_are_those_that_are_fetched_one_by_one(dataset):
+    ours = fetcher(dataset)
+    orders = [(0, torch.randint(0, ours.num_samples, (size,))) for size in [3, 1, 5, 3] * 20]
+    batches = list(ours.batches(iter(orders)))
+    assert len(batches) == len(orders)
+    for (epoch, indices), batch in zip(orders, batches, strict=True):
+        torch.testing.assert_close(batch, ours.fetch(epoch, indices), rtol=0, atol=0)
+
+
+def test_large_batches_are_fetched_when_they_are_asked_for():
+    taken = []
+
+    def orders():
+        for number in range(3):
+            taken.append(number)
+            yield 0, torch.arange(2)
+
+    batches = fetcher(torch.zeros(4, 100_000)).batches(orders())
+    assert next(batches).shape == (2, 100_000)
+    assert taken == [0]
+
+
+@pytest.mark.parametrize(
     ("dataset", "kind"),
     [
         (TensorDataset(X, Y), ColumnFetcher),

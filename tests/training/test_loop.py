@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -170,6 +171,19 @@ def test_a_callback_on_one_rank_ends_the_training_on_all(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_short_steps_that_are_told_of_together_are_logged_as_one_by_one(tmp_path, ranks):
+    """A callback that hears of each step has each told of alone. On four ranks the order of a sum matters."""
+    together = train(tmp_path / "together", "noisy", 80, ranks=ranks)
+    alone = train(tmp_path / "alone", "noisy", 80, "ends_at=1000", ranks=ranks)
+    assert together == alone
+    assert losses(tmp_path / "together") == losses(tmp_path / "alone")
+    lines = list(read_json_lines(RunDir(tmp_path / "together").metrics))
+    assert [line["step"] for line in lines] == [*range(1, 81)]
+    assert all(before["time"] <= after["time"] for before, after in itertools.pairwise(lines))
+    assert all(line["spent"]["all"] > 0 for line in lines)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_test_and_predict_see_every_sample_once_in_its_place(tmp_path, ranks):
     told = train(tmp_path, "regression", 3, ranks=ranks)
@@ -216,6 +230,28 @@ def test_compiled_steps_train_the_same(tmp_path):
     assert compiled["state"][0] == pytest.approx(plain["state"][0], rel=1e-12)
     with pytest.raises(hpctrain.UserError, match="Give one of the two"):
         hpctrain.Trainer(max_steps=1, compile=True, recompute=["body"])
+
+
+@pytest.mark.parametrize("more", ["micro_batch_size=2", 'recompute=["body"]'])
+def test_a_graph_that_is_promised_to_be_static_changes_nothing(tmp_path, more):
+    plain = train(tmp_path / "plain", "regression", 7, more, ranks=2)
+    for last_step in (3, 7):
+        static = train(tmp_path / "static", "regression", last_step, more, "static_graph=true", ranks=2)
+    assert static == plain
+    for wrong in ({"strategy": "zero3"}, {"find_unused_parameters": True}):
+        with pytest.raises(hpctrain.UserError, match="static_graph is True"):
+            hpctrain.Trainer(max_steps=1, static_graph=True, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("gan", "micro_batch_size=2"), ("regression", 'compile={"backend": "eager"}')]
+)
+def test_turns_and_compiled_steps_resume_to_the_bit(tmp_path, kind, setting):
+    whole = train(tmp_path / "whole", kind, 7, setting, ranks=2)
+    for last_step in (4, 7):
+        parts = train(tmp_path / "parts", kind, last_step, setting, ranks=2)
+    assert parts == whole
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_a_validation_step_that_fails_does_so_before_the_first_step():

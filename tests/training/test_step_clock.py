@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +48,15 @@ def moves(monkeypatch):
 def rig(device: str):
     module = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters())
-    return module, optimizer, StepClock(module, optimizer, SimpleNamespace(type=device))
+    team = SimpleNamespace(device=SimpleNamespace(type=device), is_distributed=True)
+    return module, optimizer, StepClock(module, optimizer, team)
+
+
+@contextmanager
+def step(clock: StepClock) -> Iterator[None]:
+    clock.begin()
+    yield
+    clock.end()
 
 
 def backward(module) -> None:
@@ -55,7 +65,7 @@ def backward(module) -> None:
 
 def test_from_the_last_gradient_to_the_update_others_are_waited_for(pulse, moves):
     module, optimizer, clock = rig("cpu")
-    with clock.step():
+    with step(clock):
         moves.now += 0.5
         pulse.data_s += 0.25  # of these, as whoever fetches the batch would note
         moves.now += 2.0
@@ -68,7 +78,7 @@ def test_from_the_last_gradient_to_the_update_others_are_waited_for(pulse, moves
 
 def test_what_waits_for_all_ranks_is_no_computing(pulse, moves):
     _, _, clock = rig("cpu")
-    with clock.step():
+    with step(clock):
         moves.now += 1.0
         with clock.exchange():
             moves.now += 4.0
@@ -77,7 +87,7 @@ def test_what_waits_for_all_ranks_is_no_computing(pulse, moves):
 
 def test_a_step_without_a_backward_pass_is_all_computing(pulse, moves):
     _, optimizer, clock = rig("cpu")
-    with clock.step():
+    with step(clock):
         moves.now += 2.0
         optimizer.step()
     assert (pulse.compute_s, pulse.exchange_s) == (2.0, 0.0)
@@ -86,7 +96,7 @@ def test_a_step_without_a_backward_pass_is_all_computing(pulse, moves):
 def test_on_a_pretended_gpu_one_step_in_ten_is_measured_and_counts_for_all(pulse, moves):
     module, optimizer, clock = rig("cuda")
     for _ in range(21):
-        with clock.step():
+        with step(clock):
             moves.now += 2.0
             backward(module)
             moves.now += 1.0
@@ -102,7 +112,7 @@ def test_a_pretended_gpu_that_lags_is_not_waited_for(pulse, moves, monkeypatch):
     for number in range(31):
         if number == 30:
             done.append(True)
-        with clock.step():
+        with step(clock):
             moves.now += 1.0
             backward(module)
     assert pulse.step == 31

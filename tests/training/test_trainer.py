@@ -172,6 +172,7 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 0}, "max_steps is 0"),
         ({"max_steps": 1, "global_batch_size": -2}, "global_batch_size is -2"),
         ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; known are 'ddp'"),
+        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp']; give a name, such as 'ddp'"),
         ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; known are '32', 'bf16-mixed'"),
         ({"max_steps": 1, "precision": "apex"}, "PyTorch does natively what apex did: take '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
@@ -193,11 +194,23 @@ def test_wrong_settings_are_refused_at_once(settings, words):
     [
         (Tiny(output=lambda w: w.expand(3)), "'loss' with shape (3,)"),
         (Tiny(output=lambda w: {"los": w.sum()}), "'loss' is missing"),
+        (Tiny(output=lambda w: None), "training_step returned None as 'loss'"),
+        (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "returned ['a'] as 'names'"),
+        (Tiny(output=lambda w: w.item()), "depends on no parameter"),
+        (Tiny(output=lambda w: w.sum().detach()), "depends on no parameter"),
         (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
     ],
 )
 def test_wrong_modules_are_refused_in_words(module, words):
     with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+        fit(module)
+
+
+def test_a_schedule_that_goes_by_a_metric_is_refused_with_a_way_out():
+    module = Tiny()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.optimizer = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(hpctrain.UserError, match="on_validation_end of a callback"):
         fit(module)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hpctrain.training.data.fetch import find_fetcher
-from hpctrain.training.data.loading import Loading, Order
+from hpctrain.training.data.fetch import Order, find_fetcher
+from hpctrain.training.data.loading import Loading
 from hpctrain.training.data.order import SampleOrder
 from hpctrain.training.data.plan import BatchPlan, Deal, Share
 from hpctrain.training.data.randomness import SampleSeeds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,10 @@ from hpctrain.errors import UserError
 from hpctrain.training.data.randomness import SampleSeeds
 
 Collate = Callable[[list[Any]], Any]
+#: What to fetch: an epoch, and samples as an int64 tensor of shape [n].
+Order = tuple[int, torch.Tensor]
+#: Batches that are fetched at once at the most, and their size: it stays in a core's cache.
+_BLOCK_BATCHES, _BLOCK_BYTES = 16, 1 << 18
 
 
 class Fetcher(Protocol):
@@ -21,6 +26,9 @@ class Fetcher(Protocol):
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
         """The batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
+
+    def batches(self, orders: Iterable[Order]) -> Iterator[Any]:
+        """The batch of each order; the next orders may be looked at before they are asked for."""
 
 
 def find_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
@@ -65,18 +73,37 @@ class ColumnFetcher:
         self._columns = [(c, isinstance(c, torch.Tensor) and c.device.type == "cpu") for c in columns]
         self._names = list(dataset) if isinstance(dataset, Mapping) else None
         self._alone = isinstance(dataset, torch.Tensor) or _is_array(dataset)
+        self._sample_bytes = sum(column.nbytes // max(1, len(column)) for column in columns)
         self.num_samples = len(columns[0]) if subset is None else len(subset)
 
     def fetch(self, _epoch: int, indices: torch.Tensor) -> Any:
+        return self._batch(self._parts(indices))
+
+    def batches(self, orders: Iterable[Order]) -> Iterator[Any]:
+        """Small batches are fetched several at a time: that takes as long as to fetch one."""
+        orders = iter(orders)
+        for epoch, indices in orders:
+            most = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
+            block = [indices, *(indices for _, indices in islice(orders, max(0, most - 1)))]
+            if len(block) == 1:
+                yield self.fetch(epoch, indices)
+                continue
+            sizes = [len(indices) for indices in block]
+            parts = [torch.split(part, sizes) for part in self._parts(torch.cat(block))]
+            yield from map(self._batch, zip(*parts, strict=True))
+
+    def _parts(self, indices: torch.Tensor) -> list[torch.Tensor]:
         if self._subset is not None:
             indices = self._subset[indices]
-        parts = [
+        return [
             column.index_select(0, indices) if is_plain else _taken(column, indices)
             for column, is_plain in self._columns
         ]
+
+    def _batch(self, parts: Sequence[torch.Tensor]) -> Any:
         if self._names is not None:
             return dict(zip(self._names, parts, strict=True))
-        return parts[0] if self._alone else parts
+        return parts[0] if self._alone else list(parts)
 
 
 def _taken(column: Any, indices: torch.Tensor) -> torch.Tensor:
@@ -103,6 +130,13 @@ class _OfSamples:
         # Nothing is drawn then: neither are the samples made, nor does a user's function join them.
         self._is_plain = type(dataset) in (list, tuple) and collate is default_collate
         self.num_samples = num_samples if subset is None else len(subset)
+
+    def batches(self, orders: Iterable[Order]) -> Iterator[Any]:
+        for epoch, indices in orders:
+            yield self.fetch(epoch, indices)
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        raise NotImplementedError
 
     def _inner(self, indices: torch.Tensor) -> list[int]:
         inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.training.data.fetch import Collate, Fetcher
+from hpctrain.training.data.fetch import Collate, Fetcher, Order
 from hpctrain.training.data.workers import Workers
 
 if TYPE_CHECKING:
     from hpctrain.runtime.process_group import Team
     from hpctrain.training.settings import Settings
-
-#: What to fetch: an epoch, and samples as an int64 tensor of shape [n].
-Order = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class Loading:
             HpctrainError: a worker died, or has not answered in time.
         """
         if not self.num_workers:
-            for epoch, indices in orders:
-                batch = fetcher.fetch(epoch, indices)
+            for batch in fetcher.batches(orders):
                 yield pinned(batch) if self.pin_memory else batch
             return
         # As a list, an order travels in one message; a tensor would take a file descriptor each.

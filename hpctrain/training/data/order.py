@@ -50,12 +50,12 @@ class SampleOrder:
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions [{start}, {stop}) do not lie in [0, {self.num_samples}].")
         first, last = start // _CHUNK, -(-stop // _CHUNK)
+        if last - first == 1:
+            return self._chunk(epoch, first)[start - first * _CHUNK : stop - first * _CHUNK]
         parts = [
             self._chunk(epoch, chunk)[max(start - chunk * _CHUNK, 0) : stop - chunk * _CHUNK]
             for chunk in range(first, last)
         ]
-        if len(parts) == 1:
-            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def _chunk(self, epoch: int, chunk: int) -> torch.Tensor:

@@ -51,7 +51,9 @@ class Share:
         Args:
             micro_batch_size: samples of a micro-batch at the most; None takes all at once.
         """
-        count = 1 if micro_batch_size is None else -(-self.largest // micro_batch_size)
+        if micro_batch_size is None:
+            return [(0, len(self.indices))]
+        count = -(-self.largest // micro_batch_size)
         return [split(len(self.indices), i, count) for i in range(count)]
 
 

@@ -1,0 +1,69 @@
+"""A stop in the middle of a long validation: all ranks leave it at once, and do it again from its start."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from forked import run_forked
+from test_trainer import losses, variables
+
+from hpctrain.rundir import RunDir
+from hpctrain.training.grouping import Grouping
+
+SCRIPT = Path(__file__).with_name("long_validation.py")
+
+
+def train(run: Path, *words: object, ranks: int) -> dict:
+    printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
+    return json.loads(printed.splitlines()[-1])
+
+
+def stopped(run: Path, last_step: int, told: str, ranks: int) -> int:
+    """Train until a rank is told to stop; the batches that rank 0 had validated when it left."""
+    with pytest.raises(AssertionError, match="exit code 75") as error:
+        train(run, last_step, told, ranks=ranks)
+    return int(re.search(r"validated (\d+)", str(error.value))[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_stop_within_a_validation_is_noticed_there_and_changes_nothing(tmp_path, ranks):
+    """400 samples are 50 batches of 8 on one rank, and 45 of 3 on each of three."""
+    whole = train(tmp_path / "whole", 6, ranks=ranks)
+    run = RunDir(tmp_path / "parts")
+    # In the validation after step 3; in that one again; and in the one after the last step.
+    assert 5 <= stopped(run.path, 6, f"{ranks - 1}:5", ranks) < 45
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith("step")] == [
+        "step-00000003"
+    ]
+    assert 9 <= stopped(run.path, 6, f"{ranks - 1}:9", ranks) < 45
+    per_validation = 50 if ranks == 1 else 45
+    assert (
+        per_validation + 5 <= stopped(run.path, 6, f"0:{per_validation + 5}", ranks) < 2 * per_validation - 5
+    )
+    assert run.checkpoint(6).is_dir()
+    assert train(run.path, 6, ranks=ranks) == whole
+    assert losses(run.path) == losses(tmp_path / "whole")
+
+
+def test_so_many_short_pieces_go_into_a_message_as_take_some_milliseconds():
+    now = itertools.count(0.0, 0.002)
+    grouping = Grouping(clock=lambda: next(now))
+    assert grouping.size == 1
+    grouping.add()
+    assert grouping.is_full
+    assert grouping.take() == pytest.approx(0.002)
+    for seconds, size in [(0.002, 5), (0.0001, 16), (0.0, 16), (0.011, 1), (30.0, 1), (0.0049, 2)]:
+        grouping.hear(seconds)
+        assert grouping.size == size, seconds
+    grouping.add()
+    assert not grouping.is_full
+    grouping.begin()
+    grouping.add()
+    assert not grouping.is_full
+    one_by_one = Grouping(one_by_one=True)
+    one_by_one.hear(0.0001)
+    assert one_by_one.size == 1
