@@ -64,6 +64,9 @@ class Settings:
     bucket_mb: float | None = None
     """Size of the parts, in megabytes, in which gradients are sent while the backward pass goes on, with
     `ddp`, `ddp_spawn`, `ddp2` and `zero1`; None is torch's own choice, 25 after a first one of 1."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way: with the same strategies, all is
+    then sent in the order in which gradients get ready. torch does not look whether it is kept."""
     find_unused_parameters: bool = False
     """Allow steps in which some parameters have no part: `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod`
     look for them in every step then, which takes time. The other strategies need not look."""
@@ -197,6 +200,12 @@ class Settings:
             raise UserError(
                 f"bucket_mb is {self.bucket_mb!r}, which is for strategies 'ddp', 'ddp_spawn', 'ddp2' and "
                 f"'zero1', but strategy is {self.strategy!r}: it sends gradients in its own way."
+            )
+        if self.static_graph and (not strategy.has_buckets or self.find_unused_parameters):
+            raise UserError(
+                f"static_graph is True, strategy is {self.strategy!r} and find_unused_parameters is "
+                f"{self.find_unused_parameters}: it is for 'ddp', 'ddp_spawn', 'ddp2' and 'zero1', where no "
+                "step leaves parameters out."
             )
         algorithm = find_algorithm(self.algorithm)
         if type(algorithm) is not AllReduce and not strategy.has_algorithms:

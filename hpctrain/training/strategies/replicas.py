@@ -120,6 +120,7 @@ class Replicas(Strategy):
             device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.settings.bucket_mb,
+            static_graph=self.settings.static_graph,
             find_unused_parameters=self.settings.find_unused_parameters,
             # Replicas that go their own way share theirs where all ranks meet.
             **sharing_buffers(self.algorithm.shares_gradients),
