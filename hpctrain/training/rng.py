@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -22,6 +23,17 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let the generators draw what follows from `seed`, and put them back after the block."""
+    before = capture()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def capture() -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from hpctrain.training.data.plan import Deal
 from hpctrain.training.micro_batches import left_as_it_was
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optimization import Optimization
+from hpctrain.training.rng import derived_seed
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.kept import Kept
 from hpctrain.training.strategies.rows import micro_batch_sizes, rows
@@ -89,7 +90,7 @@ class Pipeline(Strategy):
         size = self.settings.micro_batch_size
         assert size != "auto"  # See `check`.
         sizes = micro_batch_sizes(num_samples, size, self.team.ranks.world_size)
-        for parts in _equal_parts(batch, sizes):
+        for parts in _equal_parts(batch, sizes, self._shared_seed()):
             self._run(parts, where, self._loss_of(parts, where, num_samples, ended))
         return self._scalars(ended, num_samples)
 
@@ -108,6 +109,7 @@ class Pipeline(Strategy):
         if not (self._is_pending and self.team.is_distributed):
             return
         self._is_pending = False
+        self._stages.check_gradients()
         shared = self._stages.shared
         has = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.int32)
         dist.all_reduce(has, group=self.team.control)
@@ -139,6 +141,12 @@ class Pipeline(Strategy):
                 dist.broadcast(tensor.data, src=rank)
         self._kept.gather()
 
+    def _shared_seed(self) -> int:
+        """A number that rank 0 draws, on every rank. All ranks must call this."""
+        seed = torch.randint(2**62, (1,))
+        dist.broadcast(seed, src=0, group=self.team.control)
+        return int(seed)
+
     def _loss_of(
         self,
         parts: list[_Part],
@@ -151,7 +159,7 @@ class Pipeline(Strategy):
         def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
             part = parts[int(number)]
             scalars = as_scalars(
-                self._stages.end(output, part.batch, where), "loss", type(self.module).__name__
+                self._stages.end(output, part.batch, where, part.seed), "loss", type(self.module).__name__
             )
             if TOKENS in scalars:
                 raise UserError(
@@ -229,6 +237,8 @@ class _Part:
 
     batch: Any
     num_samples: int
+    seed: int
+    """What random numbers of the training step follow from, on the first stage and on the last one."""
 
 
 class _Stage(nn.Module):
@@ -239,16 +249,19 @@ class _Stage(nn.Module):
         self._stages, self._parts, self._where = stages, parts, where
 
     def forward(self, held: torch.Tensor) -> torch.Tensor:
-        batch = self._parts[int(held)].batch if held.dtype == torch.int64 and held.numel() == 1 else None
-        return self._stages.forward(held, batch, self._where)
+        if not (held.dtype == torch.int64 and held.numel() == 1):
+            return self._stages.forward(held, None, self._where)
+        part = self._parts[int(held)]
+        return self._stages.forward(held, part.batch, self._where, part.seed)
 
 
-def _equal_parts(batch: Any, sizes: list[int]) -> Iterator[list[_Part]]:
+def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part]]:
     """The batch in micro-batches of these sizes, those of one size together."""
     low, num_samples = 0, sum(sizes)
     for size, alike in groupby(sizes):
         parts = []
         for _ in alike:
-            parts.append(_Part(rows(batch, num_samples, low, low + size), size))
+            part = rows(batch, num_samples, low, low + size)
+            parts.append(_Part(part, size, derived_seed(seed, low)))
             low += size
         yield parts

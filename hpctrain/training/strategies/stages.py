@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
+from hpctrain.training import rng
 from hpctrain.training.module import Module
 
 
@@ -55,8 +56,11 @@ class Stages:
         taken = {p for owned in self.owned for p in owned}
         self.shared = [p for p in module.parameters() if p not in taken]
 
-    def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...]) -> torch.Tensor:
-        """What this rank's stage makes of what it is handed; the first one begins with the batch."""
+    def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+        """What this rank's stage makes of what it is handed; the first one begins with the batch.
+
+        The training step draws the random numbers that follow from `seed`, as it does in `end`.
+        """
         if self._rank > 0:
             output: torch.Tensor = self._layers(held)
             return output
@@ -65,7 +69,7 @@ class Stages:
             raise _Cut(self._layers(*inputs))
 
         try:
-            with self._in_place_of_the_whole(cut):
+            with rng.seeded(seed), self._in_place_of_the_whole(cut):
                 self._module.training_step(batch, *where)
         except _Cut as end:
             return end.output
@@ -74,10 +78,42 @@ class Stages:
             "'pipeline' has cut into stages."
         )
 
-    def end(self, output: torch.Tensor, batch: Any, where: tuple[int, ...]) -> Any:
-        """What the training step returns, given what comes out of the last stage."""
-        with self._in_place_of_the_whole(lambda *_: output):
+    def end(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
+        """What the training step returns, given what comes out of the last stage.
+
+        Raises:
+            UserError: it calls the Sequential more than once.
+        """
+        calls = 0
+
+        def give(*_: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UserError(
+                    f"{type(self._module).__name__}.training_step calls the Sequential that strategy "
+                    "'pipeline' has cut into stages more than once, and a micro-batch goes through them "
+                    "once. Call it once with all its inputs joined (torch.cat), or take 'zero3'."
+                )
+            return output
+
+        with rng.seeded(seed), self._in_place_of_the_whole(give):
             return self._module.training_step_end(self._module.training_step(batch, *where))
+
+    def check_gradients(self) -> None:
+        """See that this rank has no gradient of what another stage has alone.
+
+        Raises:
+            UserError: it has.
+        """
+        others = {p for rank, owned in enumerate(self.owned) if rank != self._rank for p in owned}
+        for name, parameter in self._module.named_parameters():
+            if parameter in others and parameter.grad is not None:
+                raise UserError(
+                    f"{type(self._module).__name__}.training_step uses {name} outside of the Sequential that "
+                    "strategy 'pipeline' has cut into stages, as a penalty on all weights does. Only the "
+                    "rank of its stage knows it: take an optimizer's weight_decay, or strategy 'zero3'."
+                )
 
     @contextmanager
     def _in_place_of_the_whole(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
