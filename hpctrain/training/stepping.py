@@ -46,6 +46,8 @@ class Stepping:
         self._optimizers = optimization.optimizers
         self._updates = Updates(optimization, strategy, settings, scaler)
         self._each_alone = takes_optimizer_idx(self._module)
+        # A pipeline goes through its backward passes in the training step.
+        self._has_gone_back = strategy.splits_itself and strategy.team.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
         self._world_size = strategy.deal(self._team.ranks).world_size
         self._forward_context = forward_context(settings.precision, self._team.device)
@@ -87,7 +89,7 @@ class Stepping:
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
             raise UserError(f"{self._origin} returned {sorted(scalars)}; 'loss' is missing among them.")
-        if not scalars["loss"].requires_grad:
+        if not (scalars["loss"].requires_grad or self._has_gone_back):
             raise UserError(
                 f"{self._origin} returned a loss that depends on no parameter which takes a gradient. Return "
                 "it as it was computed, without item() or detach(), and leave something to be trained."
