@@ -32,14 +32,16 @@ if TYPE_CHECKING:
 class Sharded(Strategy):
     """Each rank keeps some rows of every parameter, with their gradients and what the optimizer keeps.
 
-    A block of the module is brought together from all ranks when it computes. Gradients are averaged and
-    cut at once, in every micro-batch, since keeping them whole would take the memory that is to be saved.
+    A block of the module is brought together from all ranks when it computes.
     """
 
     in_lockstep = True
     has_turns = False
     reshard_after_forward: ClassVar[bool | None]
     """Whether a block is cut again after its forward pass; None: all but what stands outside of blocks."""
+    averages_every_micro_batch: ClassVar[bool] = True
+    """Whether gradients are averaged and cut in every micro-batch, and not only in the last one: kept whole
+    so long, they take the memory that is to be saved."""
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -83,6 +85,15 @@ class Sharded(Strategy):
         with _explained():
             output: tuple[Any, float] = self._root(super().training_step, batch, batch_idx, num_samples)
         return output
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        late = [] if self.averages_every_micro_batch else self._cut_modules()
+        for part in late:
+            part.set_requires_gradient_sync(False, recurse=False)
+        yield
+        for part in late:
+            part.set_requires_gradient_sync(True, recurse=False)
 
     def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, int]:
         with _explained():
