@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -139,8 +139,6 @@ def _variables(
 
 def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
     """What a process does."""
-    import cloudpickle
-
     die_with_parent()
     os.environ.update(variables)
     sys.argv = argv
@@ -150,8 +148,7 @@ def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[st
         train, arguments = pickle.loads(Path(folder, "call").read_bytes())
         result = train(**arguments)
         if rank == 0:
-            # cloudpickle: the module may keep things of classes that the script defines.
-            torch.save(result, Path(folder, "result"), pickle_module=cloudpickle)
+            _write_result(Path(folder), result)
     except Exception as error:  # noqa: BLE001 (the caller raises it)
         is_users = isinstance(error, UserError)
         failure = _Failure(str(error) if is_users else traceback.format_exc(), is_users)
@@ -159,11 +156,24 @@ def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[st
         raise SystemExit(1) from None
 
 
+def _write_result(folder: Path, result: Result) -> None:
+    """Write tensors by themselves: pickled with the rest they would take their memory once more."""
+    tensors = {name: value for name, value in result.weights.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in result.weights.items() if name not in tensors}
+    torch.save(tensors, folder / "tensors")
+    rest = replace(result, weights=others)
+    (folder / "result").write_bytes(dumps(rest, "Trainer.fit", [("what it returns", rest)]))
+
+
+def _read_result(folder: Path) -> Result:
+    rest: Result = pickle.loads((folder / "result").read_bytes())
+    return replace(rest, weights={**torch.load(folder / "tensors", weights_only=True), **rest.weights})
+
+
 def _outcome(folder: Path, processes: Sequence[Any]) -> Result:
     codes = [process.exitcode for process in processes]
     if all(code == 0 for code in codes):
-        result: Result = torch.load(folder / "result", weights_only=False)
-        return result
+        return _read_result(folder)
     if all(code in (0, EXIT_CONTINUE) for code in codes):
         raise SystemExit(EXIT_CONTINUE)
     # The first to fail is the cause; what the others met is that it was gone.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,26 +25,55 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
 UNGUARDED = """
 import torch, hpctrain
 from strategic import Blocks, samples
+from hpctrain.training.strategies.sharded import ZeRO3
 print("imported")
 
+@hpctrain.register_strategy("own")
+class OwnStrategy(ZeRO3):
+    def before_update(self):
+        super().before_update()
+        if self.team.ranks.is_main:
+            print("own strategy")
+
+class Losses(hpctrain.Callback):
+    def __init__(self):
+        self.seen = []
+    def on_step_end(self, trainer, module, metrics):
+        self.seen.append(metrics["loss"])
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
 class Own(Blocks):  # is defined here, and so travels whole
+    def get_extra_state(self):
+        return Losses
+    def set_extra_state(self, state):
+        self.extra = state
     def training_step_end(self, outputs):
         return {key: value.mean() for key, value in outputs.items()}
 
-trainer = hpctrain.Trainer(max_steps=5, global_batch_size=10, seed=3, strategy="zero3", devices=2)
+trainer = hpctrain.Trainer(max_steps=5, global_batch_size=10, seed=3, strategy="own", devices=2,
+                           callbacks=[losses := Losses()])
 module = Own()
 trainer.fit(module, samples(), samples())
-torch.save((module.state_dict(), trainer.step, trainer.metrics), "out")
+assert module.extra.__name__ == "Losses"
+weights = {name: value for name, value in module.state_dict().items() if name != "_extra_state"}
+torch.save((weights, trainer.step, trainer.metrics, losses.seen), "out")
 """
 
 
 def test_the_callers_module_has_the_weights(tmp_path):
-    """With any strategy, and with no guard around the script, which no process begins anew."""
+    """With any strategy, also the script's own, and with no guard around it; no process begins it anew.
+
+    What is no tensor comes back too, and so does what callbacks would keep in a checkpoint.
+    """
     (tmp_path / "script.py").write_text(UNGUARDED)
     printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
     assert printed.count("imported") == 1
-    weights, step, metrics = torch.load(tmp_path / "out")
-    assert step == 5
+    assert printed.count("own strategy") >= 5
+    weights, step, metrics, losses = torch.load(tmp_path / "out")
+    assert step == len(losses) == 5
     assert metrics["val_loss"] > 0
     for name, value in by_hand(5).items():
         assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
@@ -64,20 +95,24 @@ def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
 
 
 FAILING = """
-import sys, threading, hpctrain
+import sys, threading, time, hpctrain
 from strategic import Blocks, samples
 
 class Failing(Blocks):
     def training_step(self, batch, batch_idx):
         import os
-        if os.environ["RANK"] == "1":
+        if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
             raise ArithmeticError("by rank 1")
+        if sys.argv[1] == "user":
+            return "loss"
+        if sys.argv[1] == "slow":
+            time.sleep(0.1)
         return super().training_step(batch, batch_idx)
 
-module = Failing() if sys.argv[1] == "fail" else Blocks()
+module = Failing()
 if sys.argv[1] == "pickle":
     module.net[0].lock = {"it": threading.Lock()}
-hpctrain.Trainer(max_steps=5, strategy="ddp_spawn", devices=2).fit(module, samples())
+hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2).fit(module, samples())
 """
 
 
@@ -89,6 +124,7 @@ hpctrain.Trainer(max_steps=5, strategy="ddp_spawn", devices=2).fit(module, sampl
             r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] is a _thread.lock, which",
         ),
         ("fail", "ArithmeticError: by rank 1"),
+        pytest.param("user", " of 2 has failed:\nFailing.training_step returned", marks=pytest.mark.long),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, how, message):
@@ -96,7 +132,50 @@ def test_what_is_wrong_is_said(tmp_path, how, message):
     done = run_command([sys.executable, "script.py", how], VARIABLES, cwd=tmp_path, check=False, timeout=110)
     assert done.returncode == 1
     assert message in done.stderr
-    assert how == "pickle" or "Rank 1 of 2 has failed:" in done.stderr
+    assert how != "fail" or "Rank 1 of 2 has failed:" in done.stderr
+
+
+@contextlib.contextmanager
+def slow_caller(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script in a process group of its own, whose two ranks have begun to train."""
+    (folder / "script.py").write_text(FAILING)
+    with subprocess.Popen(
+        [sys.executable, "script.py", "slow"],
+        env=environment(VARIABLES),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as caller:
+        assert caller.stdout is not None
+        wait_for(lambda: "step" in caller.stdout.readline(), 60, "a step")
+        yield caller
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_all_and_is_told_of_once(tmp_path):
+    with slow_caller(tmp_path) as caller:
+        os.killpg(caller.pid, signal.SIGINT)  # as a terminal does: to the ranks, too
+        _, told = caller.communicate(timeout=30)
+    assert caller.returncode == -signal.SIGINT
+    assert told.count("Traceback") == 1
+    wait_for(lambda: not is_group_alive(caller.pid), 30, "the end of the ranks")
+
+
+@pytest.mark.long
+def test_ranks_die_with_their_caller(tmp_path):
+    with slow_caller(tmp_path) as caller:
+        caller.kill()
+    wait_for(lambda: not is_group_alive(caller.pid), 30, "the end of the ranks")
+
+
+def is_group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.long
