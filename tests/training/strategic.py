@@ -79,6 +79,9 @@ class Blocks(hpctrain.Module):
         x, y = batch
         return (self.net(x) * self.scale + self.bias - y).pow(2).mean()
 
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0]) * self.scale + self.bias
+
     def configure_optimizers(self):
         if self.optimizers == 2:
             parts = [list(self.net.parameters()), [self.scale, self.bias]]
@@ -86,6 +89,13 @@ class Blocks(hpctrain.Module):
             return both, [torch.optim.lr_scheduler.CosineAnnealingLR(each, 60) for each in both]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+
+
+class Turns(Blocks):
+    """Its optimizers take turns."""
+
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        return super().training_step(batch, batch_idx)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -116,15 +126,35 @@ def by_hand(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+def in_turns(num_steps: int) -> dict[str, torch.Tensor]:
+    """The same with two optimizers, the second of which sees what the first has changed."""
+    module = Blocks(optimizers=2)
+    optimizers, schedulers = module.configure_optimizers()
+    x, y = samples()
+    for number in range(num_steps):
+        indices = SampleOrder(NUM_SAMPLES, SEED).indices(0, number * BATCH, (number + 1) * BATCH)
+        for optimizer in optimizers:
+            module.training_step((x[indices], y[indices]), 0)["loss"].backward()
+            optimizer.step()
+            module.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+    return module.state_dict()
+
+
 def train(settings: dict) -> dict:
-    module = Blocks(
+    kind = Turns if settings.pop("turns", False) else Blocks
+    module = kind(
         **{
             name: settings.pop(name)
             for name in ("norm", "stop_at", "overflow_at", "sleep", "optimizers", "sometimes")
             if name in settings
         }
     )
+    if settings.get("strategy") == "late":
+        register_late()
     steps = settings.pop("max_steps", 2)
+    predicts = settings.pop("predict", False)
     data = Stream() if settings.pop("stream", False) else samples()
     try:
         trainer = hpctrain.Trainer(
@@ -134,7 +164,19 @@ def train(settings: dict) -> dict:
     except hpctrain.UserError as error:
         return {"error": str(error)}
     weights = module.state_dict()
-    return {"weights": weights, "alike": alike(weights), "metrics": trainer.metrics, "step": trainer.step}
+    result = {"weights": weights, "alike": alike(weights), "metrics": trainer.metrics, "step": trainer.step}
+    if predicts:
+        result["predictions"] = torch.cat(trainer.predict(module, samples()))
+    return result
+
+
+def register_late() -> None:
+    """zero3 whose ranks keep gradients whole until the last micro-batch."""
+    from hpctrain.training.strategies.sharded import ZeRO3
+
+    @hpctrain.register_strategy("late")
+    class Late(ZeRO3):
+        averages_every_micro_batch = False
 
 
 def alike(weights: dict[str, torch.Tensor]) -> bool:

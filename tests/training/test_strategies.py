@@ -15,8 +15,9 @@ from helpers import run_command
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.devices import choose_devices, parse_devices
-from hpctrain.training.strategies import Strategy, find_strategy, register_strategy, registry
+from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.ddp import DDP
+from hpctrain.training.strategies.registry import STRATEGIES
 from hpctrain.training.strategies.rows import micro_batch_sizes, rows
 
 SCRIPT = Path(__file__).with_name("strategic.py")
@@ -40,11 +41,12 @@ def train(folder: Path, *trainings: dict, ranks: int, run: Path | None = None, n
     return torch.load(folder / "out", weights_only=True)
 
 
-def validated(weights: dict) -> float:
-    """The loss over all samples, on one process."""
+def evaluated(weights: dict) -> tuple[float, torch.Tensor]:
+    """The loss over all samples and what is predicted for each, on one process."""
     module = Blocks()
     module.load_state_dict(weights)
-    return module.validation_step(samples(), 0).item()
+    with torch.no_grad():
+        return module.validation_step(samples(), 0).item(), module.predict_step(samples(), 0)
 
 
 def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
@@ -75,7 +77,7 @@ def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
     """
     one, fifty, in_parts, sometimes = train(
         tmp_path,
-        {"strategy": strategy, "max_steps": 1},
+        {"strategy": strategy, "max_steps": 1, "predict": True},
         {"strategy": strategy, "max_steps": 50},
         {"strategy": strategy, "max_steps": 5, "micro_batch_size": 2},
         {"strategy": strategy, "max_steps": 5, "sometimes": True, "find_unused_parameters": True},
@@ -86,13 +88,77 @@ def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
     assert_same(in_parts["weights"], by_hand(5))
     assert_same(sometimes["weights"], by_hand(5, sometimes=True))
     assert all(result["alike"] for result in (one, fifty, in_parts, sometimes))
-    assert one["metrics"]["val_loss"] == pytest.approx(validated(one["weights"]), rel=1e-12)
+    loss, predictions = evaluated(one["weights"])
+    assert one["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
+    assert torch.allclose(one["predictions"], predictions, rtol=1e-12)
+
+
+@pytest.mark.parametrize("others", [{}, {"micro_batch_size": 3, "find_unused_parameters": True}])
+def test_each_strategy_trains_on_one_process_too(tmp_path, others):
+    names = ["ddp", "ddp_spawn", "ddp2", "dp", "zero1", "zero2", "zero3", "pipeline"]
+    if find_spec("horovod"):
+        names.append("horovod")
+    trainings = [{"strategy": name, "max_steps": 5, **others} for name in names]
+    for result in train(tmp_path, *trainings, ranks=1):
+        assert_same(result["weights"], by_hand(5))
 
 
 def test_zero1_gives_the_bits_that_ddp_gives(tmp_path):
     ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
     assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
     assert zero1["metrics"] == ddp["metrics"]
+
+
+SENT = """
+import json, sys; sys.path.insert(0, {folder!r})
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+import hpctrain, strategic
+from hpctrain.training.algorithms import Algorithm
+
+class Counted(Algorithm):
+    def attach(self, parallel):
+        parallel.register_comm_hook(None, self.exchange)
+
+    def exchange(self, _state, bucket):
+        counts[-1] += 1
+        return allreduce_hook(None, bucket)
+
+def counted(original):
+    def call(*args, **kwargs):
+        counts[-1] += 1
+        return original(*args, **kwargs)
+    return call
+
+for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+    if hasattr(dist, name):
+        setattr(dist, name, counted(getattr(dist, name)))
+strategic.register_late()
+counts = []
+for strategy, more in (("ddp", {{"algorithm": Counted()}}), ("late", {{}}), ("zero3", {{}})):
+    for size in (None, 2):
+        counts.append(0)
+        trainer = hpctrain.Trainer(
+            max_steps=4, global_batch_size=10, strategy=strategy, micro_batch_size=size, **more
+        )
+        trainer.fit(strategic.Blocks(), strategic.samples())
+print(json.dumps(counts))
+"""
+
+
+def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch(tmp_path):
+    script = tmp_path / "sent.py"
+    script.write_text(SENT.format(folder=str(SCRIPT.parent)))
+    printed = run_forked(script, [], VARIABLES, ranks=2)
+    ddp, ddp_in_parts, late, late_in_parts, zero3, zero3_in_parts = json.loads(printed.splitlines()[-1])
+    assert ddp == ddp_in_parts > 0
+    assert late == late_in_parts == zero3 > 0
+    assert zero3_in_parts == 2.5 * zero3  # three batches of ten in three parts, one of three in one
+
+
+def test_gradients_that_stay_whole_until_the_last_micro_batch_are_the_same(tmp_path):
+    (late,) = train(tmp_path, {"strategy": "late", "max_steps": 5, "micro_batch_size": 2}, ranks=2)
+    assert_same(late["weights"], by_hand(5))
 
 
 PARAMETERS_LEFT_OUT = """
@@ -156,6 +222,58 @@ def test_a_stage_keeps_what_its_optimizer_needs_and_a_checkpoint_that_of_all(tmp
     script.write_text(STATES.format(folder=str(SCRIPT.parent)))
     counts = json.loads(run_forked(script, [str(tmp_path / "run")], VARIABLES, ranks=2).splitlines()[-1])
     assert counts == [6] * 8  # of eight parameters two are the other stage's
+
+
+STEPS_OF_A_PIPELINE = """
+import sys, torch, hpctrain
+from torch import nn
+
+class Same(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        for layer in self.net:
+            nn.init.ones_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        noise = torch.randn_like(x)
+        loss = (self.net(x + noise) - x - noise).pow(2).mean()
+        if sys.argv[1] == "twice":
+            loss = loss + self.net(-x).mean()
+        if sys.argv[1] == "penalty":
+            loss = loss + sum(p.pow(2).sum() for p in self.parameters())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Say(hpctrain.Callback):
+    def on_step_end(self, trainer, module, metrics):
+        losses.append(metrics["loss"])
+
+losses = []
+trainer = hpctrain.Trainer(max_steps=3, global_batch_size=7, strategy="pipeline", callbacks=[Say()])
+trainer.fit(Same(), (torch.randn(21, 1),))
+assert losses == [0.0] * 3, losses
+"""
+
+
+def test_the_first_stage_and_the_last_draw_the_same_noise(tmp_path):
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS_OF_A_PIPELINE)
+    run_forked(script, ["noise"], VARIABLES, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside of the Seq")]
+)
+def test_steps_that_stages_cannot_share_are_refused(tmp_path, how, message):
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS_OF_A_PIPELINE)
+    with pytest.raises(AssertionError, match=message):
+        run_forked(script, [how], VARIABLES, ranks=2)
 
 
 def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
@@ -303,16 +421,21 @@ def test_ours_others_and_registered_ones_are_found(monkeypatch):
         pass
 
     assert find_strategy("mine", {}) is Mine
-    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.delitem(STRATEGIES.registered, "mine")
     with pytest.raises(UserError, match="'mine'"):
         find_strategy("mine", {})
-    for name in registry._OURS:
+    for name in STRATEGIES.ours:
         if name != "horovod":
             assert issubclass(find_strategy(name, {}), Strategy)
     with pytest.raises(UserError, match="Did you mean 'zero3'"):
         find_strategy("zero33", {})
-    with pytest.raises(UserError, match="TPUs are not among"):
-        find_strategy("tpu", {})
+    for name, words in (
+        ("tpu", "TPUs are not among"),
+        ("deepspeed", "Take 'zero1'"),
+        ("bagua", "algorithm="),
+    ):
+        with pytest.raises(UserError, match=words):
+            find_strategy(name, {})
 
 
 def test_a_strategy_of_an_installed_package_is_found(tmp_path):
@@ -333,7 +456,7 @@ def test_a_strategy_of_an_installed_package_is_found(tmp_path):
     )
     printed = run_command([sys.executable, "-c", code], {"PYTHONPATH": str(tmp_path)}).stdout
     assert printed.startswith("Theirs\n")
-    assert "theirs:nothing: that is no subclass of hpctrain.Strategy" in printed
+    assert "theirs:nothing: that is no subclass of hpctrain.training.strategies.base.Strategy" in printed
 
 
 @pytest.mark.parametrize(
