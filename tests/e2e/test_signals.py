@@ -69,14 +69,8 @@ def assert_goes_on(run: Run, losses: dict[int, float]) -> None:
     assert_no_process_left(run.path)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [
-        pytest.param("start", marks=pytest.mark.long),
-        "validation",
-        pytest.param("save", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["start", "validation", "save"])
 def test_told_to_stop_in_any_phase(losses, tmp_path, phase, backend, env):
     run = submit(tmp_path, phase, backend, env)
     arrive(tmp_path, phase)

@@ -122,6 +122,7 @@ def test_nobody_waits_where_the_script_sets_variables_before_its_imports(tmp_pat
     assert "that waited begin" not in log.read_text()
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_while_it_waits_is_not_missed(tmp_path):
     run = submit(tmp_path, {}, LOCAL)
     wait_ready(run)
