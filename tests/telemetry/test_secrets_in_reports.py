@@ -1,0 +1,67 @@
+"""A report is passed on: what opens doors is not in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from run_stories import disturbed, write_run
+from test_report_page import facts_of
+
+from hpctrain.cli.again import command_again
+from hpctrain.telemetry.report.markdown import report_text
+from hpctrain.telemetry.report.page import render_report
+from hpctrain.telemetry.report.secrets import redacted, redacted_args
+
+SPEC = {
+    "script": "/home/me/train.py",
+    "args": [
+        "--api-key",
+        "s3kret1",
+        "--token=s3kret2",
+        "--max-tokens",
+        "shown1",
+        "--tokenizer",
+        "shown2",
+        "db://u:s3kret3@h/x",
+    ],
+    "workdir": "/home/me",
+    "env": {"GH_PAT": "s3kret4", "DATABASE_URL": "postgres://u:s3kret5@h/db", "PATH_TO": "shown3"},
+    "setup": ["export OPENAI_API_KEY=s3kret6", "module load shown4", "curl -u me:x https://me:s3kret7@h/"],
+    "notify": {
+        "targets": [
+            'curl -H "Authorization: Bearer s3kret8" https://h/s3kret9',
+            "https://hooks.example/s3kret10",
+        ]
+    },
+}
+
+
+def test_secrets_are_in_no_form_of_a_report(tmp_path):
+    run = write_run(tmp_path / "run", disturbed(), **SPEC)
+    run.environment.write_text(
+        json.dumps({"args": "--lr 0.1 --hf-token s3kret11 --password=s3kret12"}) + "\n"
+    )
+    facts = facts_of(run)
+    facts.again = command_again(facts.spec)
+    for text in (render_report(facts), report_text(facts), json.dumps(facts.document())):
+        assert "s3kret" not in text
+    page = render_report(facts)
+    assert all(f"shown{number}" in page for number in range(1, 5))
+    assert "hooks.example" in page
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--max-tokens 100",
+        "tokenizer=gpt2",
+        "keys are sorted",
+        "path=/a/b",
+        "https://h/p?x=1",
+        "monkey business",
+    ],
+)
+def test_what_only_looks_like_a_secret_is_shown(text):
+    assert redacted(text) == text
+    assert redacted_args(text.split()) == text.split()
