@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.telemetry.marks import TURNS, Mark, Save
@@ -32,12 +32,29 @@ class Piece:
 class Book:
     """Walks through the marks and writes down pieces, without a gap."""
 
-    def __init__(self, first: Mark, end_us: int, saves: Iterable[Save], *, logs_steps: bool) -> None:
+    def __init__(
+        self,
+        first: Mark,
+        end_us: int,
+        saves: Iterable[Save],
+        *,
+        logs_steps: bool,
+        kept: Container[int | None],
+    ) -> None:
+        """Begin at the first mark.
+
+        Args:
+            first: it.
+            end_us: where the account ends.
+            saves: times in which saves held up the training.
+            logs_steps: whether the run tells of its steps.
+            kept: starts of the ranks of which something was saved.
+        """
         self.pieces: list[Piece] = []
         self.lost_steps = 0
         self.measured: set[What] = set()
         self._now = min(first.time_us - first.spent_us.get("all", 0), end_us)
-        self._end, self._logs_steps = end_us, logs_steps
+        self._end, self._logs_steps, self._kept = end_us, logs_steps, kept
         self._saves = deque(saves)
         #: Work that counts so far; its steps ascend.
         self._counting: list[Piece] = []
@@ -123,7 +140,8 @@ class Book:
         elif self._phase is not None:
             what = self._phase
         elif not self._logs_steps:
-            what = What.TRAINING
+            in_vain = kind == "failure" and self._attempt not in self._kept
+            what = What.LOST if in_vain else What.TRAINING
         elif kind == "signal":
             what = What.SAVING if mark.saved else What.TRAINING
         else:

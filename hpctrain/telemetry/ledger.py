@@ -11,7 +11,10 @@ from hpctrain.telemetry.book import SPENT, Book, Piece
 from hpctrain.telemetry.marks import microseconds, read_marks
 from hpctrain.telemetry.spans import Span, What
 
-NO_STEPS = "No step was logged: all time between a start of the ranks and their end counts as training."
+NO_STEPS = (
+    "No step was logged: all time between a start of the ranks and their end counts as training, or as lost "
+    "where they failed and nothing was saved."
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,15 @@ class Ledger:
             until: now, in seconds since the epoch, of a run that goes on; None ends with the last record.
             waits: whether the run is in the queue, as the scheduler says.
         """
+        events = list(events)
         marks, saves = read_marks(events, metrics)
         if not marks:
             return cls()
         now_us = microseconds(until)
         end_us = marks[-1].time_us if now_us is None else now_us
         logs_steps = any(mark.kind in ("step", "resumed") for mark in marks)
-        book = Book(marks[0], end_us, saves, logs_steps=logs_steps)
+        kept = [event.get("attempt") for event in events if event.get("kind") == "checkpoint"]
+        book = Book(marks[0], end_us, saves, logs_steps=logs_steps, kept=kept)
         for mark in marks:
             book.take(mark)
         book.close(waits=waits)

@@ -48,6 +48,8 @@ class Snapshot:
     """Until the last step, at the speed of the last minute."""
     waiting_for_data: float | None
     """The share of the last minute's time in which there was no batch."""
+    no_number_since: int | None = None
+    """The step from which on the loss is infinite or not a number; `loss` is then the last that was one."""
     slowest: str | None = None
     """Which rank or node holds up the others, where the supervisor has noticed one in this start."""
     losses: list[float] = field(default_factory=list)
@@ -70,6 +72,7 @@ class Live:
         self._last_step: int | None = None
         self._attempt: int | None = None
         self._slowest: str | None = None
+        self._no_number_since: int | None = None
 
     def take(self, events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
         """Take in what was written since the last call."""
@@ -94,6 +97,9 @@ class Live:
                 self._last_step = int(last)
             if is_finite(loss := record.get("loss")):
                 self._losses[int(record["step"])] = float(loss)
+                self._no_number_since = None
+            elif type(loss) is float and self._no_number_since is None:
+                self._no_number_since = int(record["step"])
         while len(self._losses) > _LOSSES:
             self._losses.pop(next(iter(self._losses)))
 
@@ -122,6 +128,7 @@ class Live:
             step=step,
             last_step=self._last_step,
             loss=next(iter(reversed(self._losses.values())), None),
+            no_number_since=self._no_number_since,
             steps_per_s=speed,
             left_s=left,
             waiting_for_data=self._waiting_for_data(),
@@ -185,6 +192,8 @@ def _progress(snapshot: Snapshot, width: int) -> Iterator[str]:
     room = width - len(f"step   {words}  {left}")
     yield f"step   {words}" + (f"  {_bar(step / last, min(room, 40))}" if last and room >= 8 else "") + left
     value = number(snapshot.loss)
+    if snapshot.no_number_since is not None:
+        value = f"no number since step {whole(snapshot.no_number_since)}; before that {value}"
     yield f"loss   {value}  {_spark(snapshot.losses, min(60, width - len(value) - 9))}"
     if snapshot.steps_per_s is not None:
         yield f"speed  {number(snapshot.steps_per_s)} steps a second"
@@ -246,7 +255,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
         yield f"{before} nodes to {nodes}" if is_finite(before) else count(int(nodes), "node")
     if isinstance(hosts := event.get("hosts"), list) and event.get("kind") == "excluded":
         yield ", ".join(map(str, hosts))
-    for name in ("signal", "state", "cause", "reason", "by", "job_id"):
+    for name in ("fault", "signal", "state", "cause", "reason", "by", "job_id"):
         if event.get(name) and event[name] != event.get("kind"):
             yield str(event[name])
 

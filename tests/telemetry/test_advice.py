@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
 from hpctrain.telemetry.report.markdown import report_text
 from hpctrain.telemetry.report.page import render_report
+from hpctrain.telemetry.report.story import figures
+from hpctrain.telemetry.report.story import story as sentences
 
 
 def node_lines(run: RunDir, node: int, host: str, seconds: int = 100, **values: object) -> None:
@@ -85,6 +88,17 @@ def test_waiting_for_data_is_advised_by_what_there_is(waiting, cpus, workers, us
     node_lines(waiting, 0, "n1", cpu=use)
     (advice,) = told(waiting)
     assert words in advice.what
+
+
+def test_a_loss_that_is_no_number_any_more(tmp_path):
+    story = submitted(0).steps(1, 9, every=1).steps(10, 30, every=1, loss=math.nan)
+    facts = facts_of(run := write_run(tmp_path / "run", story))
+    (advice,) = told(run)
+    assert "learning rate" in advice.what
+    assert advice.evidence == "The loss is infinite or not a number in 21 steps, from step 10 on."
+    assert ("Loss", "no number", "since step 10; lowest 0.11111 at step 9") in figures(facts)
+    assert "From step 10 on the loss is no number." in " ".join(sentences(facts))
+    assert facts.document()["loss_is_no_number_since"] == 10
 
 
 def test_a_short_run_says_little(tmp_path):

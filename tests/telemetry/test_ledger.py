@@ -88,6 +88,12 @@ def test_steps_that_nobody_logged_but_a_checkpoint_holds_are_not_lost():
     assert seconds(story) == {"starting": 2, "training": 150, "lost work": 25}
 
 
+def test_a_script_that_logs_no_step_but_saves():
+    story = submitted(1).after(29, "checkpoint", step=None).after(1, "failure", rank=0, cause="…")
+    story.after(0, "finished", state="FAILED")
+    assert seconds(story) == {"queued": 1, "training": 30}
+
+
 def test_a_run_that_was_preempted_waits_in_the_queue():
     story = submitted(5).steps(1, 1, every=1).steps(2, 20, every=1)
     story.after(2, "signal", signal="SIGTERM", step=20, saved=True).after(3, "requeue", by="requeue")
@@ -156,7 +162,7 @@ def test_loading_is_told_where_it_was_measured():
 def test_a_script_that_logs_no_step():
     story = submitted(3).after(20, "failure", rank=0).after(1, "restart").after(0, "started")
     story.after(30, "finished", state="COMPLETED")
-    assert seconds(story) == {"queued": 3, "training": 50, "restarting": 1}
+    assert seconds(story) == {"queued": 3, "lost work": 20, "training": 30, "restarting": 1}
     assert ledger_of(story).notes == (NO_STEPS,)
 
 

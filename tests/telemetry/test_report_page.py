@@ -59,6 +59,13 @@ def test_a_stop_for_more_nodes_says_so(tmp_path):
     assert attempt.cause == "told to stop by SIGUSR2 after step 5, to go on with 2 nodes"
 
 
+def test_what_was_done_on_purpose_is_told_as_such(tmp_path):
+    story = submitted(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
+    story.after(1, "failure", rank=3, host="n1", cause="SIGKILL").after(0, "restart")
+    (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
+    assert attempt.cause == "SIGKILL, by hpctrain chaos (kill-rank)"
+
+
 def test_figures_are_those_of_the_run_folder(run):
     facts = facts_of(run)
     document = facts.document()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from rich.cells import cell_len
@@ -29,6 +30,13 @@ def test_time_left_goes_by_the_speed_of_the_last_minute():
     assert told.left_s == pytest.approx(400)
     assert "200 of 400" in text_of(told)
     assert "6 min 40 s left" in text_of(told)
+
+
+def test_a_loss_that_is_no_number_is_not_passed_over():
+    story = submitted(0).steps(1, 9, every=1).steps(10, 12, every=1, loss=math.nan)
+    told = look(story)
+    assert "loss   no number since step 10; before that 0.11111" in text_of(told)
+    assert look(story.steps(13, 13, every=1)).no_number_since is None
 
 
 def test_large_numbers_are_in_groups_of_three_digits():

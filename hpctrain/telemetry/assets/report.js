@@ -47,7 +47,8 @@
           context.lineTo(x, plot.bbox.top + plot.bbox.height);
           context.stroke();
           const width = context.measureText(mark.label).width;
-          const place = Math.min(x + 4 * ratio, plot.bbox.left + plot.bbox.width - width);
+          const right = x + 4 * ratio, fits = right + width <= plot.bbox.left + plot.bbox.width;
+          const place = fits ? right : x - 4 * ratio - width;
           if (place < free) continue;
           context.fillText(mark.label, place, plot.bbox.top + 10 * ratio);
           free = place + width + 8 * ratio;

@@ -41,7 +41,7 @@ class Advice:
 
 def advise(facts: Facts) -> list[Advice]:
     """All advice for which there is evidence, what weighs most first."""
-    told = [*_faults(facts), *_slow_nodes(facts)]
+    told = [*_no_number(facts), *_faults(facts), *_slow_nodes(facts)]
     if len(facts.curves.counting) >= _LEAST_STEPS and _steps_us(facts) > _LEAST_S * 1e6:
         told += [*_data(facts), *_buckets(facts), *_saving(facts), *_lost_work(facts), *_memory(facts)]
     return told
@@ -56,6 +56,22 @@ def _steps_us(facts: Facts) -> int:
 def _setting(facts: Facts, name: str) -> Any:
     settings = facts.environment.get("settings")
     return settings.get(name) if isinstance(settings, dict) else None
+
+
+def _no_number(facts: Facts) -> Iterator[Advice]:
+    """A training that has gone astray; what comes after that is worth nothing."""
+    if (since := facts.curves.no_number_since("loss")) is None:
+        return
+    what = "Lower the learning rate, or Trainer(gradient_clip_norm=1.0)"
+    if saved := [
+        one.step for one in facts.checkpoints if one.kept and one.step is not None and one.step < since
+    ]:
+        what += f", and go on from the checkpoint of step {max(saved)}"
+    number_of = sum(step >= since for step in facts.curves.counting)
+    yield Advice(
+        f"{what}.",
+        f"The loss is infinite or not a number in {count(number_of, 'step')}, from step {since} on.",
+    )
 
 
 def _data(facts: Facts) -> Iterator[Advice]:

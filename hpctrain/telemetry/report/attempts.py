@@ -10,6 +10,8 @@ from hpctrain.telemetry.ledger import Ledger
 from hpctrain.telemetry.marks import microseconds
 from hpctrain.telemetry.spans import What
 
+VANISHED = "the job was killed, and nobody was left to say why"
+
 
 @dataclass
 class Attempt:
@@ -30,7 +32,7 @@ class Attempt:
     """`failure`, `stop`, `vanished`, `completed`, `cancelled`, `failed`; None while it goes on."""
     cause: str | None = None
     stopped_for: str | None = None
-    """What it was asked to stop for."""
+    """What it was asked to stop for, or who has struck it."""
     rank: int | None = None
     host: str | None = None
     log: str | None = None
@@ -75,7 +77,7 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
     last = attempts[-1] if attempts else None
     if kind == "started":
         if last is not None and last.end is None:
-            last.end, last.cause = "vanished", "the job was killed, and nobody was left to say why"
+            last.end, last.cause = "vanished", VANISHED
         if last is not None and last.followed_by is None:
             last.followed_by = "requeue"
         attempts.append(_started(event, time, len(attempts)))
@@ -84,11 +86,14 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
     elif kind == "resumed":
         last.resumed_step = _whole(event.get("step"))
     elif kind == "failure" and event.get("rank") is not None:
-        last.ended, last.end, last.cause = time, "failure", str(event.get("cause") or "no cause is on record")
+        cause = str(event.get("cause") or "no cause is on record")
+        last.ended, last.end, last.cause = time, "failure", ", ".join(filter(None, [cause, last.stopped_for]))
         last.rank, last.host = _whole(event.get("rank")), _text(event.get("host"))
         last.log = _text(event.get("log"))
     elif kind == "grow":
         last.stopped_for = f"to go on with {event.get('nodes')} nodes"
+    elif kind == "chaos":
+        last.stopped_for = f"by hpctrain chaos ({event.get('fault')})"
     elif kind == "signal":
         reason = f", {last.stopped_for}" if last.stopped_for else ""
         saved = "" if event.get("saved") is True else "; nothing new was saved"

@@ -82,6 +82,16 @@ class Curves:
                 return float(value)
         return None
 
+    def no_number_since(self, name: str) -> int | None:
+        """The step from which on each value of a metric is infinite or not a number, if the last one is."""
+        since = None
+        for step, record in reversed(self.counting.items()):
+            if name in record:
+                if type(value := record[name]) is not float or math.isfinite(value):
+                    break
+                since = step
+        return since
+
     def lowest(self, name: str) -> Point | None:
         """The lowest value of a metric, and its step."""
         known = [(value, step) for step, value in self.points(name) if value is not None]

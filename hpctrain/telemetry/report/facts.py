@@ -11,7 +11,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.telemetry.goodput import Goodput, goodput_of
 from hpctrain.telemetry.ledger import Ledger
 from hpctrain.telemetry.report.advice import advise
-from hpctrain.telemetry.report.attempts import Attempt, attempts_of
+from hpctrain.telemetry.report.attempts import VANISHED, Attempt, attempts_of
 from hpctrain.telemetry.report.curves import Curves, Point, rates
 from hpctrain.telemetry.report.devices import Devices, read_devices
 from hpctrain.telemetry.report.lines import read_lines, without_collecting
@@ -23,7 +23,7 @@ from hpctrain.telemetry.report.pieces import (
     read_environment,
     read_spec,
 )
-from hpctrain.telemetry.report.secrets import without_secrets
+from hpctrain.telemetry.report.secrets import surroundings_without_secrets, without_secrets
 
 _GOING = ("PENDING", "RUNNING")
 
@@ -109,6 +109,7 @@ class Facts:
             "wall_us": ledger.wall_us,
             "step": self.step,
             "loss": self.curves.last("loss"),
+            "loss_is_no_number_since": self.curves.no_number_since("loss"),
             "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
             "last": {name: self.curves.last(name) for name in self.curves.names},
             "steps_per_s": self.steps_per_s,
@@ -161,6 +162,8 @@ def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
     curves = Curves.of(metrics)
     start_us, end_us = (ledger.spans[0].start_us, ledger.spans[-1].end_us) if ledger.spans else (0, 0)
     attempts = attempts_of(events, ledger, curves.by_attempt)
+    if attempts and attempts[-1].end is None and name in ("FAILED", "CANCELLED"):
+        attempts[-1].end, attempts[-1].cause = "vanished", VANISHED
     return Facts(
         run_id=run.run_id,
         folder=str(run.path),
@@ -177,7 +180,7 @@ def read_facts(run: RunDir, state: State, *, now: float) -> Facts:
         checkpoints=read_checkpoints(run, events),
         rates=rates(metrics, start_us / 1e6),
         codes=read_codes(run),
-        environment=read_environment(run),
+        environment=surroundings_without_secrets(read_environment(run)),
         devices=read_devices(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
         again=list(state.again),
         notes=[*ledger.notes, *(["Nothing is on record of this run yet."] if not ledger.spans else [])],

@@ -45,6 +45,8 @@ def story(facts: Facts) -> list[str]:
     sentences = [f"{steps} {'so far ' if facts.is_going else ''}in {wall}, with {starts}."]
     if facts.cause:
         sentences.append(f"It failed: {facts.cause.rstrip('.')}.")
+    if (since := facts.curves.no_number_since("loss")) is not None:
+        sentences.append(f"From step {since} on the loss is no number.")
     if interruptions := facts.interruptions:
         sentences += _what_interruptions_cost(facts, interruptions)
     elif facts.attempts and not facts.is_going:
@@ -61,8 +63,8 @@ def _what_interruptions_cost(facts: Facts, interruptions: Sequence[Attempt]) -> 
     away_us = sum(attempt.away_us for attempt in interruptions)
     yield (
         f"Interruptions: {told}. They cost {duration((lost_us + away_us) / 1e6)}: {duration(lost_us / 1e6)} "
-        f"for {count(facts.ledger.lost_steps, 'step')} that had to be trained again, and "
-        f"{duration(away_us / 1e6)} until the training went on."
+        f"of work that was lost, with {count(facts.ledger.lost_steps, 'step')} that had to be trained again, "
+        f"and {duration(away_us / 1e6)} until the training went on."
     )
 
 
@@ -91,9 +93,12 @@ def figures(facts: Facts) -> list[tuple[str, str, str]]:
     """The figures to see first: name, value, and what it is."""
     lowest = facts.curves.lowest("loss")
     at = f"lowest {number(lowest[1])} at step {lowest[0]:.0f}" if lowest else ""
+    loss, since = number(facts.curves.last("loss")), facts.curves.no_number_since("loss")
+    if since is not None:
+        loss, at = "no number", f"since step {since}; {at or 'it never was one'}"
     shown = [
         ("Steps", whole(facts.step), _rate(facts)),
-        ("Loss", number(facts.curves.last("loss")), at),
+        ("Loss", loss, at),
         ("Time", duration(facts.ledger.wall_us / 1e6), "from submission to " + _until(facts)),
         ("Starts", str(len(facts.attempts)), count(len(facts.interruptions), "interruption")),
         ("Productive", share(facts.goodput.ettr), "ETTR: of the time in which it was wanted"),
