@@ -84,6 +84,13 @@ def describe_state(status: RunStatus) -> str:
     return str(status.state) + (f" ({status.words})" if status.words else "")
 
 
+def one_line(text: str) -> str:
+    """A text of a run in one line, without anything in it that a terminal would obey."""
+    from hpctrain.telemetry.report.words import plain
+
+    return plain(" ".join(text.split()))
+
+
 def describe_end(status: RunStatus) -> str:
     """What became of an ended run, where its files lie and what to type next."""
     from hpctrain.jobs.error_report import end_of_job_log
@@ -92,7 +99,10 @@ def describe_end(status: RunStatus) -> str:
     handle = handle_of(status.run_dir)
     lines = []
     if status.cause:
-        lines += [f"cause        {status.cause}", f"log          {short_path(status.log or run.logs)}"]
+        lines += [
+            f"cause        {one_line(status.cause)}",
+            f"log          {short_path(status.log or run.logs)}",
+        ]
         lines += [f"             {line}" for line in _traceback(run) or end_of_job_log(status.log)]
     step = f", step {status.step}" if status.step is not None else ""
     loss = f", loss {status.loss:.6g}" if status.loss is not None else ""

@@ -52,13 +52,21 @@ def command(
     if str(output) == "-":
         click.echo(text, nl=not text.endswith("\n"))
         return
-    write_atomic(output, text, durable=False)
+    try:
+        write_atomic(output, text, durable=False)
+    except OSError as error:
+        raise UserError(f"The report cannot be written to {output} (--output): {error.strerror}.") from error
     click.echo(f"The report is written: {short_path(output)}")
 
 
 def _form_of(output: Path | None) -> str:
     suffix = output.suffix[1:].lower() if output is not None else ""
-    return suffix if suffix in _FORMATS else "html"
+    if suffix in ("", "htm", *_FORMATS):
+        return suffix if suffix in _FORMATS else "html"
+    raise UserError(
+        f"{output} (--output) ends in .{suffix}, which is no format of a report. Let it end in .html, .md or "
+        ".json, or say --format."
+    )
 
 
 def _default_output(facts: list[Facts]) -> Path:

@@ -11,6 +11,7 @@ from hpctrain.cli.common import (
     describe_state,
     echo_json,
     json_option,
+    one_line,
     open_run,
     run_argument,
     short_path,
@@ -45,7 +46,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         "loss": status.loss,
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
         "not saved": status.not_saved,
-        "cause": status.cause,
+        "cause": one_line(status.cause) if status.cause else None,
         "log": short_path(status.log) if status.log else None,
     }
     for name, value in facts.items():
