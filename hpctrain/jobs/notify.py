@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -10,6 +11,10 @@ from hpctrain.errors import SpecError
 #: When somebody is told.
 OCCASIONS = ("finish", "failure", "stall")
 DEFAULT_STALL_S = 900
+
+
+#: What is meant for an address and is none: of another scheme, or without one.
+_NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+/\S*")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class Notify:
                 host = None
             if not host or any(character.isspace() for character in target):
                 raise SpecError(f"{target!r} (--notify) is no address: it names no host.")
+        for target in self.targets:
+            if not is_address(target) and _NO_COMMAND.fullmatch(target):
+                raise SpecError(
+                    f"{target!r} (--notify) is neither an address, which begins with https:// or http://, "
+                    "nor a line of shell. A command of that name is called with ./ before it."
+                )
 
 
 def is_address(target: str) -> bool:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -127,6 +127,7 @@ class _Target:
 
     def __init__(self, target: str, environ: Mapping[str, str]) -> None:
         self._target, self._environ = target, environ
+        self._running: subprocess.Popen[bytes] | None = None
         self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name="hpctrain-notification", daemon=True)
         self._thread.start()
@@ -142,6 +143,13 @@ class _Target:
         with suppress(queue.Full):
             self._messages.put(None, timeout=max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("a notification did not arrive before the end: its target takes too long")
+            if (process := self._running) is not None:
+                _kill(process)
+
+    def _note(self, process: subprocess.Popen[bytes]) -> None:
+        self._running = process
 
     def _work(self) -> None:
         while (message := self._messages.get()) is not None:
@@ -149,7 +157,7 @@ class _Target:
                 if is_address(self._target):
                     post(self._target, message)
                 else:
-                    call(self._target, message, self._environ)
+                    call(self._target, message, self._environ, self._note)
             except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
                 log.warning(
                     "a notification of %s did not arrive: %s: %s",
@@ -245,8 +253,15 @@ def post(address: str, message: Mapping[str, Any]) -> None:
         time.sleep(_PAUSE_S)
 
 
-def call(line: str, message: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+def call(
+    line: str,
+    message: Mapping[str, Any],
+    environ: Mapping[str, str],
+    note: Callable[[subprocess.Popen[bytes]], None] | None = None,
+) -> None:
     """Run a line of shell in the run folder, a message on its standard input, its main words in variables.
+
+    `note` gets the process as soon as there is one.
 
     Raises:
         OSError: it failed, or took too long.
@@ -264,13 +279,20 @@ def call(line: str, message: Mapping[str, Any], environ: Mapping[str, str]) -> N
         env={**environ, **variables},
         start_new_session=True,
     ) as process:
+        if note is not None:
+            note(process)
         try:
             _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
     if process.returncode:
         raise OSError(
             f"the command ended with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
         )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a command and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
