@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -20,6 +22,7 @@ import chromium
 import pytest
 from helpers import environment, wait_for
 
+from hpctrain.cli.serve import Folder
 from hpctrain.rundir import RunDir
 
 START = 1_764_000_000.0
@@ -279,6 +282,26 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
         assert status == 200
         assert "commit abc" in text
         assert "secret" not in text
+
+
+def test_a_page_that_takes_long_is_made_once_for_all_who_look_and_not_at_every_change(folder, monkeypatch):
+    pages, made = Folder(folder), []
+
+    def render(status: object) -> str:
+        made.append(status)
+        time.sleep(0.2)
+        return "the page"
+
+    monkeypatch.setattr(pages, "_render", render)
+    tag = pages.tag("digits")
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(pages.page, ["digits"] * 4)) == {"the page"}
+    write(RunDir(folder / "digits"), [], range(101, 103))
+    assert pages.tag("digits") == tag
+    assert len(made) == 1
+    wait_for(lambda: pages.tag("digits") != tag, 10, "the time until it is worth another")
+    pages.page("digits")
+    assert len(made) == 2
 
 
 def test_it_listens_on_this_machine_only(served):
