@@ -7,6 +7,7 @@ there is nothing to save, and the rank leaves at once, asking to be continued.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -80,6 +81,21 @@ def leave_on_stop() -> None:
     _mind_forks()
     for number in STOP_SIGNALS:
         signal.signal(number, _leave)
+
+
+def be_deaf_at_the_end() -> None:
+    """Ignore stop signals once the interpreter takes itself apart, after all that the script does at exit.
+
+    It takes the handlers away first; so a rank that has done everything would be ended by the signal, and
+    pass for one that is to be continued.
+    """
+
+    def ignore() -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    # What is registered first is called last.
+    atexit.register(ignore)
 
 
 def is_leaving() -> bool:

@@ -32,7 +32,7 @@ from hpctrain.runtime.lifeline import die_with_parent, die_with_supervisor
 from hpctrain.runtime.line import Line, talk
 from hpctrain.runtime.log_times import note_log_times
 from hpctrain.runtime.node_sampler import NodeSampler
-from hpctrain.runtime.signals import is_leaving, leave_on_stop
+from hpctrain.runtime.signals import be_deaf_at_the_end, is_leaving, leave_on_stop
 from hpctrain.runtime.stop_notes import STOP_SIGNALS, note_stops, told_to_stop
 from hpctrain.runtime.telling import beat, tell
 from hpctrain.runtime.waiting import wait_for_the_word
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> NoReturn:
     A word before it names the environment that tells the rank: Slurm's, or that of an agent of torchrun.
     """
     *environment, words = argv
+    be_deaf_at_the_end()
     leave_on_stop()
     note_stops()
     die_with_supervisor(os.environ)

@@ -123,6 +123,20 @@ def test_leaving_cannot_be_lost_in_a_finalizer(run):
     assert "and still here: leaving" in log(run)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_stop_signal_while_the_interpreter_ends_makes_no_complete_script_incomplete(run, number):
+    text = (
+        "import os, sys\n"
+        "class Late:\n"
+        f"    def __del__(self, kill=os.kill, pid=os.getpid(), write=os.write, number={int(number)}):\n"
+        "        kill(pid, number)\n"
+        "        write(1, b'deaf')\n"
+        "sys.late = Late()\n"
+    )
+    assert start(run, text).wait(30) == 0
+    assert log(run).endswith("deaf")
+
+
 @pytest.mark.parametrize(
     "ends", ["raise ImportError('cannot load module more than once per process')", "sys.exit(1)"]
 )
