@@ -62,6 +62,16 @@ class Diagnostician:
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
         return self._record(attempt, Kind.KILLED, cause, rank=-1, host=None, log=log_path)
 
+    def stop_on_record(self, attempt: int) -> Kind | None:
+        """Why the allocation was to be given back after the attempt's ranks had left; None if it was not."""
+        for event in last_records(self.run.events):
+            if event.get("attempt") != attempt or event.get("kind") == "started":
+                break
+            if event.get("kind") == "requeue" and event.get("class") in set(Kind):
+                kind = Kind(event["class"])
+                return kind if kind.is_stop else None
+        return None
+
     def nodes_at_fault(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> End:
         """Record that nodes failed the check before a start."""
         end = End(Kind.NODE_CHECK)

@@ -115,7 +115,10 @@ class Supervisor:
             return None
         self._scheduler.end_steps()
         end_leftovers(str(self._run.path), attempts[-1] + 1)
+        stop = self._diagnostician.stop_on_record(attempts[-1])
         end = self._diagnostician.supervisor_killed(attempts[-1])
+        # Killed when the ranks had left already: what it was about to do is done.
+        end = end if stop is None else End(stop)
         return self._go_on(attempts[-1], Diagnosis(end), self._mover.will(), 0.0)
 
     def _leave_out(self) -> None:

@@ -155,6 +155,17 @@ def finished(run):
     return next(event for event in run.read_events() if event["kind"] == "finished")
 
 
+@pytest.mark.parametrize(("kind", "goes_on"), [("preempted", "requeue"), ("killed", "restart")])
+def test_a_supervisor_killed_before_it_gave_the_nodes_back_gives_them_back(run, kind, goes_on):
+    run.log_event("started", run.new_attempt(), nodes=2, world_size=2, hosts=["n1", "n2"])
+    run.log_event("requeue", 0, seconds=9.0, by="successor", **{"class": kind})
+    launcher = PretendLauncher([DONE] if goes_on == "restart" else [])
+    scheduler = PretendScheduler(successor="8", site_requeues=False)
+    Supervisor(run, spec_of(run), launcher, scheduler).run(deaths=1)
+    assert kinds(run)[:4] == ["started", "requeue", "failure", goes_on]
+    assert launcher.attempts == []
+
+
 def test_crash_restart_done(run):
     assert supervise(run, [KILLED, DONE]) == 0
     assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
