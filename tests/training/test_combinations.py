@@ -21,7 +21,7 @@ from helpers import REPOSITORY
 SCRIPT = Path(__file__).with_name("strategic.py")
 sys.path.insert(0, str(SCRIPT.parent))
 
-from strategic import by_hand  # noqa: E402 (a script, not a package)
+from strategic import by_hand, in_turns  # noqa: E402 (a script, not a package)
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -34,11 +34,13 @@ WISHES: dict[str, dict] = {
     "micro-batches": {"micro_batch_size": 2},
     '`micro_batch_size="auto"`': {"micro_batch_size": "auto"},
     "several optimizers": {"optimizers": 2},
+    "optimizers in turns": {"optimizers": 2, "turns": True},
     "batch norm": {"norm": True},
     "a stream": {"stream": True},
     "data workers": {"num_workers": 1},
     "clipping": {"gradient_clip_norm": 0.1, "gradient_clip_value": 0.05},
     "activation checkpointing": {"recompute": ["net.*"]},
+    "`compile`": {"compile": {"backend": "eager"}},
 }
 #: Why not. All else works.
 REFUSED = {
@@ -48,6 +50,10 @@ REFUSED = {
     ("horovod", "bf16-true"): "cannot send bfloat16",
     ("pipeline", "16-mixed"): "before it could be scaled",
     ("pipeline", "a stream"): "every rank needs all of each batch",
+    **{
+        (strategy, "optimizers in turns"): "in which all parameters go through a step together"
+        for strategy in ("zero2", "zero3", "horovod", "pipeline")
+    },
 }
 
 
@@ -80,11 +86,20 @@ def test_it_trains_or_says_why_not(strategy, wish):
         for name, value in outcomes("ddp")[wish]["weights"].items():
             assert torch.allclose(outcome["weights"][name], value, rtol=1e-6, atol=1e-9), name
     elif wish not in ("a stream", "batch norm"):  # another order of samples; statistics of a rank's share
-        for name, value in by_hand(2).items():
+        for name, value in (in_turns(2) if wish == "optimizers in turns" else by_hand(2)).items():
             got = outcome["weights"][name].double()
             assert torch.allclose(
                 got, value, rtol=0.02 if coarse else 1e-9, atol=0.02 if coarse else 1e-12
             ), name
+
+
+def test_the_tests_that_the_documentation_names_are_there():
+    text = (REPOSITORY / "docs" / "strategies.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 20
+    for file, name in named:
+        path = REPOSITORY / (file if "/" in file else f"tests/training/{file}")
+        assert f"def {name}(" in path.read_text(), f"{file}::{name}"
 
 
 def test_the_documentation_has_the_same_table():
