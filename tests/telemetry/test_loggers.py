@@ -176,6 +176,29 @@ def test_what_was_on_its_way_when_the_process_was_killed_is_not_sent_twice(run):
     assert sorted(logger.points) == expected((1, 12, 1))
 
 
+def test_a_kill_while_much_is_brought_costs_a_few_steps_at_most(run):
+    class Killed(BaseException):
+        pass
+
+    logger = Recorder()
+    train(run, 0, 1, 100)
+    one = feed(run, logger)
+    take = logger.log
+
+    def log(lines) -> None:
+        if logger.points:
+            one._memory.save = lambda sending=None: None
+            raise Killed
+        take(lines)
+
+    logger.log = log
+    with pytest.raises(Killed):
+        one.advance()
+    logger.log = take
+    feed(run, logger).advance()
+    assert sorted(logger.points) == expected((1, 32, 1), (65, 100, 1))
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"known": 3}', '{"known": null, "offset": "x"}', "\xff"])
 def test_a_memory_that_is_damaged_is_none(run, damage):
     path = run.logger_memory("recorder")

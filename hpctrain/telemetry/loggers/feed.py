@@ -17,6 +17,8 @@ from hpctrain.telemetry.metrics import metrics_of
 _FIRST_S, _LATER_S, _FIRST_FOR_S = 1.0, 5.0, 60.0
 _RETRY_AFTER_S = 15.0
 _MOST_BYTES = 1 << 20
+#: Lines that are brought at once: those on their way when the process is killed do not come again.
+_MOST_LINES = 32
 
 
 class Feed:
@@ -64,7 +66,11 @@ class Feed:
         text, end = self._read()
         batch: list[Line] = []
         steps = dict(memory.steps)
-        for line in _lines(text):
+        begin, done = end - len(text), 0
+        for line, read in _lines(text):
+            if len(batch) == _MOST_LINES:
+                self._deliver(batch, steps)
+                memory.offset, batch = begin + done, []
             if line.attempt > memory.attempt:
                 if line.step <= max(steps.values(), default=-1):
                     self._deliver(batch, steps)
@@ -76,6 +82,7 @@ class Feed:
             if new:
                 batch.append(replace(line, values=new))
                 steps |= dict.fromkeys(new, line.step)
+            done = read
         self._deliver(batch, steps)
         is_new = end != memory.offset
         if is_new:
@@ -118,12 +125,15 @@ class Feed:
             )
 
 
-def _lines(text: bytes) -> Iterator[Line]:
-    for row in text.splitlines():
+def _lines(text: bytes) -> Iterator[tuple[Line, int]]:
+    """Each line, and how many bytes end with it."""
+    read = 0
+    for row in text.splitlines(keepends=True):
+        read += len(row)
         try:
             record = json.loads(row)
             step, time = int(record["step"]), float(record["time"])
             attempt, epoch = int(record.get("attempt", 0)), int(record.get("epoch", 0))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             continue  # A crash has cut it.
-        yield Line(step, time, attempt, epoch, metrics_of(record))
+        yield Line(step, time, attempt, epoch, metrics_of(record)), read
