@@ -67,7 +67,7 @@ class EarlyStopping(Callback):
         Raises:
             UserError: an argument is out of its range.
         """
-        if patience < 1 or mode not in ("min", "max") or min_delta < 0:
+        if patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
                 f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
                 "it takes a patience of at least 1, 'min' or 'max', and a min_delta of at least 0."
@@ -114,7 +114,8 @@ class EarlyStopping(Callback):
 
     def _end_if_due(self, trainer: Trainer) -> None:
         if self.waited >= self.patience:
-            trainer.end(f"{self.metric} did not get better than {self.best:.6g} in {self.waited} validations")
+            reached = "was no number" if self.best is None else f"did not get better than {self.best:.6g}"
+            trainer.end(f"{self.metric} {reached} in {self.waited} validations")
 
 
 class Callbacks:

@@ -17,7 +17,7 @@ from hpctrain.training.module import Module
 from hpctrain.training.precision import batch_in_precision, forward_context
 from hpctrain.training.settings import Settings
 from hpctrain.training.strategies import find_strategy
-from hpctrain.training.validation import validate
+from hpctrain.training.validation import evaluating, validate
 
 
 class Evaluation:
@@ -42,7 +42,6 @@ class Evaluation:
             global_batch_size=settings.global_batch_size,
             name="dataset",
         )
-        self._was_training = module.training
         self._strategy = strategy(module, team, settings)
 
     def means(self, method: str, lone_name: str) -> dict[str, float]:
@@ -62,8 +61,7 @@ class Evaluation:
         """What `predict_step` returns for all batches, in order of ranks. All ranks must call this."""
         own = []
         team, strategy = self._team, self._strategy
-        strategy.module.eval()
-        with torch.no_grad(), closing(self._data.batches()) as mine:
+        with evaluating(strategy.module), torch.no_grad(), closing(self._data.batches()) as mine:
             batches = in_lockstep(mine, team) if strategy.in_lockstep else mine
             for batch_idx, (num_held, batch) in enumerate(batches):
                 with forward_context(self._precision, team.device):
@@ -74,6 +72,5 @@ class Evaluation:
         return [output for outputs in team.gather(own) for output in outputs]
 
     def finish(self) -> None:
-        """Leave the module whole, in the mode that it was in. All ranks must call this."""
-        self._strategy.module.train(self._was_training)
+        """Leave the module whole. All ranks must call this."""
         self._strategy.finish()

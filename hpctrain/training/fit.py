@@ -236,7 +236,8 @@ class Fit:
             self._progress.say(f"hpctrain: {remark}")
         self._feed.begin(state.step)
         state.finished = self._feed.finished
-        self._module.train()
+        if not self._module.training:  # Parts that are not to be, such as a frozen norm, stay as they are.
+            self._module.train()
         if state.step == 0:
             self._check_sanity()
         self._advise_on_workers()
@@ -376,6 +377,8 @@ class Fit:
         if results is None:
             put_back()
             return False
+        # `loss` stands for that of training.
+        results = {f"val_{name}" if name in state.latest else name: mean for name, mean in results.items()}
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
         self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")

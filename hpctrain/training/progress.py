@@ -97,7 +97,7 @@ class _Bar(_Silence):
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[scalars]}"),
+            TextColumn("{task.fields[scalars]}", markup=False),
         )
         self._pace, self._paced = pace, ""
         self._task: Any = self._bar.add_task("training", total=last_step, scalars="")

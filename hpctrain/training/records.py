@@ -12,6 +12,9 @@ from hpctrain.rundir import RunDir
 from hpctrain.training.data.plan import Share
 from hpctrain.training.spent import Moment
 
+#: Fields of a line of `metrics.jsonl` that are no metrics.
+OWN_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
+
 
 class MetricsFile:
     """`metrics.jsonl`: one object a logged step, written by rank 0."""

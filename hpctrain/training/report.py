@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.grouping import Grouping
+from hpctrain.training.records import OWN_FIELDS
 from hpctrain.training.spent import Moment
 from hpctrain.training.sums import TOKENS, ScalarSums
 
@@ -63,6 +65,7 @@ class Reports:
         self._grouping = Grouping(one_by_one=one_by_one or team.ranks.world_size > _FEW)
         self._own: list[_Own] = []
         self._sent: list[_Own] = []
+        self._names: list[str] | None = None
         self._read: Callable[[], list[float]] | None = None
 
     def begin(self) -> None:
@@ -88,28 +91,55 @@ class Reports:
         """Send what was noted, and what this rank wants."""
         flags = [float(own.stop), float(own.save), float(own.end), own.news, self._grouping.take()]
         self._sent, self._own = self._own, []
-        values = [value for each in self._sent for value in each.sums.values.values()]
-        self._read = _send(self._team, flags, values)
+        if self._names is None:
+            self._names = self._agreed_names()
+        # A message is as long on all ranks. A rank with other names than are agreed on says so, and no more.
+        names = dict.fromkeys(self._names).keys()
+        others = any(each.sums.values.keys() != names for each in self._sent)
+        values = self._values()
+        if others:
+            values = [0.0 for _ in range(len(names) * len(self._sent))]
+        self._read = _send(self._team, [*flags, float(others)], values)
 
     def read(self) -> tuple[Wishes, list[StepResult]]:
         """Wait for what all ranks have sent, which has had a step's time to arrive.
 
         Raises:
             RuntimeError: nothing was sent.
+            UserError: on all ranks alike: they have not the same metrics of a step.
         """
         if self._read is None:
             raise RuntimeError("nothing was sent")
-        stop, save, end, news, seconds, *values = self._read()
+        stop, save, end, news, seconds, others, *values = self._read()
         self._read = None
         self._grouping.hear(seconds / self._team.ranks.world_size)
+        if others:
+            self._names = self._agreed_names()
+            values = _send(self._team, [], self._values())()
         results, rest = [], iter(values)
         for own in self._sent:
             # The names come first: zip takes no value more than there are names.
-            scalars = dict(zip(own.sums.values, rest, strict=False))
+            scalars = dict(zip(sorted(own.sums.values), rest, strict=False))
             if scalars.get(TOKENS):
                 scalars["loss"] /= scalars[TOKENS]
             results.append(StepResult(own.step, own.epoch, scalars, own.ended))
         return Wishes(stop > 0, save > 0, end > 0, news), results
+
+    def _values(self) -> list[torch.Tensor | float]:
+        return [each.sums.values[name] for each in self._sent for name in sorted(each.sums.values)]
+
+    def _agreed_names(self) -> list[str]:
+        own = [sorted(each.sums.values) for each in self._sent]
+        for rank, names in enumerate(told := self._team.gather(own)):
+            for step, first, other in zip(self._sent, told[0], names, strict=True):
+                if other != first:
+                    raise UserError(
+                        f"The metrics of step {step.step} are {first} on rank 0, but {other} on rank {rank}. "
+                        "Give the same names on every rank, also where there is nothing to tell."
+                    )
+        if taken := sorted(set(own[-1]).intersection(OWN_FIELDS)):
+            raise UserError(f"A metric is called {taken[0]!r}, which is a field of metrics.jsonl. Rename it.")
+        return own[-1]
 
 
 class _Own(NamedTuple):
@@ -174,9 +204,8 @@ def _exchange(team: Team, own: torch.Tensor, group: dist.ProcessGroup | None) ->
     """
     if team.ranks.world_size > _FEW:
         return own[None], dist.all_reduce(own, group=group, async_op=True)
-    told = own.new_empty(team.ranks.world_size * len(own))
-    pending = dist.all_gather_into_tensor(told, own, group=group, async_op=True)
-    return told.view(-1, len(own)), pending
+    told = own.new_empty((team.ranks.world_size, len(own)))
+    return told, dist.all_gather(list(told), own, group=group, async_op=True)
 
 
 def _sum(rows: torch.Tensor) -> list[float]:

@@ -175,11 +175,11 @@ class Session:
     def log(self, **scalars: torch.Tensor | float) -> None:
         """Have means over this rank's batch averaged over the global batch, shown and written with the step.
 
-        Every rank calls it in every step, with the same names.
+        Every rank calls it in every step, with the same names; of one that is logged twice the later stays.
         """
         if self._fit is None:
             raise UserError("log() was called outside of the loop over batches().")
-        self._fit.sums.add({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
+        self._fit.sums.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backward passes meanwhile add to this rank's gradients, and exchange nothing."""

@@ -157,7 +157,7 @@ class Settings:
             value = getattr(self, name)
             if name == "micro_batch_size" and value == "auto":
                 continue
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or value is True or value < 1):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_mb"):
             value = getattr(self, name)
@@ -176,6 +176,14 @@ class Settings:
                 f"recompute is {self.recompute!r} and compile is {self.compile!r}: torch.compile decides by "
                 "itself what is computed again in the backward pass. Give one of the two."
             )
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed!r}; it must be a whole number of at most 63 bits.")
+        if not isinstance(self.compile, (bool, Mapping)):
+            raise UserError(
+                f"compile is {self.compile!r}; give True, or a dict of torch.compile's arguments."
+            )
+        if isinstance(self.callbacks, Callback):
+            self.callbacks = (self.callbacks,)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(f"callbacks has {callback!r}, which is no hpctrain.Callback.")

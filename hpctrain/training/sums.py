@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from hpctrain.errors import UserError
+
 #: What a training step calls the number of tokens, or whatever else, that its loss is the mean over.
 TOKENS = "num_tokens"
 
@@ -23,8 +25,13 @@ class ScalarSums:
         Where `num_tokens` is among them, `loss` is the mean over so many, whatever the samples.
 
         Raises:
-            KeyError: the names are not those of the micro-batch before.
+            UserError: the names are not those of the micro-batch before.
         """
+        if self.values and self.values.keys() != scalars.keys():
+            raise UserError(
+                f"training_step returned {sorted(scalars)} for a micro-batch, and {sorted(self.values)} for "
+                "the one before. Return the same names every time."
+            )
         tokens = _double(scalars[TOKENS]) if TOKENS in scalars else None
         parts: dict[str, torch.Tensor | float] = {}
         for name, scalar in scalars.items():
@@ -35,6 +42,12 @@ class ScalarSums:
         self.values = (
             {name: self.values[name] + part for name, part in parts.items()} if self.values else parts
         )
+
+    def put(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
+        """Put means beside those that are there; of two that have one name, the later stays."""
+        beside = ScalarSums()
+        beside.add(scalars, share)
+        self.values |= beside.values
 
     def join(self, other: ScalarSums) -> None:
         """Add what another optimizer's pass over the batch gave: losses add up, others are put beside."""

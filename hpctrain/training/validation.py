@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
@@ -35,7 +37,7 @@ def validate(
     """Means of what a method of the module returns over all samples of `data`, equal on every rank.
 
     None where the ranks agreed to stop before its end. All ranks must call this. The module
-    is in evaluation mode meanwhile, and in training mode afterwards.
+    is in evaluation mode meanwhile.
 
     Args:
         strategy: how ranks compute.
@@ -55,8 +57,7 @@ def validate(
     sums: dict[str, torch.Tensor] = {}
     count = 0
     way = Interruptible(team, stop or StopFlag())
-    module.eval()
-    with torch.no_grad(), closing(data.batches()) as own:
+    with evaluating(module), torch.no_grad(), closing(data.batches()) as own:
         some = islice(own, num_batches)
         batches = in_lockstep(some, team) if strategy.in_lockstep else some
         for batch_idx, (num_held, batch) in enumerate(way.through(batches)):
@@ -65,11 +66,16 @@ def validate(
                 output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
             if num_samples == 0:
                 continue
-            for name, mean in as_scalars(output, lone_name, origin).items():
+            scalars = as_scalars(output, lone_name, origin)
+            if sums and sums.keys() != scalars.keys():
+                raise UserError(
+                    f"{origin} returned {sorted(scalars)} for a batch, and {sorted(sums)} for those before. "
+                    "Return the same names every time."
+                )
+            for name, mean in scalars.items():
                 sums[name] = sums.get(name, 0.0) + mean.to(team.device).double() * num_samples
             count += num_samples
             pulse.enter("validate")
-    module.train()
     if way.interrupted:
         return None
     # A rank that had no sample does not know the names.
@@ -79,6 +85,18 @@ def validate(
     if team.is_distributed:
         dist.all_reduce(total)
     return dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Have `module` in evaluation mode meanwhile; each part of it is in its own mode again afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _agreed_names(team: Team, own: list[str] | None, origin: str) -> list[str]:

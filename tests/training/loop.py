@@ -95,7 +95,26 @@ class Gan(hpctrain.Module):
         ]
 
 
-KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Tokens, Gan)}
+class Named(Regression):
+    """Returns metrics under names that differ between ranks or steps, in the way that is asked for."""
+
+    names = "order"
+
+    def training_step(self, batch, batch_idx):
+        own = {"loss": super().training_step(batch, batch_idx), "a": 10.0, "b": 20.0}
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.names == "turns":
+            own["a" if self.steps % 3 else "c"] = own.pop("a")
+        elif self.names == "time":
+            own["time"] = 1.0
+        elif dist.get_rank() == 1:
+            if self.names == "order":
+                return dict(reversed(own.items()))
+            own["c"] = own.pop("b") if self.names == "other" else 30.0
+        return own
+
+
+KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Tokens, Gan, Named)}
 
 
 class Rising(hpctrain.Callback):
@@ -112,6 +131,7 @@ class Rising(hpctrain.Callback):
 if __name__ == "__main__":
     options = dict(word.split("=", 1) for word in sys.argv[3:])
     settings = {name: json.loads(value) for name, value in options.items()}
+    Named.names = settings.pop("names", "order")
     patience, ends_at = settings.pop("patience", None), settings.pop("ends_at", None)
     callbacks: list[hpctrain.Callback] = []
     if patience:

@@ -163,6 +163,83 @@ def test_early_stopping_ends_on_all_ranks_and_stays_ended(tmp_path):
     assert further["step"] > told["step"]
 
 
+def test_early_stopping_by_a_metric_that_is_never_a_number_ends_and_stays_ended():
+    trainer = hpctrain.Trainer(max_steps=1)
+    stopping = hpctrain.EarlyStopping(patience=2)
+    for _ in range(2):
+        stopping.on_validation_end(trainer, Regression(), {"val_loss": float("nan")})
+    assert trainer.ending == "val_loss was no number in 2 validations"
+    again = hpctrain.EarlyStopping(patience=2)
+    again.load_state_dict(stopping.state_dict())
+    again.on_fit_start(trainer, Regression())
+
+
+class Frozen(Regression):
+    """Its body is not to be in training mode; what it validates is called as what it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.eval()
+
+    def training_step(self, batch, batch_idx):
+        assert (self.training, self.body.training, self.head.training) == (True, False, True)
+        return {"loss": super().training_step(batch, batch_idx), "of_training": 1.0}
+
+    def validation_step(self, batch, batch_idx):
+        assert not self.training
+        return {"loss": 5.0 * super().training_step(batch, batch_idx)}
+
+
+def test_parts_keep_their_modes_and_a_validation_leaves_the_loss_of_the_training(tmp_path):
+    module = Frozen()
+    trainer = hpctrain.Trainer(
+        max_steps=4, validate_every=2, run_dir=tmp_path, callbacks=hpctrain.EarlyStopping()
+    )
+    trainer.fit(module, samples(), samples())
+    assert [*trainer.metrics] == ["val_loss"]
+    last = list(read_json_lines(RunDir(tmp_path).metrics))[-1]
+    assert last["val_loss"] > last["loss"]
+    trainer.validate(module, samples())
+    trainer.predict(module, [torch.zeros(2, 3, dtype=torch.float64)])
+    assert (module.training, module.body.training, module.head.training) == (True, False, True)
+
+
+@pytest.mark.parametrize("names", ["order", "other", "more", "time"])
+def test_metrics_have_the_same_names_on_every_rank_in_any_order(tmp_path, names):
+    """More of them on one rank would otherwise end both by a signal."""
+    if names == "order":
+        train(tmp_path, "named", 20, 'names="order"', ranks=2)
+        for line in read_json_lines(RunDir(tmp_path).metrics):
+            assert (line["a"], line["b"]) == pytest.approx((10, 20))
+        return
+    words = "field of metrics.jsonl" if names == "time" else r"\['a', 'b', 'loss'\] on rank 0, but \["
+    with pytest.raises(AssertionError, match=f"UserError: .*{words}"):
+        train(tmp_path, "named", 20, f'names="{names}"', ranks=2)
+
+
+def test_names_that_change_from_step_to_step_are_told_apart(tmp_path):
+    train(tmp_path, "named", 20, 'names="turns"', ranks=2)
+    for line in read_json_lines(RunDir(tmp_path).metrics):
+        assert line["a" if line["step"] % 3 else "c"] == pytest.approx(10)
+
+
+def test_names_that_only_some_batches_have_are_refused():
+    class Some(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.calls = getattr(self, "calls", 0) + 1
+            return {"loss": loss, "odd" if self.calls % 2 else "even": 1.0}
+
+        def validation_step(self, batch, batch_idx):
+            return self.training_step(batch, batch_idx)
+
+    trainer = hpctrain.Trainer(max_steps=2, global_batch_size=8, micro_batch_size=4)
+    with pytest.raises(hpctrain.UserError, match="for a micro-batch, and"):
+        trainer.fit(Some(), samples())
+    with pytest.raises(hpctrain.UserError, match=r"validation_step returned .* for a batch, and"):
+        trainer.validate(Some(), samples())
+
+
 def test_a_callback_on_one_rank_ends_the_training_on_all(tmp_path):
     told = train(tmp_path, "regression", 500, "ends_at=6", ranks=3)
     assert 6 < told["step"] <= 9
@@ -174,8 +251,8 @@ def test_a_callback_on_one_rank_ends_the_training_on_all(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_short_steps_that_are_told_of_together_are_logged_as_one_by_one(tmp_path, ranks):
     """A callback that hears of each step has each told of alone. On four ranks the order of a sum matters."""
-    together = train(tmp_path / "together", "noisy", 80, ranks=ranks)
-    alone = train(tmp_path / "alone", "noisy", 80, "ends_at=1000", ranks=ranks)
+    together = train(tmp_path / "together", "regression", 80, ranks=ranks)
+    alone = train(tmp_path / "alone", "regression", 80, "ends_at=1000", ranks=ranks)
     assert together == alone
     assert losses(tmp_path / "together") == losses(tmp_path / "alone")
     lines = list(read_json_lines(RunDir(tmp_path / "together").metrics))
@@ -329,6 +406,10 @@ def test_progress_tells_samples_a_second():
         {"lr_batch_size": 0},
         {"lr_scaling": "cubic"},
         {"callbacks": [print]},
+        {"seed": "1"},
+        {"seed": 2**70},
+        {"compile": "max"},
+        {"global_batch_size": True},
     ],
     ids=str,
 )

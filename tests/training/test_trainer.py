@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -19,6 +20,7 @@ from helpers import environment, run_command, wait_for
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+from hpctrain.training.progress import make_progress
 
 #: For `CUDA_VISIBLE_DEVICES`; the tests of the GPU set it.
 VISIBLE_GPUS = ""
@@ -136,6 +138,16 @@ def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
     assert "training" in shown.decode()
     assert "6/6" in shown.decode()
     assert "━" in shown.decode()
+
+
+def test_brackets_in_a_name_are_shown_on_a_terminal(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setenv("COLUMNS", "120")
+    with make_progress(3, True, 8) as progress:
+        progress.show(1, {"f1[/macro]": 0.5})
+    assert "f1[/macro] 0.5" in shown.getvalue()
 
 
 def _read(fd: int) -> bytes:
