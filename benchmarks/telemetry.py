@@ -1,22 +1,26 @@
 """What it costs a training step that the run is measured and logged: everything on, against nothing of it.
 
-    python benchmarks/telemetry.py [--rounds N] [--steps N] [--limit RATIO]
+    python benchmarks/telemetry.py [--steps-ms MS ...] [--pairs N] [--stretch S] [--limit RATIO]
 
-Trains the same model in turn, without and with the process that measures the node and all loggers whose
-packages are installed (trackers offline), and compares the time of a step. Both write `metrics.jsonl`.
-Exits with 1 where the ratio of the medians is above the limit.
+Trains with the process that measures the node and with all loggers whose packages are installed (trackers
+offline), which work in processes of their own. In turn, for a stretch each, these are halted and let go on,
+and the mean times of a step are compared. `metrics.jsonl` is written meanwhile, so that what goes on has the
+lines of two stretches to bring. Exits with 1 where the median of the ratios is above the limit, for steps
+that take `FAIR_MS` or more: on a cluster few take less.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,6 +32,7 @@ from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.node_sampler import NodeSampler
+from hpctrain.sandbox.processes import processes, with_descendants
 from hpctrain.telemetry.loggers import find_loggers
 
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "neptune")
@@ -37,45 +42,104 @@ OFFLINE = {
     "NEPTUNE_MODE": "offline",
     "NEPTUNE_PROJECT": "a/b",
 }
-#: Steps at the beginning of a training that are not counted.
-WARM_UP = 10
+FAIR_MS = 20.0
+WIDTH = 512
+#: After a change so many seconds are not counted.
+SETTLING_S = 0.05
 
 
 class Net(hpctrain.Module):
-    def __init__(self, width: int, awaited: list[Path]) -> None:
+    """Takes about `step_s` a step, by as many passes as that needs."""
+
+    def __init__(self, step_s: float, awaited: list[Path]) -> None:
         super().__init__()
-        self.awaited = awaited
+        self.step_s, self.awaited, self.passes = step_s, awaited, 0
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
         )
 
     def training_step(self, batch, batch_idx):  # noqa: ARG002
+        if not self.passes:
+            self.begin(batch[0])
+        loss = sum(self.net(batch[0]).square().mean() for _ in range(self.passes)) / self.passes
+        return {"loss": loss, "mean": loss.detach() / 2, "lr": 0.1}
+
+    def begin(self, samples: torch.Tensor) -> None:
         # That clients of trackers are imported and have started is not counted.
         while not all(path.exists() for path in self.awaited):
             time.sleep(0.1)
-        loss = self.net(batch[0]).square().mean()
-        return {"loss": loss, "mean": loss.detach() / 2, "lr": 0.1}
+        begun = time.perf_counter()
+        for _ in range(20):
+            self.net(samples).square().mean().backward()
+        self.zero_grad()
+        self.passes = max(1, round(20 * self.step_s / (time.perf_counter() - begun)))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def step_s(folder: Path, steps: int, width: int, loggers: list[str], *, measured: bool) -> float:
-    """The median time of a step, in seconds."""
+class InTurn(hpctrain.Callback):
+    """Halts all processes that this one has started, and lets them go on, a stretch each."""
+
+    def __init__(self, stretch_s: float, pairs: int) -> None:
+        self.stretch_s, self.num_changes = stretch_s, 2 * pairs + 1
+        self.changes: list[float] = []
+
+    def on_step_end(self, trainer, module, metrics):  # noqa: ARG002
+        if self.changes and time.time() - self.changes[-1] < self.stretch_s:
+            return
+        if len(self.changes) == self.num_changes:
+            trainer.end()
+            return
+        signal_all(signal.SIGSTOP if self.is_on else signal.SIGCONT)
+        self.changes.append(time.time())
+
+    @property
+    def is_on(self) -> bool:
+        return len(self.changes) % 2 == 0
+
+    def ratios(self, records: list[dict]) -> list[tuple[float, float]]:
+        """Of each pair of stretches, the mean time of a step without and with, in seconds."""
+        means = [
+            statistics.mean(
+                record["spent"]["all"]
+                for record in records
+                if begin + SETTLING_S < record["time"] - record["spent"]["all"] and record["time"] < end
+            )
+            for begin, end in pairwise(self.changes)
+        ]
+        return list(zip(means[::2], means[1::2], strict=True))
+
+
+def signal_all(number: int) -> None:
+    """Send a signal to all processes that this one, or one of these, has started."""
+    own = os.getpid()
+    for process in with_descendants(lambda each: each.pid == own, processes()):
+        if process.pid != own:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def measure(folder: Path, step_s: float, loggers: list[str], in_turn: InTurn) -> list[tuple[float, float]]:
     run = RunDir(folder)
     run.path.mkdir()
-    switched = {} if measured else {"HPCTRAIN_TELEMETRY": "0"}
-    sampler = NodeSampler(run, detect({}), switched)
-    data = TensorDataset(torch.randn(64, width))
-    with redirect_stdout(StringIO()):
-        trainer = hpctrain.Trainer(
-            max_steps=steps, global_batch_size=32, checkpoint_every=None, run_dir=folder, loggers=loggers
-        )
-        awaited = [run.logger_memory(name) for name in loggers]
-        trainer.fit(Net(width, awaited), data)
-    sampler.end()
-    times = [record["spent"]["all"] for record in read_json_lines(run.metrics)]
-    return statistics.median(times[WARM_UP:])
+    sampler = NodeSampler(run, detect({}), {})
+    try:
+        with redirect_stdout(StringIO()):
+            trainer = hpctrain.Trainer(
+                max_steps=10**9,
+                global_batch_size=32,
+                checkpoint_every=None,
+                run_dir=folder,
+                loggers=loggers,
+                callbacks=[in_turn],
+            )
+            awaited = [run.logger_memory(name) for name in loggers]
+            trainer.fit(Net(step_s, awaited), TensorDataset(torch.randn(64, WIDTH)))
+    finally:
+        signal_all(signal.SIGCONT)
+        sampler.end()
+    return in_turn.ratios(list(read_json_lines(run.metrics)))
 
 
 def installed() -> list[str]:
@@ -92,29 +156,30 @@ def installed() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--steps-ms", type=float, nargs="+", default=[1.0, 10.0, 30.0])
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--stretch", type=float, default=2.0)
     parser.add_argument("--limit", type=float, default=1.01)
     options = parser.parse_args()
     os.environ.update(OFFLINE)
     # The other core is for what measures and logs, as on a node with more cores than ranks.
     torch.set_num_threads(1)
     loggers = installed()
-    pairs = []
+    print(f"loggers: {', '.join(loggers)}")
+    print(f"{'without':>12}{'with all':>12}{'ratio':>9}   of pairs")
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds):
-            shape = (options.steps, options.width)
-            off = step_s(Path(folder, f"off-{number}"), *shape, [], measured=False)
-            on = step_s(Path(folder, f"on-{number}"), *shape, loggers, measured=True)
-            pairs.append((off, on))
-    off, on = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(on / off for off, on in pairs)
-    print(f"loggers           {', '.join(loggers)}")
-    print(f"a step without    {1000 * off:8.3f} ms")
-    print(f"a step with all   {1000 * on:8.3f} ms")
-    print(f"ratio             {ratio:8.4f}    (limit {options.limit:g})")
-    sys.exit(ratio > options.limit)
+        for number, step_ms in enumerate(options.steps_ms):
+            in_turn = InTurn(options.stretch, options.pairs)
+            pairs = measure(Path(folder, f"run-{number}"), step_ms / 1000, loggers, in_turn)
+            off, on = (1000 * statistics.median(times) for times in zip(*pairs, strict=True))
+            ratios = sorted(with_all / without for without, with_all in pairs)
+            ratio = statistics.median(ratios)
+            spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+            judged = f"    (limit {options.limit:g})" if step_ms >= FAIR_MS else ""
+            print(f"{off:9.2f} ms{on:9.2f} ms{ratio:9.4f}   {spread}{judged}", flush=True)
+            failed |= step_ms >= FAIR_MS and ratio > options.limit
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
