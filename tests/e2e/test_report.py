@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from e2e_runs import LAST_STEP, Run
 from helpers import run_command, wait_for
 
 from hpctrain.files import read_json_lines
+from hpctrain.telemetry.report.words import duration
 
 LIMIT_S = 150.0
 
@@ -36,6 +38,21 @@ def new_steps(run: Run, attempt: int) -> None:
 def preempt(slurm) -> None:
     urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"]
     run_command(["sbatch", *urgent], slurm.env)
+
+
+def shares_by_hand(events: list[dict]) -> dict[str, float]:
+    """Seconds between the events that begin and end a share."""
+    shares = {"queued": 0.0, "restarting": 0.0, "loading": 0.0}
+    turns = [event for event in events if event["kind"] not in ("checkpoint", "straggler", "seen")]
+    for event, follower in pairwise(turns):
+        seconds = follower["time"] - event["time"]
+        if event["kind"] == "resumed":
+            shares["loading"] += event["seconds"]
+        elif follower["kind"] == "started" and event["kind"] in ("submitted", "requeue"):
+            shares["queued"] += seconds
+        elif event["kind"] in ("failure", "signal", "restart", "shrink", "replace", "excluded"):
+            shares["restarting"] += seconds
+    return shares
 
 
 def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
@@ -68,14 +85,12 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     events = list(run.dir.read_events())
     assert sum(row["us"] for row in document["ledger"]) == document["wall_us"]
     assert document["wall_us"] / 1e6 == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.001)
-    # By hand: the time in the queue, and the steps that were trained twice.
-    waits = [event for event in events if event["kind"] in ("submitted", "requeue", "started")]
-    queued = sum(
-        follower["time"] - event["time"]
-        for event, follower in pairwise(waits)
-        if event["kind"] != "started" and follower["kind"] == "started"
-    )
-    assert shares["queued"] == pytest.approx(queued, abs=1) or ends[3] == "vanished"
+    by_hand = shares_by_hand(events)
+    if ends[3] != "vanished":  # A job that is killed without a word has no event that says when.
+        assert shares["queued"] == pytest.approx(by_hand["queued"], abs=1)
+        assert shares["restarting"] == pytest.approx(by_hand["restarting"], abs=1)
+    assert shares["loading"] == pytest.approx(by_hand["loading"], abs=1)
+    assert shares["communicating"] > 0
     records = list(read_json_lines(run.dir.metrics))
     # A stop before a validation is made up for: that step is logged once more, and not trained again.
     resumed = {event["attempt"]: event["step"] for event in events if event["kind"] == "resumed"}
@@ -87,3 +102,11 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     run.hpctrain("report", str(run.path))
     page = run.dir.report.read_text()
     assert all(word in page for word in ("SIGKILL", "SIGTERM", "lost work"))
+    told = run.hpctrain("report", str(run.path), "--format", "md").stdout
+    # A start over the node that is gone may fail once more before Slurm knows.
+    assert re.search(r"Interruptions: \d failures?, 2 stops(, 1 lost job)?\.", told)
+    lost = next(row for row in document["ledger"] if row["what"] == "lost work")["us"] / 1e6
+    assert (
+        f"{duration(lost)} of work that was lost, with {document['lost_steps']} steps that had to be trained"
+        in told
+    )
