@@ -8,7 +8,7 @@ import pytest
 from e2e_runs import JOB, Run, assert_undisturbed
 from helpers import assert_no_process_left
 
-LOCAL = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+LOCAL = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1", "--node-check", "never"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
 
 
@@ -19,9 +19,9 @@ def submit(path: Path, env: dict[str, str], shape: list[str], *words: str) -> Ru
     return run
 
 
-def hang(tmp_path: Path, env: dict[str, str], shape: list[str], how: str) -> tuple[Run, dict]:
+def hang(tmp_path: Path, env: dict[str, str], shape: list[str], how: str, *more: str) -> tuple[Run, dict]:
     """Run to the end; return what was recorded of the hang."""
-    run = submit(tmp_path / "run", env, shape, "--hang", how)
+    run = submit(tmp_path / "run", env, shape, "--hang", how, *more)
     assert run.wait() == 0
     (failure,) = run.events("failure")
     assert (failure["class"], failure["rank"]) == ("hang", 1)
@@ -30,7 +30,8 @@ def hang(tmp_path: Path, env: dict[str, str], shape: list[str], how: str) -> tup
 
 
 def test_a_rank_in_an_endless_loop_is_named_with_its_line(tmp_path):
-    run, failure = hang(tmp_path, {}, LOCAL, "loop")
+    # The first save is long, and would make the supervisor patient.
+    run, failure = hang(tmp_path, {}, LOCAL, "loop", "--checkpoint-every", "100", "--epochs", "1")
     assert "rank 1 on local-1 is in never_return (hanging.py:" in failure["cause"]
     assert "1 of 2 ranks wait in" in failure["cause"]
     assert "in never_return" in run.dir.stacks(0, 1).read_text()
