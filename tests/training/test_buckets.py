@@ -1,0 +1,68 @@
+"""The parts in which gradients are sent: of the size asked for, and told to whoever reads of the run."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from helpers import run_command
+
+import hpctrain
+from hpctrain.errors import UserError
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SCRIPT = """
+import gc, json, os, torch, hpctrain
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+class Wide(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Look(hpctrain.Callback):
+    def on_fit_end(self, trainer, module):
+        (ddp,) = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+        sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        Path(os.environ["HPCTRAIN_RUN_DIR"], "sizes").write_text(f"[{sizes}]")
+
+trainer = hpctrain.Trainer(max_steps=5, global_batch_size=8, bucket_mb=0.6, callbacks=[Look()])
+trainer.fit(Wide(), TensorDataset(torch.randn(64, 256)))
+"""
+
+
+def test_gradients_go_in_parts_of_the_size_that_was_asked_for(tmp_path):
+    script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
+    script.write_text(SCRIPT)
+    words = ["submit", "--backend=local", "--tasks-per-node=2", "--run-dir", run.path, "--follow", script]
+    run_command([sys.executable, "-m", "hpctrain", *words], timeout=110)
+    sizes = json.loads((run.path / "sizes").read_text())
+    (told,) = read_json_lines(run.environment)
+    assert len(sizes) > 2
+    assert (told["gradient_buckets"], told["gradient_bytes"]) == (len(sizes), sum(sizes))
+    assert told["settings"]["bucket_mb"] == 0.6
+    spent = [record["spent"] for record in read_json_lines(run.metrics)]
+    assert sum(each["communication"] for each in spent) > 0
+    assert all(sum(each.values()) - each["all"] <= each["all"] + 1e-5 for each in spent)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pipeline", "dp"])
+def test_strategies_that_send_otherwise_refuse_it(strategy):
+    with pytest.raises(UserError, match=r"bucket_mb is 1, .* it sends gradients in its own way"):
+        hpctrain.Trainer(max_steps=1, strategy=strategy, bucket_mb=1)
+
+
+@pytest.mark.parametrize("value", [0, -1, "25"])
+def test_a_size_that_is_none_is_refused(value):
+    with pytest.raises(UserError, match="bucket_mb"):
+        hpctrain.Trainer(max_steps=1, bucket_mb=value)
