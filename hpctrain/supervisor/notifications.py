@@ -30,6 +30,7 @@ _TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
 #: What is on its way when the job ends is waited for, as long as the slowest target may take for one message.
 _LAST_LIMIT_S = 35.0
 _LONGEST_CAUSE = 500
+_KILL_LIMIT_S = 3.0
 #: Messages that wait for a target; further ones are dropped.
 _MOST_WAITING = 50
 
@@ -56,7 +57,7 @@ def notifying(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         notifier.ended.set()
-        thread.join(_LAST_LIMIT_S)
+        thread.join(_LAST_LIMIT_S + _KILL_LIMIT_S)
 
 
 class Notifier:
@@ -83,6 +84,8 @@ class Notifier:
             self._look_patiently()
         self._look_patiently()
         deadline = time.monotonic() + _LAST_LIMIT_S
+        for target in self._targets:
+            target.close()
         for target in self._targets:
             target.end(deadline)
 
@@ -138,15 +141,19 @@ class _Target:
         except queue.Full:
             log.warning("a notification of %s was dropped: the target takes too long", message["occasion"])
 
+    def close(self) -> None:
+        """Nothing comes after what waits; where there is no room for that word, the end has a limit."""
+        with suppress(queue.Full):
+            self._messages.put_nowait(None)
+
     def end(self, deadline: float) -> None:
         """Wait until all is told, or for `deadline`, by the clock that only goes forward."""
-        with suppress(queue.Full):
-            self._messages.put(None, timeout=max(0.0, deadline - time.monotonic()))
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.05, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning("a notification did not arrive before the end: its target takes too long")
             if (process := self._running) is not None:
                 _kill(process)
+                self._thread.join(0.2)
 
     def _note(self, process: subprocess.Popen[bytes]) -> None:
         self._running = process
