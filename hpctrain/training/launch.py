@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ def _variables(
 def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
     """What a process does."""
     die_with_parent()
+    # A terminal sends it to all. It is for the caller, who ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(variables)
     sys.argv = argv
     if "OMP_NUM_THREADS" not in os.environ:
@@ -223,10 +226,8 @@ def _without_main() -> Iterator[None]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Have processes that are started meanwhile never see Ctrl-C, which a terminal sends to all.
-
-    It is for the caller, who ends them.
-    """
+    """Have processes that are started meanwhile not see Ctrl-C before they can ignore it."""
+    resource_tracker.ensure_running()  # Begun later, it would let signals through again.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
