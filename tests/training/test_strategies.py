@@ -256,7 +256,7 @@ class Say(hpctrain.Callback):
 losses = []
 trainer = hpctrain.Trainer(max_steps=3, global_batch_size=7, strategy="pipeline", callbacks=[Say()])
 trainer.fit(Same(), (torch.randn(21, 1),))
-assert losses == [0.0] * 3, losses
+assert len(losses) == 3 and max(losses) < 1e-12, losses
 """
 
 
