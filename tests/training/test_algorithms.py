@@ -67,6 +67,26 @@ def test_fewer_bytes_are_sent_and_as_much_is_learned(tmp_path, plain, algorithm,
     assert told["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
 
 
+@pytest.fixture(scope="module")
+def plain_gpt(tmp_path_factory) -> float:
+    return train(tmp_path_factory.mktemp("gpt"), "allreduce", 200, 'task="gpt"')["val_loss"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"),
+    [
+        *[(name, 2) for name in ("fp16", "bf16", "powersgd", "bytegrad", "qadam")],
+        *[("decentralized", 2), ("low_precision_decentralized", 3), ("async", 2), ("local_sgd", 2)],
+    ],
+)
+def test_a_small_gpt_learns_as_much(tmp_path, plain_gpt, algorithm, ranks):
+    """Nats a byte on text that was not trained; an untrained model has 5.5."""
+    assert plain_gpt < 3.0
+    told = train(tmp_path, algorithm, 200, 'task="gpt"', ranks=ranks)
+    assert told["val_loss"] == pytest.approx(plain_gpt, abs=0.2)
+
+
 @pytest.mark.parametrize(("algorithm", "close"), [("fp16", 1e-3), ("bf16", 1e-2)])
 def test_a_first_step_is_that_of_an_all_reduce_but_for_what_is_rounded(tmp_path, algorithm, close):
     """AdamW's first step goes by the sign of a gradient; only those next to zero may turn."""
