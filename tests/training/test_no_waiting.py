@@ -68,7 +68,7 @@ def asked(monkeypatch) -> set[tuple[str, str]]:
         (Tokens, {"micro_batch_size": 2}),
         (Gan, {"micro_batch_size": 2}),
     ],
-    ids=str,
+    ids=["plain", "clipped", "warmed-up", "stopped-early", "noisy", "tokens", "gan"],
 )
 def test_no_step_asks_a_tensor_for_its_value(asked, module, settings):
     hpctrain.Trainer(max_steps=5, global_batch_size=10, checkpoint_every=None, **settings).fit(
