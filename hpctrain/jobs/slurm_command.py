@@ -228,7 +228,7 @@ def _named_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[tup
     listed = run_slurm(
         ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i %j"], environ
     )
-    pairs = [line.split(maxsplit=1) for line in listed.splitlines() if line.strip()]
+    pairs = [line.split(maxsplit=1) for line in listed.split("\n") if line.strip()]
     return [(pair[0], pair[1].strip() if len(pair) > 1 else "") for pair in pairs]
 
 

@@ -35,7 +35,7 @@ class Truth:
         shown = run_command(["scontrol", "--all", "--oneliner", "show", "job"], environ).stdout
         self._jobs: dict[str, set[tuple[str, str]]] = {}
         self._arrays: set[str] = set()
-        for line in shown.splitlines():
+        for line in shown.split("\n"):  # a name may hold what else ends a line
             words = dict(re.findall(r"(\w+)=(\S*)", line.partition(" UserId=")[0]))
             state = re.search(r" JobState=(\w+) ", line)
             restarts = re.search(r" Restarts=(\d+) ", line)

@@ -28,10 +28,12 @@ Steps = Iterator[str | Callable[[], bool]]
 
 
 @pytest.fixture(params=["slurm", "accounting"])
-def cluster(request: pytest.FixtureRequest) -> Slurm:
-    """A cluster without accounting, and one with it."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """A cluster without accounting, and one with it; a test that fails leaves no jobs to the next one."""
     box = request.getfixturevalue(request.param)
-    return Slurm(box, environment(box.env))
+    cluster = Slurm(box, environment(box.env))
+    yield cluster
+    cluster.command("scancel", "--user=root", "--quiet")
 
 
 @dataclass(frozen=True)
