@@ -10,6 +10,7 @@ import sys
 import time
 from subprocess import Popen
 
+import pytest
 from helpers import environment
 
 SCRIPT = """
@@ -78,6 +79,7 @@ def test_without_a_terminal_one_look_is_printed(hpctrain, tmp_path):
     assert document["events"][0]["kind"] == "finished"
 
 
+@pytest.mark.long
 def test_a_job_array_and_a_run_that_is_not_there(hpctrain, tmp_path):
     assert hpctrain("top", "nothing").returncode == 2
     assert (

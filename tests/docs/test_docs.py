@@ -29,8 +29,8 @@ TIMEOUT_S = 110
 LONG = {
     f"docs/{name}.md"
     for name in (
-        *("algorithms", "checkpoints", "cluster", "loggers", "loop", "notifications", "python", "report"),
-        *("restart", "strategies", "telemetry", "templates"),
+        *("algorithms", "checkpoints", "cluster", "index", "loggers", "loop", "notifications", "python"),
+        *("report", "restart", "sandbox", "strategies", "telemetry", "templates", "training"),
     )
 }
 

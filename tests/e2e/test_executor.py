@@ -226,6 +226,7 @@ def test_a_job_waits_runs_and_is_cancelled(executor):
     assert running.run.dir.attempts() == [0]
 
 
+@pytest.mark.long
 @SLURM
 def test_map_array(executor):
     executor.update_parameters(nodes=1)
@@ -283,6 +284,7 @@ def sum_over_ranks(value):
 """
 
 
+@pytest.mark.long
 def test_functions_of_the_program_and_of_modules_beside_it(tmp_path):
     (tmp_path / "experiments").mkdir()
     program = tmp_path / "experiments" / "launch.py"

@@ -128,6 +128,7 @@ def test_kill_9_of_a_rank(script, place, tmp_path):
     assert_went_on_and_finished(run, script)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "place"),
     [

@@ -38,6 +38,7 @@ def test_undisturbed_run_trains_every_sample_once(reference):
     assert_no_process_left(reference.path)
 
 
+@pytest.mark.long
 def test_preempted(reference, tmp_path):
     # A preemption would leave no time to save; nobody ends a run that the user requeues.
     options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]

@@ -59,6 +59,7 @@ def assert_chained(run: Run, number: int) -> None:
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_preempted_by_an_urgent_job(site, reference, tmp_path):
     run = Run(tmp_path / "run", site.env)
     done = run.hpctrain("submit", "--dry-run", *SHAPE, "--run-dir", str(run.path), str(Path(__file__)))

@@ -114,6 +114,7 @@ def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
     assert undisturbed.splitlines()[-1] == resumed.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lightning_sine", pytest.param("accelerate_sine", marks=pytest.mark.long)])
 def test_a_script_of_another_library_alone_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Under hpctrain: tests/e2e/test_foreign.py."""

@@ -44,6 +44,7 @@ def limited() -> Iterator[Slurm]:
             group.rmdir()
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
     eats = tmp_path / "eats.py"

@@ -71,6 +71,7 @@ def test_gloo_crosses_hosts_of_ipv6_only(hosts):
     assert [end["sum"] for end in join_on(hosts)] == [[1.0, 2.0]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_nodes", "num_ranks"), [(2, 3), pytest.param(4, 8, marks=pytest.mark.long)], ids=str
 )

@@ -105,6 +105,7 @@ def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_p
     assert "--notify-stall-after=6" in again[-1]
 
 
+@pytest.mark.long
 def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(hook, tmp_path):
     options = ["--notify", "exit 3", "--notify", "http://127.0.0.1:9/", "--notify", hook.address]
     run = submit(tmp_path, *options, "--notify-on", "finish")

@@ -78,6 +78,7 @@ def steps(run: RunDir) -> list[int]:
     return [record["step"] for record in read_json_lines(run.metrics)]
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_and_goes_on_has_one_curve_everywhere(tmp_path):
     pytest.importorskip("tensorboard")
     run = submit(tmp_path, hangs=False)
