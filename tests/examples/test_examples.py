@@ -115,7 +115,7 @@ def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["lightning_sine", pytest.param("accelerate_sine", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["lightning_sine", "accelerate_sine"])
 def test_a_script_of_another_library_alone_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Under hpctrain: tests/e2e/test_foreign.py."""
     first = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "100", cwd=tmp_path)

@@ -72,9 +72,7 @@ def test_gloo_crosses_hosts_of_ipv6_only(hosts):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_nodes", "num_ranks"), [(2, 3), pytest.param(4, 8, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize(("num_nodes", "num_ranks"), [(2, 3), (4, 8)], ids=str)
 def test_the_trainer_under_a_bare_srun(slurm, tmp_path, num_nodes, num_ranks):
     """Nobody tells the ranks where to meet."""
     script = REPOSITORY / "tests" / "e2e" / "job.py"
