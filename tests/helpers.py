@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+
+import pytest
 
 from hpctrain.rundir import RUN_DIR_VARIABLE
 from hpctrain.sandbox.processes import Process, processes
@@ -87,6 +90,19 @@ def wait_for(predicate: Callable[[], T], timeout: float, what: str, interval: fl
             raise AssertionError(f"waited {timeout} s for {what}; got {value!r}")
         time.sleep(interval)
     return value
+
+
+@contextmanager
+def mounted_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own at `folder`, with a size that the options of mount give."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    folder.mkdir()
+    run_command(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder])
+    try:
+        yield folder
+    finally:
+        run_command(["umount", "--lazy", folder])
 
 
 def run_processes(run_dir: Path) -> list[Process]:

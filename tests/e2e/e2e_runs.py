@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import run_command, run_processes, wait_for
 from job import dataset
 
@@ -113,12 +114,26 @@ def submit(
     return run
 
 
+def preempt(env: Mapping[str, str], *, nodes: int = 4, seconds: int = 2) -> None:
+    """Have an urgent job take so many nodes of the cluster from whoever has them."""
+    options = ["--partition=urgent", f"--nodes={nodes}", "--exclusive", "--output=/dev/null"]
+    run_command(["sbatch", *options, f"--wrap=sleep {seconds}"], env)
+
+
 def assert_undisturbed(run: Run, reference: Run, num_epochs: int = NUM_EPOCHS) -> None:
     """Losses are bitwise the reference's, and every sample was trained exactly once an epoch."""
     assert run.dir.metrics.exists()
     assert run.losses() == reference.losses()
     assert sorted(run.losses()) == list(range(1, num_epochs * STEPS_PER_EPOCH + 1))
     assert_every_sample_once(run, num_epochs)
+
+
+def assert_same_training(run: Run, reference: Run) -> None:
+    """Losses agree up to rounding, and every sample was trained exactly once an epoch."""
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    assert run.losses() == pytest.approx(reference.losses(), rel=1e-4)
+    for indices in samples_by_epoch(run).values():
+        assert sorted(indices) == list(range(NUM_SAMPLES))
 
 
 def assert_every_sample_once(run: Run, num_epochs: int = NUM_EPOCHS) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import JOB, LAST_STEP, NUM_SAMPLES, Run, samples_by_epoch
+from e2e_runs import JOB, Run, assert_same_training
 from helpers import assert_no_process_left, wait_for
 from separate_hosts import need_separate_hosts
 from separate_slurm import RunThere, SeparateSlurm
@@ -36,13 +36,6 @@ def start(cluster: SeparateSlurm, path) -> RunThere:
     run.hpctrain("submit", *shape, "--run-dir", str(path), *WORDS, "--step-s", "0.2")
     run.wait_for_step(8)
     return run
-
-
-def assert_same_training(run: Run, reference: Run) -> None:
-    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
-    assert run.losses() == pytest.approx(reference.losses(), rel=1e-4)
-    for indices in samples_by_epoch(run).values():
-        assert sorted(indices) == list(range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize("cluster", [300], indirect=True)

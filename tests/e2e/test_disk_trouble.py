@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e_runs import Run
 from forked import run_forked
-from helpers import assert_no_process_left, run_command
+from helpers import assert_no_process_left, mounted_disk
 
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.files import read_json_lines
@@ -22,19 +21,22 @@ SCRIPT = Path(__file__).with_name("troubled.py")
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of four megabytes."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs takes root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    run_command(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder])
-    yield folder
-    run_command(["umount", "--lazy", folder])
+    with mounted_disk(tmp_path / "disk", "size=4m") as folder:
+        yield folder
 
 
 def train(run: RunDir, last_step: int, actions: dict[int, str]) -> str:
     run.path.mkdir(exist_ok=True)
     env = {"HPCTRAIN_RUN_DIR": str(run.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return run_forked(SCRIPT, [str(last_step), json.dumps(actions)], env, ranks=2)
+
+
+def submit(disk: Path, last_step: int, actions: dict[int, str]) -> Run:
+    """A run of two ranks whose folder is on the disk that there is trouble with."""
+    run = Run(disk / "run", {})
+    options = ["--backend", "local", "--no-snapshot", "--tasks-per-node", "2", "--run-dir", str(run.path)]
+    run.hpctrain("submit", *options, str(SCRIPT), str(last_step), json.dumps(actions))
+    return run
 
 
 def failures(run: RunDir) -> list[str]:
@@ -92,20 +94,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_said_and_the_run_goes_on(tmp_
 @pytest.mark.long
 def test_a_job_on_a_full_disk_ends_well(small_disk):
     """With a supervisor and logs on the same disk: printing to them harms nobody, either."""
-    run = Run(small_disk / "run", {})
-    run.hpctrain(
-        *(
-            "submit",
-            "--backend",
-            "local",
-            "--no-snapshot",
-            "--tasks-per-node",
-            "2",
-            "--run-dir",
-            str(run.path),
-        ),
-        *(str(SCRIPT), "80", json.dumps({20: "fill", 60: "free"})),
-    )
+    run = submit(small_disk, 80, {20: "fill", 60: "free"})
     assert run.wait() == 0
     assert any("No space left" in cause for cause in failures(run.dir))
     assert_complete(run.dir, 80)
@@ -115,20 +104,7 @@ def test_a_job_on_a_full_disk_ends_well(small_disk):
 @pytest.mark.long
 def test_a_rank_that_is_killed_on_a_full_disk_is_started_again(small_disk):
     """The supervisor goes on from memory, and the record is complete in the end."""
-    run = Run(small_disk / "run", {})
-    run.hpctrain(
-        *(
-            "submit",
-            "--backend",
-            "local",
-            "--no-snapshot",
-            "--tasks-per-node",
-            "2",
-            "--run-dir",
-            str(run.path),
-        ),
-        *(str(SCRIPT), "60", json.dumps({20: "fill", 25: "crash", 30: "free"})),
-    )
+    run = submit(small_disk, 60, {20: "fill", 25: "crash", 30: "free"})
     assert run.wait() == 0
     assert_complete_after_a_crash(run.dir, 60)
     kinds = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from e2e_runs import JOB, LAST_STEP, NUM_SAMPLES, RUN_LIMIT_S, Run, samples_by_epoch
+from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_same_training
 from helpers import assert_no_process_left, run_command, wait_for
 
 SHAPE = ["--nodes", "2:4", "--gpus-per-node", "2"]
@@ -33,12 +33,8 @@ def reference(tmp_path_factory) -> Run:
     return run
 
 
-def assert_same_training(run: Run, reference: Run) -> None:
-    """Losses agree up to rounding, and every sample was trained exactly once an epoch."""
-    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
-    assert run.losses() == pytest.approx(reference.losses(), rel=1e-4)
-    for indices in samples_by_epoch(run).values():
-        assert sorted(indices) == list(range(NUM_SAMPLES))
+def assert_same_and_over(run: Run, reference: Run) -> None:
+    assert_same_training(run, reference)
     assert_no_process_left(run.path)
 
 
@@ -77,7 +73,7 @@ def test_a_node_that_dies_is_done_without(slurm, reference, free_nodes, tmp_path
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (4, 3, [victim])
     assert run.events("failure")[0]["host"] == victim
     assert run.events("requeue") == []
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)
 
 
 def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes, tmp_path):
@@ -93,7 +89,7 @@ def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes,
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert sizes(run) == [(2, 4), (4, 8)]
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)
 
 
 def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tmp_path):
@@ -108,7 +104,7 @@ def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tm
     assert sizes(run) == [(2, 4), (4, 8)]
     (grow,) = run.events("grow")
     assert (grow["nodes_before"], grow["nodes"]) == (2, 4)
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)
 
 
 def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_nodes, tmp_path):
@@ -138,7 +134,7 @@ def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_n
         "shrink",
         "grow",
     ]
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)
 
 
 def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_path):
@@ -156,7 +152,7 @@ def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_pat
     # Slurm requeues the job at once; the node may be back before it starts again.
     (first, _), (second, _) = sizes(run)
     assert (first, second in (3, 4)) == (4, True)
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)
 
 
 def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path):
@@ -169,7 +165,7 @@ def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path)
     finally:
         slurm.start_node(victim)
     assert [number for number, _ in sizes(run)] == [4, 3]
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)
 
 
 def test_fewer_nodes_than_the_least_are_given_back(slurm, reference, free_nodes, tmp_path):
@@ -185,4 +181,4 @@ def test_fewer_nodes_than_the_least_are_given_back(slurm, reference, free_nodes,
     assert {number for number, _ in sizes(run)} == {3}
     assert victim not in run.events("started")[-1]["hosts"]
     assert run.events("shrink") == []
-    assert_same_training(run, reference)
+    assert_same_and_over(run, reference)

@@ -10,8 +10,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, submit
-from helpers import assert_no_process_left, run_command, run_processes, wait_for
+from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
+from helpers import assert_no_process_left, mounted_disk, run_processes, wait_for
 
 from hpctrain.sandbox.processes import Process
 
@@ -89,8 +89,7 @@ def test_preempted_twice_in_a_row_at_random_moments(slurm, reference, tmp_path):
     for attempt in range(2):
         wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
         time.sleep(random.SystemRandom().uniform(0, 8))
-        urgent = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "-o/dev/null", "--wrap=sleep 1"]
-        run_command(urgent, slurm.env)
+        preempt(slurm.env, seconds=1)
         if attempt == 0:
             wait_for(lambda: run.status()["state"] == "PENDING", 60, "the preemption", 0.5)
             wait_for(lambda: run.status() and len(run.dir.attempts()) > 1, 90, "the second start", 0.5)
@@ -187,10 +186,7 @@ def lasting(run: Run) -> list[dict[str, object]]:
 
 @pytest.mark.long
 def test_a_rank_is_killed_while_the_disk_is_full(slurm, reference, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    run_command(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk])
-    try:
+    with mounted_disk(tmp_path / "disk", "size=16m") as disk:
         run = submit(disk / "run", slurm.env, TWO, options=["--no-snapshot"], step_s=0.2, slow_attempts=2)
         run.wait_for_step(8)
         with open(disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
@@ -203,8 +199,6 @@ def test_a_rank_is_killed_while_the_disk_is_full(slurm, reference, tmp_path):
         (disk / "filler").unlink()
         assert_as_undisturbed(run, reference)
         assert any("No space left" in event["cause"] for event in run.events("failure"))
-    finally:
-        run_command(["umount", "--lazy", disk])
 
 
 LEAVES_A_DAEMON = """

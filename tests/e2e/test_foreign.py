@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run
+from e2e_runs import RUN_LIMIT_S, Run, preempt
 from helpers import REPOSITORY, assert_no_process_left, run_command, wait_for
 
 #: A stop of Lightning may take half a minute: its own handler of SIGTERM can lock two ranks up.
@@ -155,16 +155,8 @@ def test_requeue(script, place, tmp_path):
 @pytest.mark.parametrize("script", [long(PLAIN), long(LIGHTNING), long(ACCELERATE)], ids=lambda it: it.name)
 def test_preempted_by_an_urgent_job(script, slurm, tmp_path):
     run = submit((slurm.env, SHAPE), tmp_path / "run", script)
-    urgent = [
-        "sbatch",
-        "--partition=urgent",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 1",
-    ]
     with held(run):
-        run_command(urgent, slurm.env)
+        preempt(slurm.env, seconds=1)
         wait_for(lambda: _is_preempted(run), 30, "the preemption")
     assert run.wait() == 0
     assert run.events("failure") == []

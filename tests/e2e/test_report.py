@@ -7,8 +7,8 @@ import re
 from itertools import pairwise
 
 import pytest
-from e2e_runs import LAST_STEP, Run
-from helpers import run_command, wait_for
+from e2e_runs import LAST_STEP, Run, preempt
+from helpers import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.telemetry.report.words import duration
@@ -35,11 +35,6 @@ def new_steps(run: Run, attempt: int) -> None:
     wait_for(lambda: len(run_steps()) >= 4, LIMIT_S, f"steps of attempt {attempt} of {run.path}")
 
 
-def preempt(slurm) -> None:
-    urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"]
-    run_command(["sbatch", *urgent], slurm.env)
-
-
 def shares_by_hand(events: list[dict]) -> dict[str, float]:
     """Seconds between the events that begin and end a share."""
     shares = {"queued": 0.0, "restarting": 0.0, "loading": 0.0}
@@ -64,7 +59,7 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     run.kill_rank(1)
     for attempt in (1, 2):
         new_steps(run, attempt)
-        preempt(slurm)
+        preempt(slurm.env)
         # Where Slurm takes the batch host too, it requeues by itself, and no event says so.
         wait_for(lambda n=attempt: len(run.events("signal")) == n, LIMIT_S, f"stop {attempt}")
         wait_for(lambda: run.status()["state"] != "COMPLETING", LIMIT_S, "the job to leave")

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, submit
-from helpers import assert_no_process_left, run_command, wait_for
+from e2e_runs import RUN_LIMIT_S, Run, preempt, submit
+from helpers import assert_no_process_left, wait_for
 
 from hpctrain import sandbox
 
@@ -35,8 +35,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
 
 def _preempt(run: Run) -> None:
     run.wait_for_step(8)
-    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 2"]
-    run_command(urgent, run.env)
+    preempt(run.env, nodes=2)
 
 
 @pytest.mark.parametrize("site", [(0, "REQUEUE", 30), (1, "CANCEL", 30)], indirect=True, ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, check_words, submit
+from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, check_words, preempt, submit
 from helpers import assert_no_process_left, run_command, wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
@@ -34,6 +34,17 @@ def test_four_ranks_preempted_by_an_urgent_job(slurm, four_ranks_reference, tmp_
     check_preemption(slurm, FOUR_RANKS, four_ranks_reference, tmp_path)
 
 
+def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, four_ranks_reference):
+    reference = four_ranks_reference
+    job_id = reference.events("submitted")[0]["job_id"]
+    run_command(["scontrol", "requeue", job_id], slurm.env)
+    run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
+    said = "the run is complete; nothing is left to do"
+    wait_for(lambda: said in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
+    assert reference.dir.attempts() == [0]
+    assert reference.status()["state"] == "COMPLETED"
+
+
 @pytest.mark.long
 def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
     check_preemption(slurm, SHAPE, reference, tmp_path)
@@ -42,15 +53,7 @@ def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
 def check_preemption(slurm, shape: list[str], reference: Run, tmp_path) -> None:
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
     run.wait_for_step(16)
-    urgent = [
-        "sbatch",
-        "--partition=urgent",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 2",
-    ]
-    run_command(urgent, slurm.env)
+    preempt(slurm.env)
     assert run.wait() == 0
     assert len(run.events("requeue")) == 1
     stop = run.events("signal")[0]
@@ -123,17 +126,6 @@ def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
     wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
     assert_no_process_left(run.path, timeout=30)
     assert run.events("requeue") == []
-
-
-def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, four_ranks_reference):
-    reference = four_ranks_reference
-    job_id = reference.events("submitted")[0]["job_id"]
-    run_command(["scontrol", "requeue", job_id], slurm.env)
-    run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
-    said = "the run is complete; nothing is left to do"
-    wait_for(lambda: said in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
-    assert reference.dir.attempts() == [0]
-    assert reference.status()["state"] == "COMPLETED"
 
 
 def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path):

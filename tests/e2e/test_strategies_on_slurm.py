@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import LAST_STEP, Run, assert_every_sample_once, assert_undisturbed, submit
-from helpers import assert_no_process_left, run_command
+from e2e_runs import LAST_STEP, Run, assert_every_sample_once, assert_undisturbed, preempt, submit
+from helpers import assert_no_process_left
 
 SHAPE = ["--nodes", "2", "--gpus-per-node", "2"]
 
@@ -40,15 +40,7 @@ def test_preempted_and_resumed(slurm, tmp_path, strategy, algorithm):
     assert reference.wait() == 0
     run = started("run", 0.2)
     run.wait_for_step(10)
-    urgent = [
-        "sbatch",
-        "--partition=urgent",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 2",
-    ]
-    run_command(urgent, slurm.env)
+    preempt(slurm.env)
     assert run.wait() == 0
     assert len(run.events("requeue")) == 1
     (stop,) = run.events("signal")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
+from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
 from helpers import assert_no_process_left, run_command, wait_for
 
 from hpctrain import sandbox
@@ -37,11 +37,6 @@ def reference(site, tmp_path_factory) -> Run:
     return run
 
 
-def preempt(run: Run) -> None:
-    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 1"]
-    run_command(urgent, run.env)
-
-
 def jobs_of(run: Run) -> list[str]:
     """The jobs that the cluster has ever had of a run, however the run's record has them."""
     listed = run_command(["squeue", "--noheader", "--states=all", "--Format=JobID:20,WorkDir:300"], run.env)
@@ -66,7 +61,7 @@ def test_preempted_by_an_urgent_job(site, reference, tmp_path):
     assert "JobRequeue=0): successors are chained" in done.stdout + done.stderr
     submit(run.path, site.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
-    preempt(run)
+    preempt(run.env, nodes=2, seconds=1)
     assert run.wait() == 0
     assert [event["by"] for event in run.events("requeue")] == ["successor"]
     assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"]
@@ -130,7 +125,7 @@ def test_exactly_one_successor_whatever_becomes_of_the_submission(site, referenc
     env = {**site.env, "PATH": f"{path}:{os.environ['PATH']}"}
     run = submit(tmp_path / "run", env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
-    preempt(run)
+    preempt(run.env, nodes=2, seconds=1)
     assert run.wait() == 0
     assert (tmp_path / "note").read_text().split() == ["once"]
     assert_undisturbed(run, reference)

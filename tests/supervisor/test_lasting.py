@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import run_command, wait_for
+from helpers import mounted_disk, wait_for
 
 from hpctrain.errors import HpctrainError
 from hpctrain.jobs.spec import JobSpec
@@ -32,13 +31,8 @@ def _no_patience(monkeypatch):
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 kB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs takes root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    run_command(["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=12", "tmpfs", folder])
-    yield folder
-    run_command(["umount", "--lazy", folder])
+    with mounted_disk(tmp_path / "disk", "size=256k,nr_inodes=12") as folder:
+        yield folder
 
 
 def fill(disk: Path) -> None:
