@@ -47,6 +47,8 @@ from hpctrain.training.surroundings import describe
 from hpctrain.training.tracking import Tracking
 from hpctrain.training.validation import validate
 
+_NONE = Wishes()
+
 
 class Fit:
     """The state of one training: what a checkpoint holds, and what the loop needs besides."""
@@ -205,7 +207,7 @@ class Fit:
             yield step
             self._clock.end()
             state.step, state.epoch = step.share.step, step.share.epoch
-            wishes = self._show(*self._read()) if reports.are_under_way else Wishes()
+            wishes = self._show(*self._read()) if reports.are_under_way else _NONE
             state.finished = self._feed.finished or wishes.end
             if wishes.stop or wishes.save or self._is_boundary():
                 reports.add(state.step, state.epoch, self.sums, None)
@@ -256,9 +258,8 @@ class Fit:
     def _train(self, step: Step) -> None:
         """One optimizer step on this rank's share of the global batch."""
         one = step.num_micro_batches == 1
-        self.sums = self._stepping.take(
-            step, step.micro_batches if one else self._spent.waiting(step.micro_batches)
-        )
+        micro_batches = step.micro_batches if one else self._spent.waiting(step.micro_batches)
+        self._stepping.take(step, micro_batches, self.sums)
 
     def _note_share(self, share: Share) -> None:
         # Where all ranks train the same samples, they are told once.

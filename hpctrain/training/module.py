@@ -84,6 +84,8 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
     Raises:
         UserError: a value is no number, or has more than one element.
     """
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return {only: output}
     mapping: Mapping[str, Any] = output if isinstance(output, Mapping) else {only: output}
     scalars = {}
     for name, value in mapping.items():

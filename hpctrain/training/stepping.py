@@ -51,34 +51,36 @@ class Stepping:
         self._origin = f"{type(self._module).__name__}.training_step"
         self._world_size = strategy.deal(self._team.ranks).world_size
         self._forward_context = forward_context(settings.precision, self._team.device)
+        self._changes_batches = self._team.device.type != "cpu" or settings.precision == "bf16-true"
+        self._tokens = _Tokens(self._team, self._world_size)
 
-    def take(self, step: Step, micro_batches: Iterable[MicroBatch]) -> ScalarSums:
-        """Train one step, and return this rank's part of the means over the global batch.
+    def take(self, step: Step, micro_batches: Iterable[MicroBatch], sums: ScalarSums) -> None:
+        """Train one step.
 
         Args:
             step: what to train.
             micro_batches: those of the step.
+            sums: gets this rank's part of the means over the global batch.
 
         Raises:
             UserError: the training step returned something else than a loss.
         """
         number = step.share.step
         if not self._each_alone:
-            sums, per_token = self._accumulate(step, micro_batches)
+            per_token = self._accumulate(step, micro_batches, sums)
             self._note_norm(sums, self._updates.update(self._optimizers, number, per_token))
         else:
-            sums = ScalarSums()
             # Every optimizer goes through all of them, after the one before has made its update.
             kept = list(micro_batches)
             for idx, optimizer in enumerate(self._optimizers):
                 with self._strategy.turn_of(idx):
-                    own, per_token = self._accumulate(step, kept)
+                    own = ScalarSums()
+                    per_token = self._accumulate(step, kept, own)
                     if own.values:
                         self._note_norm(own, self._updates.update([optimizer], number, per_token))
                 sums.join(own)
         self._strategy.updated(number)
         self._updates.advance(number)
-        return sums
 
     def scalars(self, output: Any) -> dict[str, torch.Tensor]:
         """What a training step returned, checked.
@@ -102,28 +104,26 @@ class Stepping:
         return weighted if self._scaler is None else self._scaler.scale(weighted)
 
     def _accumulate(
-        self, step: Step, micro_batches: Iterable[MicroBatch]
-    ) -> tuple[ScalarSums, torch.Tensor | None]:
-        """Gradients of all micro-batches; their sums, and what the gradients have to be multiplied by."""
-        sums, tokens = ScalarSums(), _Tokens(self._team, self._world_size, step.share)
+        self, step: Step, micro_batches: Iterable[MicroBatch], sums: ScalarSums
+    ) -> torch.Tensor | None:
+        """Add up gradients and scalars of all micro-batches; what the gradients have to be multiplied by."""
         for number, micro_batch in enumerate(micro_batches, 1):
             # Ranks exchange gradients once a step, after the last micro-batch.
             last = number == step.num_micro_batches
             with _NOTHING if last else self._strategy.accumulating():
                 try:
-                    self._forward_backward(step.share, micro_batch, sums, tokens, last)
+                    self._forward_backward(step.share, micro_batch, sums, last)
                 except torch.OutOfMemoryError as error:
                     num_samples = max(micro_batch.num_samples, 1)
                     out_of_memory_advice(error, self._settings.micro_batch_size, num_samples)
                     raise
-        return sums, tokens.factor()
+        return self._tokens.factor(step.share)
 
-    def _forward_backward(
-        self, share: Share, micro_batch: MicroBatch, sums: ScalarSums, tokens: _Tokens, last: bool
-    ) -> None:
+    def _forward_backward(self, share: Share, micro_batch: MicroBatch, sums: ScalarSums, last: bool) -> None:
         """Add the gradient of a micro-batch, at its weight in the global batch."""
-        batch = to_device(micro_batch.batch, self._team.device)
-        batch = batch_in_precision(batch, self._settings.precision)
+        batch = micro_batch.batch
+        if self._changes_batches:
+            batch = batch_in_precision(to_device(batch, self._team.device), self._settings.precision)
         with self._forward_context:
             output, num_samples = self._strategy.training_step(
                 batch, share.batch_idx, micro_batch.num_samples
@@ -135,7 +135,7 @@ class Stepping:
         # The strategy takes the mean over those that share the batch; it is to be the mean over the batch.
         weight: float | torch.Tensor = part * self._world_size
         if TOKENS in scalars:
-            weight = tokens.add(scalars[TOKENS] if num_samples else 0 * scalars[TOKENS], last)
+            weight = self._tokens.add(scalars[TOKENS] if num_samples else 0 * scalars[TOKENS], share, last)
         self._strategy.backward(self.weighted(scalars["loss"], weight))
         sums.add(scalars, part)
 
@@ -154,23 +154,25 @@ class _Tokens:
     end makes up for it.
     """
 
-    def __init__(self, team: Team, world_size: int, share: Share) -> None:
-        self._team, self._world_size, self._share = team, world_size, share
+    def __init__(self, team: Team, world_size: int) -> None:
+        self._team, self._world_size = team, world_size
         self._total: torch.Tensor | None = None
         self._pending: Any = None
 
-    def add(self, count: torch.Tensor, last: bool) -> torch.Tensor:
+    def add(self, count: torch.Tensor, share: Share, last: bool) -> torch.Tensor:
         """Count the tokens of a micro-batch, and return the weight of its loss meanwhile."""
         count = count.detach().to(self._team.device, torch.float32)
         self._total = count.clone() if self._total is None else self._total + count
         if last and self._team.is_distributed:
             self._pending = dist.all_reduce(self._total, async_op=True)
-        return count * (self._world_size / self._share.batch_size)
+        return count * (self._world_size / share.batch_size)
 
-    def factor(self) -> torch.Tensor | None:
-        """What gradients have to be multiplied by; None where losses are means over samples."""
+    def factor(self, share: Share) -> torch.Tensor | None:
+        """What the step's gradients have to be multiplied by; None where losses are means over samples."""
         if self._total is None:
             return None
         if self._pending is not None:
             self._pending.wait()
-        return self._share.batch_size / self._total.clamp(min=1.0)
+        factor = share.batch_size / self._total.clamp(min=1.0)
+        self._total = self._pending = None
+        return factor

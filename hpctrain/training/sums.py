@@ -59,4 +59,4 @@ class ScalarSums:
 
 def _double(scalar: torch.Tensor) -> torch.Tensor | float:
     """As float64: a number on the CPU, which has computed it by now; a tensor on a GPU, which has not."""
-    return scalar.item() if scalar.device.type == "cpu" else scalar.detach().double()
+    return scalar.item() if scalar.is_cpu else scalar.detach().double()

@@ -14,6 +14,8 @@ from hpctrain.training.optimization import Optimization, parameters_of
 from hpctrain.training.settings import Settings
 from hpctrain.training.strategies import Strategy
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Updates:
     """Lets optimizers and schedules take their steps. Nothing here waits for the device."""
@@ -46,7 +48,7 @@ class Updates:
         norm = None
         if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
             norm = self._change(optimizers, per_token)
-        with self._factor.applied(optimizers, step) if self._factor else contextlib.nullcontext():
+        with self._factor.applied(optimizers, step) if self._factor else _NOTHING:
             for optimizer in optimizers:
                 if self._scaler is None:
                     optimizer.step()

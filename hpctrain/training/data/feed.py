@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hpctrain.training.data.fetch import Order, find_fetcher
 from hpctrain.training.data.loading import Loading
@@ -22,8 +22,7 @@ class Until:
     epochs: int | None = None
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """As many of a rank's samples as it computes with at once."""
 
     batch: Any
@@ -31,14 +30,14 @@ class MicroBatch:
     """Samples in it that count: 0 where the rank has none left and only goes through the motions with one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
+class Step(NamedTuple):
     """What a rank does in one step."""
 
     share: Share
     num_micro_batches: int
     """The same on all ranks, so that none waits for a forward pass that another does not take."""
-    micro_batches: Iterator[MicroBatch]
+    micro_batches: Iterable[MicroBatch]
+    """To be gone through once."""
 
 
 class Feed(Protocol):
@@ -134,7 +133,7 @@ class MapFeed:
                     indices = share.indices[low:high] if low < high else self._plan.spare(step)
                     yield share.epoch, indices
 
-        def micro_batches(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
+        def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
             yield MicroBatch(first, parts[0][1] - parts[0][0])
             for low, high in parts[1:]:
                 yield MicroBatch(next(batches), high - low)
@@ -143,7 +142,10 @@ class MapFeed:
         for first in batches:
             share, parts = coming.popleft()
             self._step = share.step
-            yield Step(share, len(parts), micro_batches(parts, first))
+            if len(parts) == 1:
+                yield Step(share, 1, (MicroBatch(first, parts[0][1]),))
+            else:
+                yield Step(share, len(parts), several(parts, first))
 
     def close(self) -> None:
         if self._batches is not None:

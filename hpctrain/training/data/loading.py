@@ -35,8 +35,8 @@ class Loading:
             HpctrainError: a worker died, or has not answered in time.
         """
         if not self.num_workers:
-            for batch in fetcher.batches(orders):
-                yield pinned(batch) if self.pin_memory else batch
+            batches = fetcher.batches(orders)
+            yield from map(pinned, batches) if self.pin_memory else batches
             return
         # As a list, an order travels in one message; a tensor would take a file descriptor each.
         lists = _Once((epoch, indices.tolist()) for epoch, indices in orders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ class Deal:
         return -(-count // self.world_size)
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
+class Share(NamedTuple):
     """One rank's part of one global batch."""
 
     step: int

@@ -172,7 +172,13 @@ class Strategy:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of what an optimizer updates."""
-        optimizer.zero_grad(set_to_none=True)
+        if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+            optimizer.zero_grad(set_to_none=True)
+            return
+        # What torch's own does, without its notes for a profiler, which take ten times as long.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def align_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before it is validated or saved."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hpctrain.training.strategies.replicas import Replicas
 
 
@@ -11,6 +9,3 @@ class DDP(Replicas):
     """Each rank takes its loss over its own share of the global batch."""
 
     has_algorithms = True
-
-    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        return output, num_samples

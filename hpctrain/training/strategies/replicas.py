@@ -40,9 +40,10 @@ class Replicas(Strategy):
         super().__init__(module, team, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         self._step = _Step(module, self.join)
-        self._forward: nn.Module = self._step
+        # Nothing is put around the module of a rank that is alone.
+        self._forward: nn.Module | None = None
         self._forwards: list[nn.Module] = []
-        if not takes_optimizer_idx(module):
+        if team.is_distributed and not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
     def gradient_parts(self) -> list[int]:
@@ -66,8 +67,13 @@ class Replicas(Strategy):
         return output, num_samples
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        with _explained(self.module):
+        if self._forward is None:
+            return super().training_step(batch, batch_idx, num_samples)
+        try:
             output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
+        except RuntimeError as error:
+            _explain(error, self.module)
+            raise
         return output, counted
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -80,7 +86,7 @@ class Replicas(Strategy):
         if self.team.is_distributed:
             # Only now are the replicas equal.
             self.algorithm.begin(self.module, self.team)
-            for forward in self._forwards or [self._forward]:
+            for forward in (*self._forwards, self._forward):
                 if isinstance(forward, DistributedDataParallel):
                     self.algorithm.attach(forward)
             self.algorithm.optimized(optimization)
@@ -101,19 +107,20 @@ class Replicas(Strategy):
 
     def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         super().take_turns(parameters)
-        for own in parameters:
+        for own in parameters if self.team.is_distributed else ():
             with toggled(self.module, own):
                 self._forwards.append(self._averaging())
 
     @contextmanager
     def turn_of(self, idx: int) -> Iterator[None]:
         with super().turn_of(idx):
-            self._forward = self._forwards[idx]
+            if self._forwards:
+                self._forward = self._forwards[idx]
             yield
 
     def _averaging(self) -> nn.Module:
         """The step, with gradients averaged over the ranks: those of the parameters that take one now."""
-        if not self.team.is_distributed or not any(p.requires_grad for p in self.module.parameters()):
+        if not any(p.requires_grad for p in self.module.parameters()):
             return self._step
         forward = DistributedDataParallel(
             self._step,
@@ -149,8 +156,9 @@ class _Step(nn.Module):
     ) -> Any:
         if touch_only:
             return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
-        output, counted = self._join(self.module.training_step(batch, batch_idx, *turn), num_samples)
-        return self.module.training_step_end(output), counted
+        module = self.module
+        output, counted = self._join(module.training_step(batch, batch_idx, *turn), num_samples)
+        return module.training_step_end(output), counted
 
 
 def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -161,23 +169,19 @@ def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
     return total
 
 
-@contextmanager
-def _explained(module: nn.Module) -> Iterator[None]:
-    """Say by name which parameters had no part in the step before, where torch finds that out.
+def _explain(error: RuntimeError, module: nn.Module) -> None:
+    """Say by name which parameters had no part in the step before, where that is what torch has found.
 
     Raises:
         UserError: there are some, and nobody was told to look for them.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if "find_unused_parameters=True" not in str(error):
-            raise
-        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
-        raise UserError(
-            f"{type(module).__name__}.training_step did not use {', '.join(names)}, and ranks would wait for "
-            "their gradients. Take them out of the module, or freeze them (requires_grad_(False)); if steps "
-            "differ in what they use, set find_unused_parameters=True."
-        ) from error
+    if "find_unused_parameters=True" not in str(error):
+        return
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
+    raise UserError(
+        f"{type(module).__name__}.training_step did not use {', '.join(names)}, and ranks would wait for "
+        "their gradients. Take them out of the module, or freeze them (requires_grad_(False)); if steps "
+        "differ in what they use, set find_unused_parameters=True."
+    ) from error
