@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class BatchPlan:
     order: SampleOrder
     global_batch_size: int
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return -(-self.order.num_samples // self.global_batch_size)
 
@@ -83,9 +84,10 @@ class BatchPlan:
         """What a rank trains in `step` (counted from 1)."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         start, stop = self._range(batch)
-        low, high = deal.part(stop - start)
+        size = stop - start
+        low, high = deal.part(size)
         indices = self.order.indices(epoch, start + low, start + high)
-        return Share(step, epoch, batch, stop - start, deal.largest(stop - start), indices)
+        return Share(step, epoch, batch, size, deal.largest(size), indices)
 
     def spare(self, step: int) -> torch.Tensor:
         """A sample of the batch, of shape [1], for a rank that has none of its own in `step`."""
