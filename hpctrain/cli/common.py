@@ -52,7 +52,12 @@ def open_run(run: str, runs_dir: Path) -> Run:
 
 def echo_json(document: Any) -> None:
     """Print a JSON document."""
-    click.echo(json.dumps(document, indent=2))
+    click.echo(json_text(document))
+
+
+def json_text(document: Any) -> str:
+    """A JSON document, in which a number that JSON does not know is a text, such as `"NaN"`."""
+    return json.dumps(json.loads(json.dumps(document, default=str), parse_constant=str), indent=2)
 
 
 def handle_of(run_dir: str) -> str:

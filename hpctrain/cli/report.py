@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.common import open_run, runs_dir_option, short_path
+from hpctrain.cli.common import json_text, open_run, runs_dir_option, short_path
 from hpctrain.errors import RunNotFound, UserError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
@@ -79,16 +79,10 @@ def _default_output(facts: list[Facts]) -> Path:
 
 
 def _render(facts: list[Facts], form: str) -> str:
-    import json
-
     several = len(facts) > 1
     if form == "json":
         documents = [one.document() for one in facts]
-        # Not a number and infinity are no JSON.
-        plain = json.loads(
-            json.dumps(documents if several else documents[0], default=str), parse_constant=str
-        )
-        return json.dumps(plain, indent=2) + "\n"
+        return json_text(documents if several else documents[0]) + "\n"
     if form == "md":
         from hpctrain.telemetry.report.markdown import comparison_text, report_text
 

@@ -67,6 +67,8 @@ class EarlyStopping(Callback):
         Raises:
             UserError: an argument is out of its range.
         """
+        if not isinstance(metric, str) or not metric:
+            raise UserError(f"EarlyStopping has metric={metric!r}; give a name that validation_step returns.")
         if patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
                 f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
@@ -132,6 +134,23 @@ class Callbacks:
     def hear_steps(self) -> bool:
         """Whether there is one that wants to hear of every step."""
         return any(type(each).on_step_end is not Callback.on_step_end for each in self._callbacks)
+
+    def check(self, *, validates: bool) -> None:
+        """Look whether each of them can do its work.
+
+        Args:
+            validates: whether there are going to be validations.
+
+        Raises:
+            UserError: one waits for a validation that will not come.
+        """
+        for each in self._callbacks:
+            if isinstance(each, EarlyStopping) and not validates:
+                raise UserError(
+                    f"EarlyStopping goes by {each.metric!r}, which a validation measures, and there is "
+                    "none: fit() was given no validation set, or validate_every is None. Give both, or leave "
+                    "it out."
+                )
 
     @property
     def ending(self) -> str | None:

@@ -116,6 +116,7 @@ class Fit:
                 "a validation measures, but fit() was given no validation set. Give one, or a best_metric "
                 "that training_step returns, such as 'loss'."
             )
+        callbacks.check(validates=val_dataset is not None and settings.validate_every is not None)
         self._module = module
         in_precision(module, settings.precision)
         self._strategy = strategy(module, team, settings)
@@ -234,7 +235,7 @@ class Fit:
         state = self.state
         pulse.enter("load")
         self._checkpoints.resume()
-        for remark in (*self._strategy.remarks, *state.remarks):
+        for remark in (*self._feed.remarks, *self._strategy.remarks, *state.remarks):
             self._progress.say(f"hpctrain: {remark}")
         self._feed.begin(state.step)
         state.finished = self._feed.finished

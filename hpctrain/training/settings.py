@@ -6,8 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import torch
 
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UserError
@@ -182,6 +185,12 @@ class Settings:
             raise UserError(
                 f"compile is {self.compile!r}; give True, or a dict of torch.compile's arguments."
             )
+        if isinstance(self.compile, Mapping):
+            for name in self.compile:
+                if name not in (known := list(signature(torch.compile).parameters)[1:]):
+                    raise UserError(
+                        f"compile has {name!r}, which torch.compile does not take: {', '.join(known)}."
+                    )
         if isinstance(self.callbacks, Callback):
             self.callbacks = (self.callbacks,)
         for callback in self.callbacks:

@@ -6,9 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import assert_no_process_left, environment, wait_for
+
+from hpctrain.cli.common import json_text
 
 
 def test_help_names_every_command(hpctrain):
@@ -204,3 +207,13 @@ def test_closed_standard_streams_do_not_cost_the_run_its_lock(hpctrain, tmp_path
     assert "still going" in refused.stderr
     hpctrain("cancel", "r")
     assert_no_process_left(tmp_path / "r", timeout=30)
+
+
+def test_what_is_no_number_is_a_text_in_a_document():
+    document = {"loss": float("nan"), "best": [float("inf"), -float("inf"), 1.5], "folder": Path("runs")}
+    text = json_text(document)
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "loss": "NaN",
+        "best": ["Infinity", "-Infinity", 1.5],
+        "folder": "runs",
+    }

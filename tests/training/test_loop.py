@@ -174,6 +174,21 @@ def test_early_stopping_by_a_metric_that_is_never_a_number_ends_and_stays_ended(
     again.on_fit_start(trainer, Regression())
 
 
+@pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
+def test_early_stopping_without_validations_is_refused(data, settings):
+    trainer = hpctrain.Trainer(max_steps=1, callbacks=hpctrain.EarlyStopping("val_f1"), **settings)
+    with pytest.raises(hpctrain.UserError, match="goes by 'val_f1', which a validation measures"):
+        trainer.fit(Regression(), samples(), *data)
+
+
+def test_a_batch_that_is_larger_than_the_data_is_remarked_on(capfd):
+    data = samples()
+    hpctrain.Trainer(max_steps=1, global_batch_size=len(data[0]) + 1).fit(Regression(), data)
+    assert (
+        f"hpctrain: global_batch_size is {len(data[0]) + 1}, but train_dataset has" in capfd.readouterr().out
+    )
+
+
 class Frozen(Regression):
     """Its body is not to be in training mode; what it validates is called as what it trains."""
 
@@ -409,6 +424,7 @@ def test_progress_tells_samples_a_second():
         {"seed": "1"},
         {"seed": 2**70},
         {"compile": "max"},
+        {"compile": {"mod": "max-autotune"}},
         {"global_batch_size": True},
     ],
     ids=str,

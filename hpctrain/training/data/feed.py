@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +49,8 @@ class Feed(Protocol):
     """The step after which training ends; None where only the end of the data will tell."""
     has_news: bool
     """Whether the ranks have to hear each other's `news` after every step."""
+    remarks: Sequence[str]
+    """What the user is told at the start, in sentences without a full stop."""
 
     def identity(self) -> dict[str, Any]:
         """Everything that the order of samples depends on."""
@@ -91,6 +93,7 @@ class MapFeed:
 
     micro_batch_size: int | None = None
     has_news = False
+    remarks: Sequence[str] = ()
 
     def __init__(
         self, dataset: Any, loading: Loading, deal: Deal, *, seed: int, global_batch_size: int, until: Until
@@ -104,6 +107,10 @@ class MapFeed:
         self._fetcher = find_fetcher(dataset, loading.collate_fn, seeds, "train_dataset")
         self._loading, self._deal = loading, deal
         self._plan = BatchPlan(SampleOrder(self._fetcher.num_samples, seed), global_batch_size)
+        if global_batch_size > (has := self._fetcher.num_samples):
+            # Learning rates and throughput are taken for those of the batch that was asked for.
+            remark = f"global_batch_size is {global_batch_size}, but train_dataset has {has} samples: "
+            self.remarks = [f"{remark}every step trains all of them"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
         self._step = 0

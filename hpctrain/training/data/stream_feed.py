@@ -8,7 +8,7 @@ next, and only then do they stop to exchange which, and where.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class StreamFeed:
 
     micro_batch_size: int | None = None
     has_news = True
+    remarks: Sequence[str] = ()
 
     def __init__(
         self,
