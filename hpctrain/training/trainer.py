@@ -15,6 +15,7 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.process_group import join
 from hpctrain.runtime.signals import listen
+from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
 from hpctrain.training.callbacks import Callbacks
 from hpctrain.training.devices import find_devices, is_launched, on_devices
 from hpctrain.training.evaluation import Evaluation
@@ -165,6 +166,7 @@ class Trainer(Settings):
             environ=os.environ,
             trainer=self,
             strategy=self._strategy,
+            algorithm=type(find_algorithm(self.algorithm)),
             module=module,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
@@ -195,11 +197,18 @@ class Trainer(Settings):
 
 
 def _be_rank(
-    trainer: Trainer, strategy: type[Strategy], module: Module, train_dataset: Any, val_dataset: Any
+    trainer: Trainer,
+    strategy: type[Strategy],
+    algorithm: type[Algorithm],
+    module: Module,
+    train_dataset: Any,
+    val_dataset: Any,
 ) -> Result:
     """What a process does that another process's trainer has started."""
-    # A script has registered it maybe, which is not run again here.
+    # A script has registered them maybe, which is not run again here.
     register_strategy(trainer.strategy)(strategy)
+    if isinstance(trainer.algorithm, str):
+        register_algorithm(trainer.algorithm)(algorithm)
     trainer.ranks = detect(os.environ)
     # There is nothing to choose any more, nor to remark on.
     trainer.devices = None

@@ -96,7 +96,13 @@ def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
 
 FAILING = """
 import sys, threading, time, hpctrain
+from hpctrain.training.algorithms import register_algorithm
+from hpctrain.training.algorithms.base import AllReduce
 from strategic import Blocks, samples
+
+@register_algorithm("own")  # is known in the ranks, which do not run this line
+class Own(AllReduce):
+    pass
 
 class Failing(Blocks):
     def training_step(self, batch, batch_idx):
@@ -112,7 +118,7 @@ class Failing(Blocks):
 module = Failing()
 if sys.argv[1] == "pickle":
     module.net[0].lock = {"it": threading.Lock()}
-hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2).fit(module, samples())
+hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own").fit(module, samples())
 """
 
 
