@@ -131,20 +131,19 @@ class _Target:
     def __init__(self, target: str, environ: Mapping[str, str]) -> None:
         self._target, self._environ = target, environ
         self._running: subprocess.Popen[bytes] | None = None
-        self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="hpctrain-notification", daemon=True)
         self._thread.start()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        try:
-            self._messages.put_nowait(message)
-        except queue.Full:
+        if self._messages.qsize() < _MOST_WAITING:
+            self._messages.put(message)
+        else:
             log.warning("a notification of %s was dropped: the target takes too long", message["occasion"])
 
     def close(self) -> None:
-        """Nothing comes after what waits; where there is no room for that word, the end has a limit."""
-        with suppress(queue.Full):
-            self._messages.put_nowait(None)
+        """Nothing comes after what waits."""
+        self._messages.put(None)
 
     def end(self, deadline: float) -> None:
         """Wait until all is told, or for `deadline`, by the clock that only goes forward."""

@@ -138,8 +138,9 @@ def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkey
     """One that says nothing, one that says a word now and then, and a command."""
     monkeypatch.setattr(notifications, "_LAST_LIMIT_S", 1.0)
     run, told = RunDir(tmp_path), tmp_path / "told"
+    over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as slow:
-        threading.Thread(target=drip, args=(slow,), daemon=True).start()
+        threading.Thread(target=drip, args=(slow, over), daemon=True).start()
         ports = [one.getsockname()[1] for one in (silent, slow)]
         targets = [f"http://127.0.0.1:{port}/" for port in ports]
         notify = Notify((*targets, f"sleep 50 # {tmp_path}", f"cat >> {told}"))
@@ -150,18 +151,18 @@ def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkey
             run.log_event("failure", 0, rank=1, cause="SIGKILL")
             wait_for(lambda: told.exists() and told.read_text(), 20, "the command beside them")
         assert time.monotonic() - begun < 10
+        over.set()
     assert not [one for one in processes() if any(str(tmp_path) in word for word in one.argv)]
     assert caplog.text.count("did not arrive before the end") == 3
     assert "Traceback" not in caplog.text
 
 
-def drip(server: socket.socket) -> None:
+def drip(server: socket.socket, over: threading.Event) -> None:
     """Answer a byte at a time, so that no wait for one ever ends in a timeout."""
     connection, _ = server.accept()
     with connection, suppress(OSError):
-        while True:
+        while not over.wait(0.2):
             connection.sendall(b"H")
-            time.sleep(0.2)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
@@ -187,6 +188,28 @@ def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, 
     assert not thread.is_alive()
     assert "before" not in told.read_text()
     assert caplog.text.count("cannot be read") == 1
+
+
+def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_up(
+    monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(notifications, "_MOST_WAITING", 2)
+    monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
+    run, told = RunDir(tmp_path), tmp_path / "told"
+    notifier = Notifier(run, Notify((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
+    thread = threading.Thread(target=notifier.run)
+    thread.start()
+    run.log_event("failure", 0, rank=0, cause="cause 0")
+    wait_for(told.exists, 20, "the first message")
+    for number in (1, 2, 3, 4):
+        run.log_event("failure", 0, rank=0, cause=f"cause {number}")
+    wait_for(lambda: caplog.text.count("was dropped"), 20, "a message for which there is no room")
+    begun = time.monotonic()
+    notifier.ended.set()
+    thread.join(20)
+    assert time.monotonic() - begun < 10
+    assert "cause 1" in told.read_text()
+    assert "cause 4" not in told.read_text()
 
 
 def test_a_run_folder_that_is_gone_is_a_word_in_the_log(tmp_path):
