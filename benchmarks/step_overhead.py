@@ -5,9 +5,10 @@
 The work is the same and small, so that what is around it shows: three linear layers, batches of 32 from a
 TensorDataset in memory, Adam. All run in turn, over and over, in the same processes; the time of a step is
 the median over all steps, which other work on the machine moves least. What is done for many steps at once
-does not show there: so the median over stretches of 32 steps stands beside it. `bare` is forward, backward
-and the optimizer's step over one batch that is there already. Exits with 1 where the Trainer takes longer
-than `--limit` times the hand-written loop, by either, or its median step `--limit-us` more than `bare`.
+does not show there: so the median over stretches of 32 steps stands beside it. `bare` is forward, backward,
+the optimizer's step and its zero_grad over one batch that is there already. Exits with 1 where the Trainer
+takes longer than `--limit` times the hand-written loop, by either, or its median step `--limit-us` more than
+`bare`.
 """
 
 from __future__ import annotations
@@ -259,6 +260,8 @@ def main() -> None:
     parser.add_argument("--limit-us", type=float, default=30.0)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps <= STRETCH:
+        parser.error(f"--steps is {options.steps}, but a stretch has {STRETCH}")
     if options.measure:
         measure(options.rounds, options.steps)
         return

@@ -55,9 +55,12 @@ def echo_json(document: Any) -> None:
     click.echo(json_text(document))
 
 
-def json_text(document: Any) -> str:
-    """A JSON document, in which a number that JSON does not know is a text, such as `"NaN"`."""
-    return json.dumps(json.loads(json.dumps(document, default=str), parse_constant=str), indent=2)
+def json_text(document: Any, default: Callable[[Any], object] | None = None) -> str:
+    """A JSON document, in which a number that JSON does not know is a text, such as `"NaN"`.
+
+    `default` makes something of what JSON does not know otherwise.
+    """
+    return json.dumps(json.loads(json.dumps(document, default=default), parse_constant=str), indent=2)
 
 
 def handle_of(run_dir: str) -> str:

@@ -82,7 +82,7 @@ def _render(facts: list[Facts], form: str) -> str:
     several = len(facts) > 1
     if form == "json":
         documents = [one.document() for one in facts]
-        return json_text(documents if several else documents[0]) + "\n"
+        return json_text(documents if several else documents[0], default=str) + "\n"
     if form == "md":
         from hpctrain.telemetry.report.markdown import comparison_text, report_text
 

@@ -145,7 +145,8 @@ class Callbacks:
             UserError: one waits for a validation that will not come.
         """
         for each in self._callbacks:
-            if isinstance(each, EarlyStopping) and not validates:
+            hears_steps = type(each).on_step_end is not Callback.on_step_end
+            if isinstance(each, EarlyStopping) and not (validates or hears_steps):
                 raise UserError(
                     f"EarlyStopping goes by {each.metric!r}, which a validation measures, and there is "
                     "none: fit() was given no validation set, or validate_every is None. Give both, or leave "

@@ -39,9 +39,14 @@ def in_precision(module: nn.Module, precision: str) -> None:
         module.to(torch.bfloat16)
 
 
+def changes_batches(precision: str) -> bool:
+    """Whether `batch_in_precision` does something."""
+    return precision == "bf16-true"
+
+
 def batch_in_precision(batch: Any, precision: str) -> Any:
     """`batch` with its floating-point tensors in the type of the weights, where these are not in float32."""
-    if precision != "bf16-true":
+    if not changes_batches(precision):
         return batch
     return with_tensors(batch, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -186,11 +186,7 @@ class Settings:
                 f"compile is {self.compile!r}; give True, or a dict of torch.compile's arguments."
             )
         if isinstance(self.compile, Mapping):
-            for name in self.compile:
-                if name not in (known := list(signature(torch.compile).parameters)[1:]):
-                    raise UserError(
-                        f"compile has {name!r}, which torch.compile does not take: {', '.join(known)}."
-                    )
+            _check_arguments("compile", self.compile, torch.compile)
         if isinstance(self.callbacks, Callback):
             self.callbacks = (self.callbacks,)
         for callback in self.callbacks:
@@ -249,6 +245,18 @@ class Settings:
         if self.local_checkpoints != "auto":
             return Path(self.local_checkpoints).absolute()
         return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(environ.get("TMPDIR", "/tmp"))
+
+
+def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., Any]) -> None:
+    _, *parameters = signature(of).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for argument in arguments:
+        if argument not in known:
+            raise UserError(
+                f"{name} has {argument!r}, which torch.{of.__name__} does not take: {', '.join(known)}."
+            )
 
 
 def _check_every(name: str, value: object, word: str) -> None:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
 from hpctrain.training.data.feed import MicroBatch, Step
-from hpctrain.training.data.loading import to_device
+from hpctrain.training.data.loading import moves_batches, to_device
 from hpctrain.training.data.plan import Share
 from hpctrain.training.micro_batches import out_of_memory_advice
 from hpctrain.training.module import as_scalars, takes_optimizer_idx
 from hpctrain.training.optimization import Optimization
-from hpctrain.training.precision import batch_in_precision, forward_context
+from hpctrain.training.precision import batch_in_precision, changes_batches, forward_context
 from hpctrain.training.settings import Settings
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.sums import TOKENS, ScalarSums
@@ -51,7 +51,7 @@ class Stepping:
         self._origin = f"{type(self._module).__name__}.training_step"
         self._world_size = strategy.deal(self._team.ranks).world_size
         self._forward_context = forward_context(settings.precision, self._team.device)
-        self._changes_batches = self._team.device.type != "cpu" or settings.precision == "bf16-true"
+        self._changes_batches = moves_batches(self._team.device) or changes_batches(settings.precision)
         self._tokens = _Tokens(self._team, self._world_size)
 
     def take(self, step: Step, micro_batches: Iterable[MicroBatch], sums: ScalarSums) -> None:

@@ -181,7 +181,11 @@ def test_under_srun_by_way_of_exec(script, slurm, tmp_path):
     """Without a supervisor: the ranks agree on a port themselves."""
     step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]
     env = {**slurm.env, "OMP_NUM_THREADS": "1"}
-    done = run_command([*step, sys.executable, *script.words(200)], env, cwd=tmp_path, timeout=RUN_LIMIT_S)
+    words = [*step, sys.executable, *script.words(200)]
+    done = run_command(words, env, cwd=tmp_path, timeout=RUN_LIMIT_S, check=False)
+    # exec has become the script, and torch may abort one at its interpreter's end (see runtime/leaving.py).
+    aborted = "terminate called without an active exception" in done.stderr
+    assert done.returncode == (134 if aborted else 0), done.stderr
     assert script.finished.format(200) in done.stdout
     left = [path.name for path in (tmp_path / "checkpoints").rglob("*")]
     assert script.world in done.stdout + done.stderr or script.world in left

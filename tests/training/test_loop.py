@@ -181,12 +181,58 @@ def test_early_stopping_without_validations_is_refused(data, settings):
         trainer.fit(Regression(), samples(), *data)
 
 
+class OnTraining(hpctrain.EarlyStopping):
+    """Goes by what is trained."""
+
+    def on_step_end(self, trainer, module, metrics):
+        self.on_validation_end(trainer, module, metrics)
+
+
+def test_early_stopping_by_what_is_trained_needs_no_validation():
+    trainer = hpctrain.Trainer(max_steps=50, callbacks=OnTraining("loss", patience=1, min_delta=1e9))
+    trainer.fit(Regression(), samples())
+    assert trainer.ending is not None
+    assert trainer.step < 50
+
+
+@pytest.mark.parametrize("metric", ["", None])
+def test_early_stopping_goes_by_a_name(metric):
+    with pytest.raises(hpctrain.UserError, match="give a name"):
+        hpctrain.EarlyStopping(metric)
+
+
+@pytest.mark.parametrize("how", ["class", "instance"])
+def test_an_optimizer_with_a_zero_grad_of_its_own_is_asked_for_it(how):
+    asked = []
+
+    class Careful(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            asked.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    class Model(Regression):
+        def configure_optimizers(self):
+            if how == "class":
+                return Careful(self.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            torchs = optimizer.zero_grad
+            optimizer.zero_grad = lambda set_to_none=True: (asked.append(set_to_none), torchs())
+            return optimizer
+
+    module = Model()
+    hpctrain.Trainer(max_steps=3).fit(module, samples())
+    assert asked == [True] * 3
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def test_a_batch_that_is_larger_than_the_data_is_remarked_on(capfd):
     data = samples()
-    hpctrain.Trainer(max_steps=1, global_batch_size=len(data[0]) + 1).fit(Regression(), data)
+    has = len(data[0])
+    hpctrain.Trainer(max_steps=1, global_batch_size=has + 1).fit(Regression(), data)
     assert (
-        f"hpctrain: global_batch_size is {len(data[0]) + 1}, but train_dataset has" in capfd.readouterr().out
-    )
+        f"hpctrain: global_batch_size is {has + 1}, but train_dataset has {has} samples: every step trains "
+        "all of them\n"
+    ) in capfd.readouterr().out
 
 
 class Frozen(Regression):

@@ -12,6 +12,7 @@ import torch
 from forked import run_forked
 from helpers import run_command
 
+import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.devices import choose_devices, parse_devices
@@ -413,6 +414,19 @@ def test_peak_memory_falls_from_stage_to_stage(tmp_path):
     assert ddp > zero1 + 0.5
     assert zero1 > zero2 + 0.2
     assert zero2 > zero3 + 0.3
+
+
+def test_what_a_strategy_joins_is_joined_on_a_rank_that_is_alone(monkeypatch):
+    joined = []
+
+    class Joining(DDP):
+        def join(self, output, num_samples):
+            joined.append(num_samples)
+            return super().join(output, num_samples)
+
+    monkeypatch.setitem(STRATEGIES.registered, "joining", Joining)
+    hpctrain.Trainer(max_steps=2, global_batch_size=4, strategy="joining").fit(Blocks(), samples())
+    assert joined == [4, 4]
 
 
 def test_ours_others_and_registered_ones_are_found(monkeypatch):

@@ -16,7 +16,7 @@ Collate = Callable[[list[Any]], Any]
 #: What to fetch: an epoch, and samples as an int64 tensor of shape [n].
 Order = tuple[int, torch.Tensor]
 #: Batches that are fetched at once at the most, and their size: it stays in a core's cache.
-_BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 19
+_BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
 
 
 class Fetcher(Protocol):

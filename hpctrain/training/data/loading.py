@@ -68,9 +68,14 @@ def loading_of(settings: Settings, team: Team) -> Loading:
     )
 
 
+def moves_batches(device: torch.device) -> bool:
+    """Whether `to_device` does something."""
+    return device.type != "cpu"
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in its tuples, lists and dicts on `device`."""
-    if device.type == "cpu":
+    if not moves_batches(device):
         return batch
     return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -39,7 +39,6 @@ class Replicas(Strategy):
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
         super().__init__(module, team, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
-        self._step = _Step(module, self.join)
         # Nothing is put around the module of a rank that is alone.
         self._forward: nn.Module | None = None
         self._forwards: list[nn.Module] = []
@@ -68,13 +67,18 @@ class Replicas(Strategy):
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self._forward is None:
-            return super().training_step(batch, batch_idx, num_samples)
+            return self._take(batch, batch_idx, num_samples, self.turn)
         try:
             output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
         except RuntimeError as error:
             _explain(error, self.module)
             raise
         return output, counted
+
+    def _take(self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]) -> tuple[Any, float]:
+        module = self.module
+        output, counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
+        return module.training_step_end(output), counted
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Forward and backward passes meanwhile add to this rank's gradients and synchronise nothing."""
@@ -120,10 +124,11 @@ class Replicas(Strategy):
 
     def _averaging(self) -> nn.Module:
         """The step, with gradients averaged over the ranks: those of the parameters that take one now."""
+        step = _Step(self.module, self._take)
         if not any(p.requires_grad for p in self.module.parameters()):
-            return self._step
+            return step
         forward = DistributedDataParallel(
-            self._step,
+            step,
             device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.settings.bucket_mb,
@@ -141,10 +146,10 @@ class Replicas(Strategy):
 class _Step(nn.Module):
     """Turns a training step into the forward pass that DDP wraps."""
 
-    def __init__(self, module: Module, join: Callable[[Any, int], tuple[Any, float]]) -> None:
+    def __init__(self, module: Module, take: Callable[..., tuple[Any, float]]) -> None:
         super().__init__()
         self.module = module
-        self._join = join
+        self._take = take
 
     def forward(
         self,
@@ -156,9 +161,7 @@ class _Step(nn.Module):
     ) -> Any:
         if touch_only:
             return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
-        module = self.module
-        output, counted = self._join(module.training_step(batch, batch_idx, *turn), num_samples)
-        return module.training_step_end(output), counted
+        return self._take(batch, batch_idx, num_samples, turn)
 
 
 def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
