@@ -20,9 +20,12 @@ meeting = meet(ranks, os.environ)
 mine = os.environ["SLURM_JOB_ID"] + "." + os.environ["SLURM_STEP_ID"]
 if ranks.is_main:
     heard = [mine]
-    for _ in range(ranks.world_size - 1):
+    while len(heard) < ranks.world_size:
         connection, _ = meeting.held.listener.accept()
-        heard.append(connection.makefile().readline().strip())
+        line = connection.makefile().readline().strip()
+        # As torch's store, do without ranks of other steps that look for their own at this port, too.
+        if not line.startswith("{"):
+            heard.append(line)
 else:
     heard = None
     socket.create_connection((meeting.address, meeting.port), timeout=30).sendall(mine.encode() + b"\\n")

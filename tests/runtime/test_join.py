@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, run_command
 from separate_hosts import SeparateHosts, need_separate_hosts
+from torch.distributed import TCPStore
 
 from hpctrain.files import read_json_lines
 
@@ -81,3 +84,29 @@ def test_the_trainer_under_a_bare_srun(slurm, tmp_path, num_nodes, num_ranks):
     run_command(words, env, cwd=tmp_path, timeout=100)
     assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
     assert len(list((tmp_path / "samples").iterdir())) == num_ranks
+
+
+def test_the_store_does_without_strangers():
+    """Such as ranks of another step that look for their own rank 0 at this port, before and after it opens."""
+    limit = timedelta(seconds=20)
+    words = b'{"token": "0123456789abcdef", "rank": 0, "left_s": 29.9}\n'
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as strangers:
+        where = listener.getsockname()
+
+        def knock() -> None:
+            strangers.enter_context(socket.create_connection(where, timeout=5)).sendall(words)
+
+        knock()
+        held = TCPStore(
+            *where,
+            2,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=listener.detach(),
+        )
+        knock()
+        visitor = TCPStore(*where, 2, is_master=False, wait_for_workers=False, timeout=limit)
+        knock()
+        visitor.set("key", "value")
+        assert held.get("key") == b"value"
