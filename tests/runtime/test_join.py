@@ -87,7 +87,7 @@ def test_the_trainer_under_a_bare_srun(slurm, tmp_path, num_nodes, num_ranks):
 
 
 def test_the_store_does_without_strangers():
-    """Such as ranks of another step that look for their own rank 0 at this port, before it opens and after."""
+    """Such as ranks of another step that look for their rank 0 at this port, before it opens and after."""
     limit = timedelta(seconds=20)
     words = b'{"token": "0123456789abcdef", "rank": 0, "left_s": 29.9}\n'
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as strangers:
