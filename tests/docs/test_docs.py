@@ -23,7 +23,7 @@ from helpers import REPOSITORY as REPO
 from helpers import run_command, run_processes
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
-TIMEOUT_S = 110
+TIMEOUT_S, LONG_TIMEOUT_S = 110, 400
 
 #: Pages whose blocks train for long; what they show is tested elsewhere, too.
 LONG = {
@@ -93,7 +93,7 @@ def pages() -> list[object]:
             needs_slurm = any(block.mark == "slurm" for block in blocks_of(page))
             name = str(page.relative_to(REPO))
             marks = [pytest.mark.slurm] if needs_slurm else []
-            marks += [pytest.mark.long] if name in LONG else []
+            marks += [pytest.mark.long, pytest.mark.timeout(LONG_TIMEOUT_S + 10)] if name in LONG else []
             params.append(pytest.param(page, id=name, marks=marks))
     return params
 
@@ -133,7 +133,10 @@ def test_blocks_run(page: Path, workplace: Path, commands: Path, request: pytest
     if request.node.get_closest_marker("slurm"):
         variables |= request.getfixturevalue("slurm").env
     run_command(
-        ["bash", "-euo", "pipefail", "-c", script_of(page)], variables, cwd=workplace, timeout=TIMEOUT_S
+        ["bash", "-euo", "pipefail", "-c", script_of(page)],
+        variables,
+        cwd=workplace,
+        timeout=LONG_TIMEOUT_S if request.node.get_closest_marker("long") else TIMEOUT_S,
     )
 
 
