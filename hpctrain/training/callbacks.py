@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.errors import UserError
@@ -89,10 +89,7 @@ class EarlyStopping(Callback):
         metrics: Mapping[str, float],
     ) -> None:
         if self.metric not in metrics:
-            raise UserError(
-                f"EarlyStopping goes by {self.metric!r}, but the validation gave "
-                f"{', '.join(map(repr, sorted(metrics)))}."
-            )
+            raise self.no_such(metrics.keys())
         value = metrics[self.metric]
         if self._is_better(value):
             self.best, self.waited = value, 0
@@ -105,6 +102,13 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
+
+    def no_such(self, given: Set[str]) -> UserError:
+        """What is said where a validation gives other metrics than the one that it goes by."""
+        return UserError(
+            f"EarlyStopping goes by {self.metric!r}, but the validation gave "
+            f"{', '.join(map(repr, sorted(given)))}."
+        )
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):
@@ -152,6 +156,16 @@ class Callbacks:
                     "none: fit() was given no validation set, or validate_every is None. Give both, or leave "
                     "it out."
                 )
+
+    def check_names(self, given: Set[str]) -> None:
+        """Look whether a validation gives what each of them goes by.
+
+        Raises:
+            UserError: it does not.
+        """
+        for each in self._callbacks:
+            if type(each) is EarlyStopping and each.metric not in given:
+                raise each.no_such(given)
 
     @property
     def ending(self) -> str | None:

@@ -30,7 +30,7 @@ from hpctrain.training.micro_batches import (
     remembered,
 )
 from hpctrain.training.module import Module, takes_optimizer_idx
-from hpctrain.training.optimization import configured, parameters_of
+from hpctrain.training.optimization import check_trains, configured, parameters_of
 from hpctrain.training.precision import batch_in_precision, forward_context, in_precision, make_scaler
 from hpctrain.training.progress import format_scalars, make_progress
 from hpctrain.training.recompute import recomputing
@@ -121,6 +121,8 @@ class Fit:
         in_precision(module, settings.precision)
         self._strategy = strategy(module, team, settings)
         optimization = configured(module)
+        if not self._strategy.splits_itself:
+            check_trains(module, optimization)
         if takes_optimizer_idx(module):
             self._strategy.take_turns([parameters_of(each) for each in optimization.optimizers])
         optimization = self._strategy.optimized(optimization)
@@ -403,13 +405,30 @@ class Fit:
             return
         if num_batches := self._settings.sanity_batches:
             with left_as_it_was(self._module):
-                validate(
+                results = validate(
                     self._strategy,
                     self._validation_set,
                     self._team,
                     precision=self._settings.precision,
                     num_batches=num_batches,
                 )
+            self._check_names(results or {})
+
+    def _check_names(self, results: Mapping[str, float]) -> None:
+        """See that a validation measures what is gone by, before it is waited for.
+
+        Raises:
+            UserError: it does not.
+        """
+        # A name of the training's gets "val_" put before it, and which these are is not known yet.
+        given = {*results, *(f"val_{name}" for name in results)}
+        self._callbacks.check_names(given)
+        metric = self._settings.best_metric
+        if self._settings.keep_best and metric.startswith("val_") and metric not in given:
+            raise UserError(
+                f"keep_best is {self._settings.keep_best} and goes by best_metric={metric!r}, but the "
+                f"validation gives {', '.join(map(repr, sorted(results)))}."
+            )
 
     def _advise_on_workers(self) -> None:
         advice = too_many_workers(self._settings.num_workers, self._cpus)

@@ -53,6 +53,11 @@ def configured(module: Module) -> Optimization:
                 "optimizer step here, without one. Keep it to yourself and call its step() in the "
                 "on_validation_end of a callback, whose state_dict() and load_state_dict() pass on its own."
             )
+        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise UserError(
+                f"{origin} returned an LBFGS, which computes the loss anew several times in a step: that is "
+                "not done here. Take another optimizer."
+            )
         if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
             _check_disjoint(optimizers, module, origin)
             return Optimization(optimizers, schedulers)
@@ -60,6 +65,22 @@ def configured(module: Module) -> Optimization:
         f"{origin} returned {answer!r}. Return an optimizer, (optimizer, scheduler), "
         "{'optimizer': …, 'lr_scheduler': …}, several optimizers, or ([optimizers], [schedulers])."
     )
+
+
+def check_trains(module: Module, optimization: Optimization) -> None:
+    """See that the optimizers update something of `module`.
+
+    Raises:
+        UserError: they have other parameters only.
+    """
+    own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
+    if own and given and not own & given:
+        raise UserError(
+            f"{type(module).__name__}.configure_optimizers() gives its optimizers none of the module's "
+            f"{len(own)} parameters that take a gradient, so nothing would be trained. Make them from "
+            "self.parameters() as they are then: a layer that is replaced has others."
+        )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

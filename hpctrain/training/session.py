@@ -80,7 +80,7 @@ class Session:
         device: where it computes.
         weight: what the loss over this rank's batch has to be multiplied by, so that the mean of gradients
             over the ranks is that of the global batch: 1, but where batches cannot be shared evenly.
-        ending: always None; a loop of one's own ends where it wants to.
+        ending: why the loop is to end before its last step; None where it is not.
     """
 
     def __init__(self, team: Team, options: dict[str, Any], run: RunDir | None, stop: StopFlag) -> None:
@@ -166,7 +166,18 @@ class Session:
                 self._part = len(step.share.indices) / step.share.batch_size
                 self.weight = self._part * self.ranks.world_size
                 for micro_batch in step.micro_batches:
-                    yield to_device(micro_batch.batch, self.device)
+                    try:
+                        yield to_device(micro_batch.batch, self.device)
+                    except GeneratorExit:
+                        self._say_it_was_left(step.share.step)
+                        raise
+
+    def end(self, reason: str = "the loop ended it") -> None:
+        """End the training after a step or two more, and save; one rank that calls it is enough.
+
+        A `break` in the loop saves nothing: whether its step was trained, only the loop knows.
+        """
+        self.ending = reason
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add to the gradients those of `loss`, a mean over this rank's batch, at its weight."""
@@ -184,6 +195,14 @@ class Session:
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backward passes meanwhile add to this rank's gradients, and exchange nothing."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def _say_it_was_left(self, step: int) -> None:
+        if self.is_main:
+            print(
+                f"hpctrain: the loop over batches() was left in step {step}, before its end: what was "
+                "trained since the last checkpoint is not kept. To end it early, call end() and go on.",
+                flush=True,
+            )
 
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):

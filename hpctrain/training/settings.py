@@ -162,6 +162,8 @@ class Settings:
                 continue
             if value is not None and (not isinstance(value, int) or value is True or value < 1):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        if self.global_batch_size is None:
+            raise UserError("global_batch_size is None; it must be a whole number of at least 1.")
         for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_mb"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):

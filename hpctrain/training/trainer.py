@@ -70,6 +70,11 @@ class Trainer(Settings):
             UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
                 of a process in the run's own folder.
         """
+        if not hasattr(module, "configure_optimizers"):
+            raise UserError(
+                f"fit() was given a {type(module).__name__}, which has no configure_optimizers: give a "
+                "hpctrain.Module, whose training_step returns the loss of a batch."
+            )
         self.ending = None
         devices = self._own_devices()
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.one_process)):

@@ -52,6 +52,34 @@ def test_another_number_of_ranks_goes_on(tmp_path):
     assert told["parameters"][0] == pytest.approx(by_hand(9, 5), rel=1e-9)
 
 
+@pytest.mark.parametrize("how", ["end", "break"])
+def test_a_loop_that_ends_early_saves_or_says_that_it_does_not(tmp_path, capfd, how):
+    with hpctrain.session(seed=1, run_dir=tmp_path) as s:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = s.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in s.batches(torch.randn(40, 1), global_batch_size=4, max_steps=1000):
+            loss = model(batch).pow(2).mean()
+            s.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            s.log(loss=loss)
+            if s.step == 5:
+                if how == "break":
+                    break
+                s.end()
+    run = RunDir(tmp_path)
+    said = "was left in step 6, before its end" in capfd.readouterr().out
+    if how == "end":
+        steps = [line["step"] for line in read_json_lines(run.metrics)]
+        assert 6 <= s.step <= 24
+        assert steps == [*range(1, s.step + 1)]
+        assert [path.name for path in run.checkpoints.glob("step-*")] == [f"step-{s.step:08}"]
+        assert not said
+    else:
+        assert said
+        assert not list(run.checkpoints.glob("step-*"))
+
+
 def test_what_is_called_in_the_wrong_order_or_with_something_else_is_told_so():
     with pytest.raises(hpctrain.UserError, match="does not take 'precison'"), hpctrain.session(precison="32"):
         pass

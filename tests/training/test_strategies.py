@@ -6,6 +6,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -427,6 +428,18 @@ def test_what_a_strategy_joins_is_joined_on_a_rank_that_is_alone(monkeypatch):
     monkeypatch.setitem(STRATEGIES.registered, "joining", Joining)
     hpctrain.Trainer(max_steps=2, global_batch_size=4, strategy="joining").fit(Blocks(), samples())
     assert joined == [4, 4]
+
+
+def test_one_in_which_each_rank_would_train_alone_is_refused():
+    class Alone(Strategy):
+        def updated(self, step):
+            pass
+
+    team = SimpleNamespace(is_distributed=True, ranks=SimpleNamespace(world_size=2))
+    with pytest.raises(
+        UserError, match=r"\(Alone\) overrides none of .*each of the 2 ranks would train alone"
+    ):
+        Alone(Blocks(), team, SimpleNamespace(strategy="mine"))
 
 
 def test_ours_others_and_registered_ones_are_found(monkeypatch):

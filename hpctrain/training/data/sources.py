@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.process_group import Team
@@ -36,6 +36,7 @@ def make_feed(
     Raises:
         UserError: it is empty, or can be neither; or the ranks do not have the same.
     """
+    _refuse_loader(dataset, "train_dataset")
     feed: Feed
     if is_stream(dataset):
         if deal.world_size != team.ranks.world_size:
@@ -48,8 +49,22 @@ def make_feed(
         )
     else:
         feed = MapFeed(dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until)
-    _check_equal(team, feed.identity(), "train_dataset")
+    end = {"max_steps": until.steps, "max_epochs": until.epochs}
+    _check_equal(team, {**feed.identity(), **end}, "train_dataset")
     return feed
+
+
+def _refuse_loader(dataset: Any, name: str) -> None:
+    """Its batches would be taken for samples.
+
+    Raises:
+        UserError: it is one.
+    """
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            f"{name} is a DataLoader. Give the {type(dataset.dataset).__name__} that it loads from, and set "
+            "global_batch_size, num_workers and collate_fn here: which rank trains what follows from a step."
+        )
 
 
 def _check_equal(team: Team, own: dict[str, Any], name: str) -> None:
@@ -92,6 +107,7 @@ def make_validation_set(
     Raises:
         UserError: it is empty, or can be neither; or the ranks do not have the same.
     """
+    _refuse_loader(dataset, name)
     seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
     batch_size = deal.largest(global_batch_size)
     make = _ValidationStream if is_stream(dataset) else _ValidationMap

@@ -19,6 +19,8 @@ from hpctrain.training.optimization import Optimization, toggled
 if TYPE_CHECKING:
     from hpctrain.training.settings import Settings
 
+#: A strategy for several ranks brings their gradients together in one of these.
+_SHARING = frozenset({"place", "training_step", "backward", "before_update", "optimized", "__init__"})
 _TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
@@ -58,6 +60,12 @@ class Strategy:
         Raises:
             UserError: it cannot be trained in this way.
         """
+        if team.is_distributed and not any(vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]):
+            raise UserError(
+                f"strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
+                f"{', '.join(sorted(_SHARING))}, so that each of the {team.ranks.world_size} ranks would "
+                "train alone. Override what brings their gradients together, or derive it from one of ours."
+            )
         self.module, self.team, self.settings = module, team, settings
         self.algorithm: Algorithm | None = None
         self.turn: tuple[int, ...] = ()
