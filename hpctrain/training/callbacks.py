@@ -137,7 +137,7 @@ class Callbacks:
     @property
     def hear_steps(self) -> bool:
         """Whether there is one that wants to hear of every step."""
-        return any(type(each).on_step_end is not Callback.on_step_end for each in self._callbacks)
+        return any(map(_hears_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
         """Look whether each of them can do its work.
@@ -149,8 +149,7 @@ class Callbacks:
             UserError: one waits for a validation that will not come.
         """
         for each in self._callbacks:
-            hears_steps = type(each).on_step_end is not Callback.on_step_end
-            if isinstance(each, EarlyStopping) and not (validates or hears_steps):
+            if isinstance(each, EarlyStopping) and not (validates or _hears_steps(each)):
                 raise UserError(
                     f"EarlyStopping goes by {each.metric!r}, which a validation measures, and there is "
                     "none: fit() was given no validation set, or validate_every is None. Give both, or leave "
@@ -215,3 +214,7 @@ class Callbacks:
             seen[kind] = seen.get(kind, 0) + 1
             names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
         return names
+
+
+def _hears_steps(callback: Callback) -> bool:
+    return type(callback).on_step_end is not Callback.on_step_end

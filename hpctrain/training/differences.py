@@ -1,4 +1,4 @@
-"""What a script sets anew of an optimizer that goes on with what its checkpoint has."""
+"""In what a script's optimizers are others than those of the checkpoint that they go on from."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def ignored_settings(optimizers: Sequence[torch.optim.Optimizer], states: Sequen
                     "callback's on_fit_start."
                 ] = None
     return list(found)
+
+
+def check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """See that a state is of this kind of optimizer; one of another version of torch may lack something.
+
+    Raises:
+        ValueError: it is of another.
+    """
+    theirs = {name for group in state.get("param_groups", ()) for name in group}
+    ours = {name for group in optimizer.param_groups for name in group}
+    if (more := theirs - ours) and (less := ours - theirs):
+        raise ValueError(
+            f"it has an optimizer with {', '.join(sorted(more))}, and the script one with "
+            f"{', '.join(sorted(less))}."
+        )
 
 
 def _differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

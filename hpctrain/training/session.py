@@ -173,8 +173,9 @@ class Session:
                         raise
 
     def end(self, reason: str = "the loop ended it") -> None:
-        """End the training after a step or two more, and save; one rank that calls it is enough.
+        """End the training a step or two later, and save; one rank that calls it is enough.
 
+        Steps that take less than 5 ms tell each other several at a time: up to 17 more of these are trained.
         A `break` in the loop saves nothing: whether its step was trained, only the loop knows.
         """
         self.ending = reason

@@ -26,7 +26,7 @@ from hpctrain.training.strategies.registry import chosen_name
 #: A folder in the memory of a node, on Linux.
 _SHARED_MEMORY = Path("/dev/shm")
 
-#: Settings that are whole numbers of at least 1, or None.
+#: Settings that are whole numbers of at least 1; all but `global_batch_size` may be None.
 _COUNTS = (
     "max_steps",
     "max_epochs",
@@ -160,10 +160,10 @@ class Settings:
             value = getattr(self, name)
             if name == "micro_batch_size" and value == "auto":
                 continue
-            if value is not None and (not isinstance(value, int) or value is True or value < 1):
+            if value is None and name != "global_batch_size":
+                continue
+            if not isinstance(value, int) or value is True or value < 1:
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-        if self.global_batch_size is None:
-            raise UserError("global_batch_size is None; it must be a whole number of at least 1.")
         for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_mb"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from hpctrain.checkpoint.store import Loaded
 from hpctrain.errors import UserError
 from hpctrain.training.data.feed import Feed
-from hpctrain.training.differences import ignored_settings
+from hpctrain.training.differences import check_kind, ignored_settings
 from hpctrain.training.module import Module
 from hpctrain.training.optimization import Optimization
 
@@ -132,20 +132,5 @@ def _load_each(what: str, things: Sequence[HasState], states: Sequence[dict[str,
         raise ValueError(f"it has {len(states)} {what}s, and the script {len(things)}.")
     for thing, state in zip(things, states, strict=True):
         if isinstance(thing, torch.optim.Optimizer):
-            _check_kind(thing, state)
+            check_kind(thing, state)
         thing.load_state_dict(state)
-
-
-def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """See that a state is of this kind of optimizer; one of another version of torch may lack something.
-
-    Raises:
-        ValueError: it is of another.
-    """
-    theirs = {name for group in state.get("param_groups", ()) for name in group}
-    ours = {name for group in optimizer.param_groups for name in group}
-    if (more := theirs - ours) and (less := ours - theirs):
-        raise ValueError(
-            f"it has an optimizer with {', '.join(sorted(more))}, and the script one with "
-            f"{', '.join(sorted(less))}."
-        )

@@ -171,7 +171,7 @@ class Trainer(Settings):
             environ=os.environ,
             trainer=self,
             strategy=self._strategy,
-            algorithm=type(find_algorithm(self.algorithm)) if isinstance(self.algorithm, str) else None,
+            algorithm=type(find_algorithm(self.algorithm)),
             module=module,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
@@ -204,7 +204,7 @@ class Trainer(Settings):
 def _be_rank(
     trainer: Trainer,
     strategy: type[Strategy],
-    algorithm: type[Algorithm] | None,
+    algorithm: type[Algorithm],
     module: Module,
     train_dataset: Any,
     val_dataset: Any,
@@ -212,7 +212,7 @@ def _be_rank(
     """What a process does that another process's trainer has started."""
     # A script has registered them maybe, which is not run again here.
     register_strategy(trainer.strategy)(strategy)
-    if algorithm is not None and isinstance(trainer.algorithm, str):
+    if isinstance(trainer.algorithm, str):
         register_algorithm(trainer.algorithm)(algorithm)
     trainer.ranks = detect(os.environ)
     # There is nothing to choose any more, nor to remark on.
