@@ -1,0 +1,124 @@
+"""What cannot be trained, or not as it is asked, is refused before the first step, with the reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loop import Regression, samples
+from torch import nn
+
+import hpctrain
+from hpctrain.rundir import RunDir
+from hpctrain.training.data.feed import Until
+from hpctrain.training.data.loading import Loading
+from hpctrain.training.data.plan import Deal
+from hpctrain.training.data.sources import make_feed
+
+
+@pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
+def test_early_stopping_without_validations_is_refused(data, settings):
+    trainer = hpctrain.Trainer(max_steps=1, callbacks=hpctrain.EarlyStopping("val_f1"), **settings)
+    with pytest.raises(hpctrain.UserError, match="goes by 'val_f1', which a validation measures"):
+        trainer.fit(Regression(), samples(), *data)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"callbacks": hpctrain.EarlyStopping("nope")}, {"keep_best": 1, "best_metric": "val_nope"}]
+)
+def test_a_metric_that_no_validation_gives_is_said_before_the_first_step(tmp_path, settings):
+    class Model(Regression):
+        def validation_step(self, batch, batch_idx):
+            return {"f1": super().training_step(batch, batch_idx).detach()}
+
+    trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, **settings)
+    with pytest.raises(hpctrain.UserError, match=r"nope', but the validation g[ia]ve"):
+        trainer.fit(Model(), samples(), samples())
+    assert not RunDir(tmp_path).metrics.exists()
+
+
+class Foreign(Regression):
+    """Its head is another one by now."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+
+
+class Second(Regression):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.Linear(1, 1), "a Linear, which has no configure_optimizers"),
+        (Foreign(), "none of the module's 4 parameters that take a gradient"),
+        (Second(), "returned an LBFGS"),
+    ],
+    ids=["no Module", "foreign", "LBFGS"],
+)
+def test_what_cannot_be_trained_is_refused(module, words):
+    with pytest.raises(hpctrain.UserError, match=words):
+        hpctrain.Trainer(max_steps=1).fit(module, samples())
+
+
+def test_a_loader_is_no_data_set():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples()), batch_size=5)
+    with pytest.raises(hpctrain.UserError, match=r"train_dataset is a DataLoader\. Give the TensorDataset"):
+        hpctrain.Trainer(max_steps=1).fit(Regression(), loader)
+    with pytest.raises(hpctrain.UserError, match="val_dataset is a DataLoader"):
+        hpctrain.Trainer(max_steps=1).fit(Regression(), samples(), loader)
+
+
+def test_a_checkpoint_of_another_optimizer_is_said_to_be_one(tmp_path):
+    class WithAdam(Regression):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    hpctrain.Trainer(max_steps=1, run_dir=tmp_path).fit(Regression(), samples())
+    with pytest.raises(
+        hpctrain.UserError, match=r"an optimizer with .*momentum.*, and the script one with .*betas"
+    ):
+        hpctrain.Trainer(max_steps=2, run_dir=tmp_path).fit(WithAdam(), samples())
+
+
+@pytest.mark.parametrize("metric", ["", None])
+def test_early_stopping_goes_by_a_name(metric):
+    with pytest.raises(hpctrain.UserError, match="give a name"):
+        hpctrain.EarlyStopping(metric)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gradient_clip_norm": 0},
+        {"gradient_clip_value": "1"},
+        {"warmup_steps": -1},
+        {"sanity_batches": None},
+        {"lr_batch_size": 0},
+        {"lr_scaling": "cubic"},
+        {"callbacks": [print]},
+        {"seed": "1"},
+        {"seed": 2**70},
+        {"compile": "max"},
+        {"compile": {"mod": "max-autotune"}},
+        {"global_batch_size": True},
+        {"global_batch_size": None},
+    ],
+    ids=str,
+)
+def test_settings_out_of_their_range_are_refused(wrong):
+    with pytest.raises(hpctrain.UserError, match=next(iter(wrong))):
+        hpctrain.Trainer(max_steps=1, **wrong)
+
+
+def test_a_pretended_rank_with_another_number_of_steps_is_told_of():
+    team = SimpleNamespace(
+        gather=lambda own: [own, {**own, "max_steps": 4}], ranks=SimpleNamespace(world_size=2)
+    )
+    with pytest.raises(
+        hpctrain.UserError, match=r"'max_steps': 3.* on rank 0, but .*'max_steps': 4.* on rank 1"
+    ):
+        make_feed(samples(), Loading(), Deal(0, 2), team, seed=0, global_batch_size=4, until=Until(3))
