@@ -30,16 +30,18 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations=15
+	@scripts/say_not_tested.sh $(BIN)/python
 
 test-long: .venv/installed  ## the tests that take minutes
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m long --durations=15
 
-check: .venv/installed  ## format, lint, types, layers, documentation
+check: .venv/installed  ## format, lint, types, layers, conventions, documentation
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_conventions.py
 	$(BIN)/mkdocs build --strict # not --quiet: that drops the warnings before --strict counts them
 
 format: .venv/installed  ## let ruff put the code into form

@@ -34,9 +34,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
-from hpctrain.checkpoint import parts, saving
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.checkpoint import saver
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 
 def state_of(megabytes: int, tensor_kilobytes: int) -> dict[str, torch.Tensor]:
@@ -91,7 +92,7 @@ class Measurement:
         self.store.finish(600)
         on_disk = slowest(time.perf_counter() - begun)
         (ended,) = self.store.finished()
-        assert isinstance(ended, Saved), ended
+        assert isinstance(ended, CommittedSave), ended
         return stall, on_disk
 
     def torchs(self) -> tuple[float, float]:
@@ -146,9 +147,9 @@ def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
 
 def hold_to(megabytes_a_second: float) -> None:
     """Have this process write no faster than that."""
-    unlimited = saving.of_memory
+    unlimited = saver.write_of_bytes
 
-    def held(name: str, content: memoryview) -> parts.Part:
+    def held(name: str, content: memoryview) -> file_writer.FileWrite:
         part = unlimited(name, content)
 
         def blocks() -> Iterator[memoryview]:
@@ -158,9 +159,9 @@ def hold_to(megabytes_a_second: float) -> None:
                 due += len(block) / (megabytes_a_second * 2**20)
                 time.sleep(max(0.0, due - time.monotonic()))
 
-        return parts.Part(name, blocks)
+        return file_writer.FileWrite(name, blocks)
 
-    saving.of_memory = held
+    saver.write_of_bytes = held
 
 
 def scale_with_links(rank: int, folder: Path, options: argparse.Namespace) -> bool:

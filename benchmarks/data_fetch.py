@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hpctrain.training.data.feed import MapFeed, Until
-from hpctrain.training.data.loading import Loading
-from hpctrain.training.data.plan import Deal
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.step_source import MapStepSource, StopCondition
 
 NUM_SAMPLES, WIDTH = 60_000, 64
 
@@ -39,7 +39,14 @@ class PerSample(Dataset):
 
 
 def ours(dataset: TensorDataset, batch: int) -> Iterator[Any]:
-    feed = MapFeed(dataset, Loading(), Deal(0, 1), seed=1, global_batch_size=batch, until=Until(steps=10**9))
+    feed = MapStepSource(
+        dataset,
+        LoaderConfig(),
+        DataRank(0, 1),
+        seed=1,
+        global_batch_size=batch,
+        until=StopCondition(steps=10**9),
+    )
     for step in feed.steps():
         for micro_batch in step.micro_batches:
             yield micro_batch.batch

@@ -22,7 +22,7 @@ BATCH = 256
 
 
 def ours(num_samples: int) -> None:
-    from hpctrain.training.data.order import SampleOrder
+    from hpctrain.training.data.sample_order import SampleOrder
 
     SampleOrder(num_samples, seed=1).indices(1, 0, BATCH).tolist()
 

@@ -20,9 +20,9 @@ from collections.abc import Callable
 
 import torch
 
-from hpctrain.runtime.pulse import pulse
-from hpctrain.runtime.telling import beat
-from hpctrain.training.step_clock import StepClock
+from hpctrain.runtime.heartbeat import heartbeat_message
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.training.observe.compute_timer import ComputeTimer
 
 _BEATS = 1000
 
@@ -34,17 +34,17 @@ def empty(steps: int) -> None:
 
 def told(steps: int) -> None:
     for _ in range(steps):
-        pulse.enter("data")
-        pulse.enter("step")
-        pulse.trained()
+        activity.enter("data")
+        activity.enter("step")
+        activity.trained()
 
 
 def timed(steps: int) -> None:
     module = torch.nn.Linear(1, 1)
-    clock = StepClock(module, torch.optim.SGD(module.parameters()), torch.device("cpu"))
+    clock = ComputeTimer(module, torch.optim.SGD(module.parameters()), torch.device("cpu"))
     for _ in range(steps):
-        pulse.enter("data")
-        pulse.enter("step")
+        activity.enter("data")
+        activity.enter("step")
         with clock.step():
             clock._note_last_gradient(module.weight)
             clock._note_update()
@@ -53,7 +53,7 @@ def timed(steps: int) -> None:
 def beats(count: int) -> None:
     started_with = dict(os.environ)
     for _ in range(count):
-        json.dumps(beat(started_with))
+        json.dumps(heartbeat_message(started_with))
 
 
 def microseconds(run: Callable[[int], None], count: int) -> float:

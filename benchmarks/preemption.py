@@ -1,11 +1,11 @@
-"""Time from a preemption to the next trained step, on a real Slurm on this machine, without its hold.
+"""Time from a preemption to the next trained step, on a real Slurm on this machine.
 
     python benchmarks/preemption.py [--rounds N] [--limit SECONDS]
 
 Needs root and the Slurm packages, as `hpctrain sandbox up`. Two ranks train; they get the SIGTERM of a
-preemption while their nodes stay free, so that Slurm's own pause is all there is to wait for, and `hpctrain
-wait` looks on. The two ways to another allocation take turns: a requeue, whose hold of 120 s is lifted, and a
-successor job, which has none. Exits with 1 where a median is above the limit.
+preemption while their nodes stay free, so that Slurm's own pause is all there is to wait for. The two ways to
+another allocation take turns: a requeue, whose delay of 120 s the supervisor shortens, and a successor job,
+which has none. Exits with 1 where a median is above the limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hpctrain import sandbox
 from hpctrain.files import read_json_lines
-from hpctrain.jobs import steer
+from hpctrain.jobs.runs import control
 from hpctrain.rundir import RunDir
 
 SCRIPT = """
@@ -79,14 +79,14 @@ def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str
     """Seconds from the signal until this and that was done."""
     run, environ = RunDir(path), {**os.environ, **env}
     hpctrain = [sys.executable, "-m", "hpctrain"]
-    shape = ["--nodes", "2", "--gpus-per-node", "1", "--no-snapshot", "--continue-by", way]
+    shape = ["--nodes", "2", "--gpus-per-node", "1", "--no-code-snapshot", "--resume-mode", way]
     submit = [*hpctrain, "submit", *shape, "--run-dir", str(path), str(script)]
     subprocess.run(submit, env=environ, cwd=script.parent, check=True, capture_output=True)
     with subprocess.Popen([*hpctrain, "wait", str(path)], env=environ, stdout=subprocess.DEVNULL) as looks_on:
         try:
             wait_for(lambda: steps(run, 0) > 20, f"steps of {path}")
             preempted = time.time()
-            steer.preempt([run], environ)
+            control.preempt([run], environ)
             wait_for(lambda: steps(run, 1) > 0, f"steps of {path} after the preemption")
             looks_on.wait(LIMIT_S)
         except BaseException:

@@ -155,13 +155,13 @@ class Hpctrain(Side):
     def __init__(self, script: Path, folder: Path, ranks: int, *, warm: bool) -> None:
         self._run, self._warm = RunDir(folder / "run"), warm
         self._hpctrain(
-            *("submit", "--backend", "local", f"--tasks-per-node={ranks}", "--cpus-per-task=1"),
-            *(f"--warm-workers={'5' if warm else 'never'}", "--run-dir", str(self._run.path)),
-            *("--no-snapshot", str(script), str(folder)),
+            *("submit", "--backend", "local", f"--ntasks-per-node={ranks}", "--cpus-per-task=1"),
+            *(f"--standby-workers={'5' if warm else 'never'}", "--run-dir", str(self._run.path)),
+            *("--no-code-snapshot", str(script), str(folder)),
         )
 
     def ready(self) -> bool:
-        return not self._warm or "wait ready" in self._run.supervisor_log.read_text()
+        return not self._warm or "ready for attempt" in self._run.supervisor_log.read_text()
 
     def moments(self) -> dict[str, float]:
         events = {(event["kind"], event["attempt"]): event["time"] for event in self._run.read_events()}

@@ -2,7 +2,7 @@
 
     python benchmarks/sampler.py [--seconds S] [--limit PER_CENT]
 
-Starts `hpctrain.telemetry.sampler` as a run does, and reads out of /proc what it took, its start not counted,
+Starts `hpctrain.telemetry.sampling.sampler` as a run does, and reads its processor time from /proc,
 next to a process that only sleeps and wakes as often. Exits with 1 where it took more than the limit.
 """
 
@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
-        measures = [sys.executable, "-m", "hpctrain.telemetry.sampler", folder, "0"]
+        measures = [sys.executable, "-m", "hpctrain.telemetry.sampling.sampler", folder, "0"]
         commands = [measures, [sys.executable, "-c", SLEEPS]]
         processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for command in commands]
         deadline = time.monotonic() + 60

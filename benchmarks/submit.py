@@ -43,7 +43,7 @@ def add(a, b):
 
 if __name__ == "__main__":
     executor = submitit.AutoExecutor(folder="logs")
-    executor.update_parameters(nodes=1, tasks_per_node=1, timeout_min=5)
+    executor.update_parameters(nodes=1, ntasks_per_node=1, timeout_min=5)
     print("job", executor.submit(add, 1, 2).job_id)
 """
 
@@ -54,7 +54,7 @@ def add(a, b):
     return a + b
 
 if __name__ == "__main__":
-    executor = hpctrain.Executor(folder="runs", nodes=1, tasks_per_node=1, time=5)
+    executor = hpctrain.Executor(folder="runs", nodes=1, ntasks_per_node=1, time=5)
     print("job", executor.submit(add, 1, 2).job_id)
 """
 
@@ -109,7 +109,7 @@ def submissions(folder: Path, torchx: str | None) -> list[Submission]:
     git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", "-C", str(repository)]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "Begin"]):
         subprocess.run([*git, *words], check=True)
-    submit = [sys.executable, "-m", "hpctrain", "submit", "--tasks-per-node", "1", "--time", "5", "train.py"]
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--ntasks-per-node", "1", "--time", "5", "train.py"]
     found = [
         Submission("submitit, a function", [sys.executable, "with_submitit.py"], plain),
         Submission("hpctrain submit", submit, plain),

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.local_job import LocalJob
-from hpctrain.supervisor.step import Emit, StepEnded, TaskExit
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor
 
 #: The ranks are there when they have slept for so long after the last one began its log.
@@ -46,7 +46,7 @@ def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
     """The share of a core that the supervisor of so many real ranks takes."""
     script, run = folder / "sleep.py", RunDir(folder / "run")
     script.write_text(_SCRIPT)
-    shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", str(count // 2), "--no-snapshot"]
+    shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", str(count // 2), "--no-code-snapshot"]
     words = [sys.executable, "-m", "hpctrain", "submit", *shape, "--run-dir", str(run.path), str(script)]
     subprocess.run(words, check=True, capture_output=True, cwd=folder)
     pid = int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))
@@ -70,7 +70,7 @@ def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
 class PretendStep:
     """Many ranks, of which some fail when the time has come, and the rest when they are ended."""
 
-    def __init__(self, emit: Emit, failing: list[int], after_s: float) -> None:
+    def __init__(self, emit: EmitEvent, failing: list[int], after_s: float) -> None:
         self._emit = emit
         self._timer = threading.Timer(after_s, self._fail, [failing])
         self._timer.start()
@@ -98,7 +98,7 @@ class PretendLauncher:
         self.hosts, self.spares = [f"n{i}" for i in range(nodes)], []
         self._ranks, self._attempt_s, self._ends = ranks, attempt_s, ends
 
-    def start(self, _command: list[str], _variables: Mapping[str, str], emit: Emit) -> PretendStep:
+    def start(self, _command: list[str], _variables: Mapping[str, str], emit: EmitEvent) -> PretendStep:
         if time.monotonic() > self._ends:
             raise SchedulerError("the measurement is over")
         return PretendStep(emit, list(range(0, self._ranks, 10)), self._attempt_s)
@@ -115,12 +115,12 @@ def over_pretended_ranks(count: int, seconds: float, folder: Path) -> float:
         run_dir=str(run.path),
         backend="local",
         nodes=count // 8,
-        tasks_per_node=8,
+        ntasks_per_node=8,
         max_failures=10_000,
         python="python",
         workdir="/",
     )
-    scheduler = LocalJob(spec)
+    scheduler = LocalJobControl(spec)
     scheduler.on_signal = {}
     run.log_event("submitted", 0, job_id=scheduler.job_id, backend="local")
     launcher = PretendLauncher(count // 8, count, min(60.0, seconds / 2), time.monotonic() + seconds)

@@ -2,7 +2,7 @@
 
 python examples/accelerate_sine.py
 srun --nodes=2 --ntasks-per-node=1 hpctrain exec -- python examples/accelerate_sine.py
-hpctrain submit --nodes 2 --tasks-per-node 1 --follow examples/accelerate_sine.py
+hpctrain submit --nodes 2 --ntasks-per-node 1 --follow examples/accelerate_sine.py
 """
 
 from __future__ import annotations

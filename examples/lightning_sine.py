@@ -2,7 +2,7 @@
 
 python examples/lightning_sine.py
 srun --nodes=2 --ntasks-per-node=1 hpctrain exec -- python examples/lightning_sine.py --num-nodes 2
-hpctrain submit --nodes 2 --tasks-per-node 1 --follow examples/lightning_sine.py --num-nodes 2
+hpctrain submit --nodes 2 --ntasks-per-node 1 --follow examples/lightning_sine.py --num-nodes 2
 """
 
 from __future__ import annotations

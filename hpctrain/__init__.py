@@ -1,6 +1,6 @@
-"""hpctrain: one PyTorch script on Slurm, with the result of an undisturbed run whatever happens.
+"""hpctrain: run one PyTorch script on Slurm, with the result of an uninterrupted run despite failures.
 
-What needs torch is imported when it is first used, so that the command line starts at once.
+Modules that need torch are imported on first use, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import (
-    BrokenCheckpoint,
     CheckpointError,
+    CorruptCheckpoint,
+    DiskFull,
     EnvironmentMismatch,
     HpctrainError,
-    MeetingFailed,
+    RendezvousError,
     RunFailed,
     RunNotFound,
     SchedulerError,
     SpecError,
+    Unauthenticated,
     UserError,
     WaitTimeout,
 )
@@ -24,18 +26,18 @@ from hpctrain.errors import (
 if TYPE_CHECKING:
     from hpctrain.cluster import Ranks, compress_hostlist, detect, expand_hostlist
     from hpctrain.jobs.executor import Executor
-    from hpctrain.jobs.options import SubmitOptions
-    from hpctrain.jobs.runs import Run
-    from hpctrain.jobs.spec import JobSpec
-    from hpctrain.jobs.states import RunState
-    from hpctrain.jobs.status import RunStatus
-    from hpctrain.jobs.submit import submit
+    from hpctrain.jobs.options.table import SubmitOptions
+    from hpctrain.jobs.runs.run import Run
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.jobs.submit.submit import submit
     from hpctrain.rundir import RunDir
-    from hpctrain.runtime.stop import should_stop
+    from hpctrain.runtime.stopping.stop_consensus import should_stop
+    from hpctrain.slurm.states import RunState
+    from hpctrain.spec.job_spec import JobSpec
     from hpctrain.training import Module, Trainer
     from hpctrain.training.callbacks import Callback, EarlyStopping
-    from hpctrain.training.data.randomness import sample_generator
-    from hpctrain.training.session import session
+    from hpctrain.training.data.sample_seeds import sample_generator
+    from hpctrain.training.loop.session import session
     from hpctrain.training.strategies import Strategy, register_strategy
 
 __version__ = "0.1.0"
@@ -66,7 +68,7 @@ __all__ = [
     "compress_hostlist",
     # errors
     "HpctrainError",
-    "MeetingFailed",
+    "RendezvousError",
     "UserError",
     "SpecError",
     "EnvironmentMismatch",
@@ -75,35 +77,42 @@ __all__ = [
     "RunFailed",
     "WaitTimeout",
     "CheckpointError",
-    "BrokenCheckpoint",
+    "CorruptCheckpoint",
+    "DiskFull",
+    "Unauthenticated",
 ]
+
+#: Former names of classes.
+_ALIASES = {"BrokenCheckpoint": "CorruptCheckpoint", "MeetingFailed": "RendezvousError"}
 
 _HOMES = {
     "Callback": "hpctrain.training.callbacks",
     "EarlyStopping": "hpctrain.training.callbacks",
     "Executor": "hpctrain.jobs.executor",
-    "JobSpec": "hpctrain.jobs.spec",
+    "JobSpec": "hpctrain.spec.job_spec",
     "Module": "hpctrain.training",
     "Ranks": "hpctrain.cluster",
-    "Run": "hpctrain.jobs.runs",
+    "Run": "hpctrain.jobs.runs.run",
     "RunDir": "hpctrain.rundir",
-    "RunState": "hpctrain.jobs.states",
-    "RunStatus": "hpctrain.jobs.status",
+    "RunState": "hpctrain.slurm.states",
+    "RunStatus": "hpctrain.jobs.runs.run_status",
     "Strategy": "hpctrain.training.strategies",
-    "SubmitOptions": "hpctrain.jobs.options",
+    "SubmitOptions": "hpctrain.jobs.options.table",
     "Trainer": "hpctrain.training",
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",
     "expand_hostlist": "hpctrain.cluster",
     "register_strategy": "hpctrain.training.strategies",
-    "sample_generator": "hpctrain.training.data.randomness",
-    "session": "hpctrain.training.session",
-    "should_stop": "hpctrain.runtime.stop",
-    "submit": "hpctrain.jobs.submit",
+    "sample_generator": "hpctrain.training.data.sample_seeds",
+    "session": "hpctrain.training.loop.session",
+    "should_stop": "hpctrain.runtime.stopping.stop_consensus",
+    "submit": "hpctrain.jobs.submit.submit",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ALIASES:
+        return globals()[_ALIASES[name]]
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

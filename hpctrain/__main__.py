@@ -1,4 +1,4 @@
-"""`python -m hpctrain` is the command `hpctrain`."""
+"""Entry point of `python -m hpctrain`, the same command as `hpctrain`."""
 
 from __future__ import annotations
 

@@ -1,28 +1,30 @@
-"""Every exception that hpctrain raises on purpose.
+"""All exceptions that hpctrain raises on purpose.
 
 ::
 
     HpctrainError
-    ├── UserError                 exit 2: what the user asked for cannot be done as asked
+    ├── UserError                 exit 2: the user's request cannot be carried out
     │   ├── SpecError             an option, argument or path of a job is wrong
     │   ├── EnvironmentMismatch   variables of the environment contradict each other
     │   └── RunNotFound           no run of that id or folder
     ├── SchedulerError            exit 3: the scheduler refused, or cannot be reached
     ├── RunFailed                 exit 4: the run ended without success
-    ├── WaitTimeout               exit 1: what was waited for has not come yet
-    ├── MeetingFailed             exit 1: the ranks of a job did not find each other
+    ├── WaitTimeout               exit 1: the awaited event did not happen in time
+    ├── RendezvousError           exit 1: the ranks of a job did not form a group
+    ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
     └── CheckpointError           exit 1: a checkpoint could not be written or read
-        └── BrokenCheckpoint      a part of it is missing or changed
+        ├── CorruptCheckpoint     a part of it is missing or changed
+        └── DiskFull              there is no room for it, or the quota is used up
 
-A message says what is wrong with both values, where each came from, and what to do next.
-The command line turns an error into one line on stderr and `exit_code`; nobody else translates.
+A message gives the conflicting values, the source of each, and the next step for the user.
+Only the command line turns an error into one line on stderr and `exit_code`.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-#: Exit code of a rank whose state is saved and who asks to be continued.
+#: Exit code of a rank that saved its state and requests to be continued.
 EXIT_CONTINUE = 75
 
 
@@ -33,7 +35,7 @@ class HpctrainError(Exception):
 
 
 class UserError(HpctrainError, ValueError):
-    """What the user asked for cannot be done as asked."""
+    """The user's request cannot be carried out."""
 
     exit_code = 2
 
@@ -57,22 +59,30 @@ class SchedulerError(HpctrainError):
 
 
 class RunFailed(HpctrainError):
-    """The run ended, and not with success."""
+    """The run ended without success."""
 
     exit_code = 4
 
 
 class WaitTimeout(HpctrainError, TimeoutError):
-    """What was waited for has not come within the time that was given."""
+    """The awaited event did not happen within the time limit."""
 
 
-class MeetingFailed(HpctrainError):
-    """The ranks of a job did not find each other."""
+class RendezvousError(HpctrainError):
+    """The ranks of a job did not find each other, or did not form a process group."""
+
+
+class Unauthenticated(HpctrainError):
+    """A peer did not prove that it belongs to the run."""
 
 
 class CheckpointError(HpctrainError):
     """A checkpoint could not be written or read."""
 
 
-class BrokenCheckpoint(CheckpointError):
-    """A checkpoint is not what was written: a part is missing or changed."""
+class CorruptCheckpoint(CheckpointError):
+    """A checkpoint differs from what was written: a part is missing or changed."""
+
+
+class DiskFull(CheckpointError):
+    """The disk has no room for a checkpoint, or the quota is used up."""

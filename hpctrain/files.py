@@ -1,4 +1,4 @@
-"""Small file helpers: atomic replacement, append-only JSON lines, a lock that a process holds."""
+"""Small file helpers: atomic replacement, append-only JSON lines, locks held by a process."""
 
 from __future__ import annotations
 
@@ -7,40 +7,68 @@ import fcntl
 import functools
 import json
 import os
+import stat
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-#: A look at a lock takes microseconds; others may come in between.
+#: Modes of a run's files. The umask decides who can read; only the owner can write, whatever the umask.
+_SHARED, _PRIVATE = 0o644, 0o600
+#: A check with `is_locked` takes microseconds, but several may come in a row.
 _LOOK_S = 0.1
 
 
-def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replace the file at `path` by `content`: a reader sees the old one or the new, never a part.
+def make_folder(path: Path, *, private: bool = False) -> None:
+    """Make a folder of a run; an existing one keeps its mode. Parents get the mode of the umask.
+
+    Args:
+        path: the folder.
+        private: only the owner can open it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
+
+
+def own_file(path: str | Path, flags: int) -> int:
+    """Open a file of a run, for `open(…, opener=own_file)`: only its owner can write it."""
+    return os.open(path, flags, _SHARED)
+
+
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Replace the file at `path` by `content`: a reader sees the old file or the new one, never a part.
 
     Args:
         path: the file.
-        content: what it holds then.
-        durable: wait until it survives a power cut, which takes milliseconds.
+        content: its new content.
+        durable: wait until it survives a power failure, which takes milliseconds.
+        private: only the owner can read it.
 
     Raises:
         OSError: the folder is not writable or the disk is full; the old file is then untouched.
     """
-    replace_files({path: content}, durable=durable)
+    replace_files({path: content}, durable=durable, private=private)
 
 
-def replace_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -> None:
-    """Replace several files, each as `write_atomic` does; their folder is waited for once.
+def replace_files(
+    contents: Mapping[Path, str | bytes], *, durable: bool = True, private: bool = False
+) -> None:
+    """Replace several files, each like `write_atomic`; each folder is synced only once.
 
     Raises:
         OSError: a folder is not writable or the disk is full; files that were not replaced are untouched.
     """
     temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
+    mode = _PRIVATE if private else _SHARED
     try:
         for path, content in contents.items():
-            with open(temporaries[path], "wb") as file:
+            # A process with the same pid may have left one with another mode.
+            temporaries[path].unlink(missing_ok=True)
+            fd = os.open(temporaries[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with open(fd, "wb") as file:
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
                 if durable:
                     file.flush()
@@ -53,48 +81,109 @@ def replace_files(contents: Mapping[Path, str | bytes], *, durable: bool = True)
         raise
     if durable:
         for folder in {path.parent for path in contents}:
-            fsync_folder(folder)
+            fsync_path(folder)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power failure.
+
+    Raises:
+        OSError: it does not exist, or cannot be written to the disk.
+    """
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
+def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Others may be able to write into a run folder: a FIFO would block its reader, and a device may never end.
+
+    Args:
+        path: the file.
+        follow_links: accept a symbolic link to a regular file.
+
+    Raises:
+        OSError: the file cannot be opened or is not a regular file.
+    """
+    no_follow = 0 if follow_links else os.O_NOFOLLOW
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | no_follow)
+    try:
+        _check_regular(fd, path)
+        return open(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
+    """Return the content of a regular file. See `open_regular`.
+
+    Raises:
+        OSError: the file cannot be read or is not a regular file.
+    """
+    with open_regular(path, follow_links=follow_links) as file:
+        return file.read()
+
+
+def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
+    """Return the JSON object in a regular file. See `open_regular`.
+
+    Raises:
+        OSError: the file cannot be read or is not a regular file.
+        ValueError: it does not hold a JSON object.
+    """
+    try:
+        record = json.loads(read_regular(path, follow_links=follow_links))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return record
+
+
+def _check_regular(fd: int, path: Path) -> None:
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append one JSON object as one line. See `append_line`.
 
     Raises:
-        OSError: the file cannot be written, or only in part: the disk is full.
+        OSError: the file cannot be written, or only in part because the disk is full.
     """
     append_line(path, json.dumps(record))
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, in one write, so that writers on a host do not mix.
+    """Append a line in one write, so that writers on the same host do not mix lines.
 
-    Where a crash or a full disk has cut the last line of the file, this one stands on a line of its own.
+    If a crash or a full disk has truncated the last line of the file, it is terminated first.
 
     Raises:
-        OSError: the file cannot be written, or only in part: the disk is full.
+        OSError: the file cannot be written, or only in part because the disk is full.
     """
     append_lines(path, deque([line]))
 
 
 def append_lines(path: Path, lines: deque[str]) -> None:
-    """Append lines as `append_line` does each, and take those out of `lines` that are written.
+    """Append lines like `append_line`, and remove the written ones from `lines`.
 
     Raises:
-        OSError: the file cannot be written, or only in part: the disk is full.
+        OSError: the file cannot be written, or only in part because the disk is full.
     """
     if not lines:
         return
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, _SHARED)
     try:
+        _check_regular(fd, path)
         end_before = b"\n" if _is_torn(fd) else b""
         while lines:
             data = end_before + f"{lines[0]}\n".encode(errors="backslashreplace")
@@ -108,13 +197,14 @@ def append_lines(path: Path, lines: deque[str]) -> None:
         os.close(fd)
 
 
-def end_torn_line(path: Path) -> None:
-    """Where a crash cut the last line of the file at `path`, end it, so that the next one stands alone."""
+def terminate_partial_line(path: Path) -> None:
+    """Terminate the last line of the file at `path` if a crash truncated it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
     except FileNotFoundError:
         return
     try:
+        _check_regular(fd, path)
         if _is_torn(fd):
             os.write(fd, b"\n")
     finally:
@@ -122,64 +212,89 @@ def end_torn_line(path: Path) -> None:
 
 
 def _is_torn(fd: int) -> bool:
-    """Whether the last line of an open file has no end."""
+    """True if the last line of an open file has no line end."""
     size = os.fstat(fd).st_size
     return size > 0 and os.pread(fd, 1, size - 1) not in (b"\n", b"")
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; a torn line, such as a crash leaves, is skipped, which is said.
+#: Checks that an object of a JSON-lines file has the fields that its readers rely on.
+IsValid = Callable[[Mapping[str, Any]], bool]
 
-    A file that does not exist has no objects.
+
+def read_json_lines(path: Path, is_valid: IsValid | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file. Damaged lines are skipped with a warning.
+
+    A missing file has no objects.
+
+    Args:
+        path: the file.
+        is_valid: see `parse_json_line`.
+
+    Raises:
+        OSError: the file cannot be read or is not a regular file.
     """
     try:
-        file = open(path, encoding="utf-8", errors="replace")
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if (record := parse_json_line(line, path)) is not None:
+            if (record := parse_json_line(line.decode(errors="replace"), path, is_valid)) is not None:
                 yield record
 
 
-def parse_json_line(line: str, path: Path, *, ended: bool | None = None) -> dict[str, Any] | None:
-    """The object of a line of the file at `path`; None where it has none.
+def parse_json_line(
+    line: str, path: Path, is_valid: IsValid | None = None, *, ended: bool | None = None
+) -> dict[str, Any] | None:
+    """Return the object of a line; None if the line is damaged, with one warning per file.
 
-    That a line in the middle is torn is said once a file. One that has no end may be about to be written.
+    A last line without a line end may still be incomplete, so it causes no warning.
 
     Args:
         line: the line.
-        path: where it comes from.
-        ended: whether it has an end; None: as the text has it.
+        path: the file that contains it.
+        is_valid: objects that fail this check count as damaged.
+        ended: True if the line has a line end; None checks the text.
     """
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         if line.strip() and (line.endswith("\n") if ended is None else ended):
-            _say_torn(path)
+            _warn_damaged(path)
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    if is_valid is not None and not is_valid(record):
+        _warn_damaged(path)
+        return None
+    return record
+
+
+def _warn_damaged(path: Path) -> None:
+    warn_once(f"{path} has a damaged line, perhaps torn by a crash or a full disk. It is skipped.")
 
 
 @functools.cache
-def _say_torn(path: Path) -> None:
-    # Who submits a job has no use for it.
+def warn_once(text: str) -> None:
+    """Log a warning that this process has not logged yet."""
+    # Imported here because submitting a job does not need logging.
     import logging
 
-    logging.getLogger(__name__).warning(
-        "hpctrain: a line of %s is torn, by a crash or a full disk perhaps, and is skipped; others are read.",
-        path,
-    )
+    logging.getLogger(__name__).warning("hpctrain: %s", text)
 
 
 def try_lock(path: Path) -> int | None:
-    """Take the lock file at `path`, or return None where another process holds it.
+    """Take the lock file at `path`; return None if another process holds it.
 
-    The lock lives as long as the returned file descriptor is open in this process or in a child
-    that inherited it, so a holder that dies by any cause gives it up.
+    The lock is held while the returned file descriptor is open in this process or in a child that
+    inherited it. So it is released however the holder dies.
+
+    The file is private, because any process that can read it could lock it (flock(2)).
     """
-    fd = _beyond_standard_streams(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+    fd = _beyond_standard_streams(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE))
     try:
+        if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:
+            os.fchmod(fd, _PRIVATE)
         _take(fd)
     except BlockingIOError:
         os.close(fd)
@@ -191,7 +306,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Take the lock on a folder, which nobody else holds; it lives as `try_lock` says.
+    """Take the lock on a folder; it is held as in `try_lock`.
 
     Raises:
         OSError: the file system has no locks, or another process holds this one.
@@ -206,14 +321,14 @@ def lock_folder(folder: Path) -> int:
 
 
 def _beyond_standard_streams(fd: int) -> int:
-    """`fd` under a number that no child takes for its stdin, stdout or stderr, should one be closed here."""
+    """Move `fd` to a number above 2, which a child never uses as stdin, stdout or stderr."""
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(fd)
     return moved
 
 
 def _take(fd: int) -> None:
-    """Lock what is open as `fd`. Whoever looks with `is_locked` holds it for a moment, which is waited for.
+    """Lock the open file `fd`. Waits a moment, because `is_locked` in other processes takes the lock briefly.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -230,9 +345,13 @@ def _take(fd: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock file, or the lock on the folder, at `path`."""
+    """True if a living process holds the lock file, or the folder lock, at `path`.
+
+    Raises:
+        PermissionError: it belongs to another user.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

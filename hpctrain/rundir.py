@@ -1,15 +1,16 @@
-"""Every path of a run, named once, and the run's record of events."""
+"""Paths of all files of a run, defined once, and the run's event log."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.files import append_json_line, read_json_lines, write_atomic
+from hpctrain.errors import UserError
+from hpctrain.files import append_json_line, make_folder, read_json_lines, read_regular, write_atomic
 
 EventKind = Literal[
     "submitted",
@@ -31,29 +32,94 @@ EventKind = Literal[
     "finished",
 ]
 
-#: Variables that tell a rank where its run lives and which start this is.
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**53  # type: ignore[arg-type]
+
+
+def _is_time(value: object) -> bool:
+    # Python's calendar ends with the year 9999.
+    return _is_number(value) and 0 <= value < 253_402_300_800  # type: ignore[operator]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+#: Checks of the event fields that readers rely on; a field that is present must pass its check.
+_FIELDS: dict[str, Callable[[object], bool]] = {
+    "time": _is_time,
+    "attempt": _is_count,
+    # A failure that belongs to no rank has rank -1 or none.
+    "rank": lambda value: value is None or value == -1 or _is_count(value),
+    "step": lambda value: value is None or _is_count(value),
+    **dict.fromkeys(("nodes", "nodes_before", "world_size", "exit_code"), _is_count),
+    **dict.fromkeys(("hosts", "broken"), lambda value: isinstance(value, list) and all(map(_is_text, value))),
+    **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after"), _is_text),
+    **dict.fromkeys(
+        ("host", "cause", "log", "path", "tier", "by", "class"),
+        lambda value: value is None or _is_text(value),
+    ),
+}
+#: Required fields of each kind of event.
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "submitted": ("time", "job_id", "backend"),
+    "seen": ("job_id", "job_state"),
+    "handover": ("job_id",),
+    "excluded": ("hosts",),
+    "finished": ("time", "state"),
+}
+
+
+def is_event(record: Mapping[str, Any]) -> bool:
+    """True if a line of `events.jsonl` has valid values in all fields that readers of its kind rely on."""
+    kind = record.get("kind")
+    return (
+        isinstance(kind, str)
+        and all(name in record for name in _REQUIRED.get(kind, ()))
+        and all(check(record[name]) for name, check in _FIELDS.items() if name in record)
+        and (kind != "requeue" or _is_number(record.get("seconds", 0.0)))
+    )
+
+
+def is_metrics(record: Mapping[str, Any]) -> bool:
+    """True if a line of `metrics.jsonl` has valid values in the fields that hpctrain itself relies on."""
+    return (
+        _is_count(record.get("step", 0))
+        and _is_count(record.get("attempt", 0))
+        and _is_time(record.get("time", 0))
+    )
+
+
+#: The run folder of a rank, and its attempt.
 RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 #: Seconds that each stop signal leaves to the ranks: `SIGTERM=30,SIGUSR2=120`.
 STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
-#: What stands there for the signal, whichever it is, of a requeue that the user asked for.
-GRACE_OF_REQUEUE = "requeue"
-#: Mean time between two interruptions of a node, in seconds, as far as the site knows.
+#: Key in that variable for a requeue requested by the user, whatever its signal.
+REQUEUE_GRACE_KEY = "requeue"
+#: Mean time between two interruptions of a node, in seconds, as estimated by the site.
 NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
-#: The number of the task of a job array that a rank belongs to.
+#: The job array task that a rank belongs to.
 ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
 #: The copy of the code that a rank runs, and the working tree that was copied.
 CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
 CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
-#: A pipe whose other end the local supervisor holds: it closes when the supervisor dies, by whatever cause.
+#: A pipe whose other end the local supervisor holds; it closes when the supervisor ends for any reason.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
-#: Where the supervisor listens to its ranks: ADDRESS:PORT:TOKEN.
-LINE_VARIABLE = "HPCTRAIN_LINE"
-#: Tells a worker to import these modules, in JSON, and then to wait for the word to begin.
-WAIT_VARIABLE = "HPCTRAIN_WAIT"
-#: Set to 0, nodes are not measured.
+#: The address at which the supervisor listens to its ranks: ADDRESS:PORT:TOKEN.
+SUPERVISOR_ADDRESS_VARIABLE = "HPCTRAIN_LINE"
+#: Prefix under which a variable of `--env` is passed, so that no command line shows its value.
+ENV_PREFIX = "HPCTRAIN_ENV_"
+#: Modules, in JSON, that a standby worker imports before it waits for the command to start.
+STANDBY_VARIABLE = "HPCTRAIN_WAIT"
+#: 0 turns off the measurements of nodes.
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
-#: The job that this one continues, where the site does not requeue.
+#: The job whose successor this one is, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -66,65 +132,74 @@ _LEASE = re.compile(r"(\d{6,})")
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run. Holds paths only; nothing is created by looking at it."""
+    """The folder of one run. Holds paths only; no property creates a file."""
 
     path: Path
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
     @property
     def array(self) -> RunDir | None:
-        """The folder of the job array that this is a task of; None where this is no task's."""
+        """The folder of the job array that this task belongs to; None if this is not a task."""
         return RunDir(self.path.parent) if _TASK_FOLDER.fullmatch(self.path.name) else None
 
     @property
     def run_id(self) -> str:
-        """The folder's name; that of a task of a job array stands behind the array's."""
+        """The folder's name; for a job array task preceded by the array's name."""
         return f"{self.path.parent.name}/{self.path.name}" if self.array else self.path.name
 
     @property
     def spec(self) -> Path:
-        """What was asked for: the job's specification."""
+        """The specification of the job."""
         return self.path / "spec.yaml"
 
     @property
     def job_script(self) -> Path:
-        """The script as it was handed to the scheduler."""
+        """The job script as submitted to the scheduler."""
         return self.path / "job.sbatch"
 
     @property
     def git_ignore(self) -> Path:
-        """Keeps the run out of the repository in which it lies, and out of copies of it."""
+        """Keeps the run out of the Git repository that contains it, and out of copies of the code."""
         return self.path / ".gitignore"
 
     @property
     def code(self) -> Path:
-        """Copies of the code, and what each is a copy of."""
+        """Copies of the code, each with a record of its source."""
         return self.path / "code"
 
     def new_code(self) -> Path:
-        """The place for the copy of the code of a new submission."""
+        """Return the path for the code of a new submission."""
         return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
 
     @property
     def report(self) -> Path:
-        """The run in one page."""
+        """The report of the run, a single HTML page."""
         return self.path / "report.html"
 
     def telemetry(self, node: int) -> Path:
-        """What a node measured of itself and of its GPUs."""
+        """Return the file with the measurements of a node and its GPUs."""
         return self.path / "telemetry" / f"node-{node:03d}.jsonl"
 
     def all_telemetry(self) -> list[Path]:
-        """Those files of all nodes that have begun one."""
+        """Return the existing files of all nodes."""
         return sorted((self.path / "telemetry").glob("node-*.jsonl"))
 
     @property
     def function(self) -> Path:
-        """The function that every rank calls, where the run is not one of a script. Written once."""
+        """The function that every rank calls, if the run has no script. Written once."""
         return self.path / "function.pkl"
 
     @property
     def continuation(self) -> Path:
-        """What the function's `checkpoint` method wants to be called in its place when the run goes on."""
+        """The call, returned by the function's `checkpoint` method, that replaces it in later attempts."""
         return self.path / "continuation.pkl"
 
     @property
@@ -137,11 +212,11 @@ class RunDir:
 
     @property
     def environment(self) -> Path:
-        """What each start of the ranks ran on, and the settings of its training."""
+        """The environment of each attempt, and the settings of its training."""
         return self.path / "environment.jsonl"
 
     def logger_memory(self, name: str) -> Path:
-        """What a logger has got so far, and what its tracker calls the run."""
+        """Return the file with a logger's progress and the tracker's id of the run."""
         return self.path / "loggers" / f"{name}.json"
 
     @property
@@ -150,51 +225,51 @@ class RunDir:
 
     @property
     def supervisor_log(self) -> Path:
-        """What the supervisor did, and why."""
+        """The actions of the supervisor, with their reasons."""
         return self.logs / "supervisor.log"
 
     @property
     def slurm_log(self) -> Path:
-        """What the batch script and Slurm itself print."""
+        """Output of the batch script and of Slurm itself."""
         return self.logs / "slurm.log"
 
     @property
     def lock(self) -> Path:
-        """Held by submission and, on the local backend, by the run's supervisor as long as it lives."""
+        """Lock held by the submission and, on the local backend, by the supervisor while it runs."""
         return self.path / "supervisor.lock"
 
     @property
     def pace(self) -> Path:
-        """How long the run took at most for what: by it a hang is known."""
+        """The longest durations seen in the run, from which the time limits for hangs follow."""
         return self.path / "pace.json"
 
     @property
     def cancel_request(self) -> Path:
-        """Exists once the user asked to cancel: a saved stop is then the end, not a requeue."""
+        """Exists once the user has requested to cancel: after a saved stop the run ends without a requeue."""
         return self.path / "cancel-requested"
 
     @property
     def requeue_request(self) -> Path:
-        """Holds the number of the attempt that the user asked to save, for another to go on."""
+        """The attempt that the user asked to save and requeue."""
         return self.path / "requeue-requested"
 
     def is_asked_to_requeue(self, attempt: int) -> bool:
-        """Whether it was the user who had this attempt told to stop: then nobody is about to end it."""
+        """True if this attempt was stopped for a requeue by the user, so the job's end is not imminent."""
         try:
-            return self.requeue_request.read_text() == f"{attempt}\n"
+            return read_regular(self.requeue_request) == f"{attempt}\n".encode()
         except OSError:
             return False
 
     def succession(self, job_id: str) -> Path:
-        """Holds the id of the job that has taken over after that job. Made once, by whoever comes first."""
+        """Return the file with the id of the successor of `job_id`. Only the first writer creates it."""
         return self.path / "chain" / f"after-{job_id}"
 
     def lease(self, number: int) -> Path:
-        """Says which supervisor may train here, under Slurm; the one with the highest number counts."""
+        """Return a lease: the supervisor with the highest number may train here, under Slurm."""
         return self.path / "lease" / f"{number:06d}"
 
     def leases(self) -> list[int]:
-        """Numbers of the leases that are kept, ascending."""
+        """Return the numbers of the existing leases, ascending."""
         return _numbered(self.path / "lease", _LEASE)
 
     @property
@@ -206,15 +281,15 @@ class RunDir:
         return self.path / "failures"
 
     def check(self, attempt: int, rank: int) -> Path:
-        """What a rank has seen when it looked at its node before the attempt."""
+        """Return the file with a rank's check of its node before the attempt."""
         return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
 
     def checks(self, attempt: int) -> list[Path]:
-        """Those files of all ranks that have written one."""
+        """Return the existing files of all ranks."""
         return sorted(self.check(attempt, 0).parent.glob("rank-*.json"))
 
     def memory_errors(self, host: str, local_rank: int) -> Path:
-        """The memory errors that a job found at its first look at the GPUs of a process: not its own."""
+        """Return the file with the GPU memory errors that existed when the job first checked: not its own."""
         return self.path / "checks" / f"memory-errors-{host}-{local_rank:03d}.json"
 
     def attempt_logs(self, attempt: int) -> Path:
@@ -224,115 +299,139 @@ class RunDir:
         return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
 
     def agent_log(self, attempt: int, node: int) -> Path:
-        """What a node's agent of torchrun prints, where such agents start the ranks."""
+        """Return the log of a node's torchrun agent, if such agents start the ranks."""
         return self.attempt_logs(attempt) / f"agent-{node:05d}.log"
 
     def ranks(self, attempt: int) -> list[int]:
-        """Ranks that have begun a log in this attempt, ascending."""
+        """Return the ranks that have started a log in this attempt, ascending."""
         return _numbered(self.attempt_logs(attempt), _RANK_LOG)
 
     def log_times(self, attempt: int, node: int) -> Path:
-        """When the logs of a node's ranks had which length."""
+        """Return the file with the lengths over time of the logs of a node's ranks."""
         return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
 
     def all_log_times(self, attempt: int) -> list[Path]:
-        """Those files of all nodes that have begun one."""
+        """Return the existing files of all nodes."""
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
 
     def failure(self, attempt: int, rank: int) -> Path:
         return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
 
     def stacks(self, attempt: int, rank: int) -> Path:
-        """Where the threads of a rank were when the run hung."""
+        """Return the file with the thread stacks of a rank at a hang."""
         return self.failures / f"attempt-{attempt:03d}-stacks-{rank:05d}.txt"
 
     def collectives(self, attempt: int, rank: int) -> Path:
-        """What the rank had exchanged with others until the run hung, as torch's flight recorder has it."""
+        """Return the file with a rank's collectives before a hang, from torch's flight recorder."""
         return self.failures / f"attempt-{attempt:03d}-collectives-{rank:05d}.json"
 
     def hung_gpus(self, attempt: int, node: int) -> Path:
-        """How the GPUs of a node were when the run hung."""
+        """Return the file with the state of a node's GPUs at a hang."""
         return self.failures / f"attempt-{attempt:03d}-gpus-{node:03d}.json"
 
     def raised(self, attempt: int, rank: int) -> Path:
-        """The exception behind a failure, pickled, where that is possible."""
+        """Return the file with the pickled exception of a failure, if it could be pickled."""
         return self.failure(attempt, rank).with_suffix(".pkl")
 
+    def unfinished(self, attempt: int, rank: int, key: str) -> Path:
+        """Return a file that exists during a training of a rank; `key` represents its output folder."""
+        return self.path / "unfinished" / f"attempt-{attempt:03d}-rank-{rank:05d}-{key}.json"
+
+    def unfinished_files(self, attempt: int) -> list[Path]:
+        """Return the existing files of all ranks, in rank order."""
+        rank = "[0-9]" * 5
+        return sorted((self.path / "unfinished").glob(f"attempt-{attempt:03d}-rank-{rank}-*.json"))
+
     def result(self, attempt: int, rank: int) -> Path:
-        """What the function returned in this rank."""
+        """Return the file with the return value of the function on this rank."""
         return self.path / "results" / f"attempt-{attempt:03d}-rank-{rank:05d}.pkl"
 
     def failure_files(self, attempt: int) -> list[Path]:
-        """What the ranks that failed in the attempt have left so far."""
+        """Return the files of the ranks that have failed so far in the attempt."""
         return sorted(self.failures.glob(f"attempt-{attempt:03d}-rank-*.json"))
 
     def samples(self, attempt: int, rank: int) -> Path:
         return self.path / "samples" / f"attempt-{attempt:03d}-rank-{rank:05d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / step_name(step)
+        return self.checkpoints / checkpoint_folder_name(step)
 
     def task(self, index: int | str) -> RunDir:
-        """The folder of one task of a job array: a whole run folder inside that of the array.
+        """Return the folder of a job array task: a whole run folder inside that of the array.
 
         Args:
-            index: the task's number, or a symbol that stands for it.
+            index: the task's number, or a placeholder for it.
         """
         return RunDir(self.path / f"task-{index}")
 
     def tasks(self) -> list[int]:
-        """Numbers of the tasks of a job array, ascending; none where this is a single run."""
+        """Return the task numbers of a job array, ascending; none if this is a single run."""
         return _numbered(self.path, _TASK_FOLDER)
 
     def attempts(self) -> list[int]:
-        """Numbers of all starts of the workers so far, ascending."""
+        """Return the numbers of all attempts so far, ascending."""
         return _numbered(self.logs, _ATTEMPT_FOLDER)
 
     def new_attempt(self) -> int:
-        """Claim the number of a new start of the workers, by making the folder of its logs.
+        """Reserve the number of a new attempt by making its log folder.
 
         Raises:
             OSError: the folder cannot be made.
         """
-        self.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
+        make_folder(self.logs)
         attempt = max(self.attempts(), default=-1) + 1
         while True:
             try:
-                self.attempt_logs(attempt).mkdir()
+                self.attempt_logs(attempt).mkdir(0o755)
             except FileExistsError:
                 attempt += 1
             else:
                 return attempt
 
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
-        """Append an event to the run's record, with the time in seconds since the epoch."""
+        """Append an event to the run's event log, with the time in seconds since the epoch."""
         append_json_line(self.events, event_record(kind, attempt, **fields))
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file of the run, and make the folder that it lies in.
+        """Write a file of the run, and make its folder if needed.
 
         Raises:
             OSError: it cannot be written.
         """
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         write_atomic(path, content)
 
+    def check_records(self) -> None:
+        """Check that the run's events and metrics can be recorded.
+
+        Raises:
+            UserError: `events.jsonl` or `metrics.jsonl` exists, but is not a regular file.
+        """
+        for path in (self.events, self.metrics):
+            if path.exists() and not path.is_file():
+                raise UserError(
+                    f"{path} is not a regular file, so the run cannot be recorded there. "
+                    "Move it away, and start again."
+                )
+
     def read_events(self) -> Iterator[dict[str, Any]]:
-        return read_json_lines(self.events)
+        """Yield the recorded events. Damaged lines are skipped with a warning."""
+        return read_json_lines(self.events, is_event)
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:
-    """An event that happens now, as the run's record has it."""
+    """Return a record of an event that happens now."""
     return {"time": time.time(), "attempt": attempt, "kind": kind, **fields}
 
 
-def step_name(step: int) -> str:
-    """The name of the folder that holds the state after `step` optimizer steps."""
+def checkpoint_folder_name(step: int) -> str:
+    """Return the name of the folder for the state after `step` optimizer steps."""
     return f"step-{step:08d}"
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps whose folders lie in `folder`, ascending; whether they are whole is not looked at."""
+def list_checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps with a checkpoint folder in `folder`, ascending, without checking their content."""
     return _numbered(folder, _STEP_FOLDER)
 
 

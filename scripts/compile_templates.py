@@ -1,4 +1,4 @@
-"""Writes hpctrain/jobs/shipped_scripts.py: the shipped templates as Python, in the place of Jinja.
+"""Writes hpctrain/jobs/submit/shipped_scripts.py: the shipped templates as Python, in the place of Jinja.
 
     .venv/bin/python scripts/compile_templates.py
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from jinja2 import nodes
 
-from hpctrain.jobs.render import SUFFIX, environment_of, shipped_templates
+from hpctrain.jobs.submit.render import TEMPLATE_SUFFIX, jinja_environment, shipped_templates
 
-TARGET = Path(__file__).resolve().parents[1] / "hpctrain" / "jobs" / "shipped_scripts.py"
+TARGET = Path(__file__).resolve().parents[1] / "hpctrain" / "jobs" / "submit" / "shipped_scripts.py"
 
 _HEAD = '''\
 """The shipped templates as Python. Written by scripts/compile_templates.py: change the templates instead."""
@@ -29,10 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.jobs.render import quote
+from hpctrain.jobs.submit.render import shell_quote
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.spec import JobSpec
+    from hpctrain.spec.job_spec import JobSpec
 
     Script = Callable[[JobSpec, Sequence[str], str, str], Iterator[str]]
 '''
@@ -50,7 +50,7 @@ class Template:
     """A template with all that it extends."""
 
     def __init__(self, file: str) -> None:
-        environment = environment_of(shipped_templates())
+        environment = jinja_environment(shipped_templates())
         self.files: list[str] = []
         self.blocks: dict[str, list[nodes.Block]] = {}
         """By name, the one that counts first, behind it the one that `super()` calls."""
@@ -125,7 +125,7 @@ def _value(node: nodes.Node) -> str:
         case nodes.Getattr():
             return f"{_value(node.node)}.{node.attr}"
         case nodes.Filter(name="quote", args=[], kwargs=[]):
-            return f"quote({_value(node.node)})"
+            return f"shell_quote({_value(node.node)})"
         case nodes.Concat():
             return " + ".join(f"str({_value(part)})" for part in node.nodes)
         case nodes.Compare(ops=[nodes.Operand(op="eq") as other]):
@@ -142,8 +142,8 @@ def _indented(lines: Iterator[str]) -> list[str]:
 def text() -> str:
     """What has to stand in the file."""
     functions, table = [], []
-    for path in sorted(shipped_templates().glob(f"*{SUFFIX}")):
-        name = path.name.removesuffix(SUFFIX)
+    for path in sorted(shipped_templates().glob(f"*{TEMPLATE_SUFFIX}")):
+        name = path.name.removesuffix(TEMPLATE_SUFFIX)
         try:
             template = Template(path.name)
             functions.append(template.function(name))
@@ -158,7 +158,9 @@ def text() -> str:
 
 def checksums() -> Mapping[str, int]:
     """CRC-32 of each shipped template."""
-    return {path.name: zlib.crc32(path.read_bytes()) for path in shipped_templates().glob(f"*{SUFFIX}")}
+    return {
+        path.name: zlib.crc32(path.read_bytes()) for path in shipped_templates().glob(f"*{TEMPLATE_SUFFIX}")
+    }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
-from hpctrain.sandbox.requirements import require
+from hpctrain.sandbox.requirements import check_requirements
 
 # `from helpers import …` works in every test, whichever folders of tests are packages.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,7 +66,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[sandbox.Sandbox]:
-    """A real cluster of 4 nodes × 2 GPUs and 8 CPUs; a preemption kills after 30 s.
+    """A real cluster of 4 nodes × 2 GPUs and 8 CPUs; a preemption kills after 30 s, a cancel after 5 s.
 
     Tests share it: cancel what you submitted, start again what you killed.
     """
@@ -82,7 +82,8 @@ def accounting() -> Iterator[sandbox.Sandbox]:
 def _sandbox(name: str, *, accounting: bool = False) -> Iterator[sandbox.Sandbox]:
     _need_slurm(accounting=accounting)
     _remove_abandoned()
-    box = sandbox.up(name, nodes=4, gpus_per_node=2, cpus_per_node=8, accounting=accounting)
+    shape = {"nodes": 4, "gpus_per_node": 2, "cpus_per_node": 8, "accounting": accounting}
+    box = sandbox.up(name, **shape, settings=["KillWait=5"])
     try:
         yield box
     finally:
@@ -115,7 +116,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 def _need_slurm(*, accounting: bool = False) -> None:
     try:
-        require(accounting=accounting)
+        check_requirements(accounting=accounting)
     except UserError as error:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI=true, so Slurm must be here: {error}", pytrace=False)
@@ -124,7 +125,7 @@ def _need_slurm(*, accounting: bool = False) -> None:
 
 def _remove_abandoned() -> None:
     """Take down the sandboxes of test sessions that were killed."""
-    for name in sandbox.names():
+    for name in sandbox.list_names():
         pid = name.removeprefix(_SANDBOX_PREFIX).lstrip(ascii_lowercase)
         if name.startswith(_SANDBOX_PREFIX) and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             sandbox.down(name)

@@ -11,7 +11,8 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,16 +38,9 @@ def run_forked(
 
     The test fails, with the output of each rank, where one fails or they take longer than `timeout` seconds.
     """
-    with TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
+    with TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            variables = environment(env) | (_torchrun(rank, ranks, nodes, port) if ranks > 1 else {})
-            process = _CONTEXT.Process(target=_run, args=(script, list(words), variables, output))
-            process.start()
-            processes.append(process)
+        processes = start_forked(script, words, env, outputs, nodes=nodes)
         try:
             problem = _wait_for_all(processes, timeout)
         finally:
@@ -58,6 +52,27 @@ def run_forked(
         said = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
         raise AssertionError(f"{problem} of {ranks}: {script} {list(words)}\n{said}")
     return texts[0]
+
+
+def start_forked(
+    script: Path,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    outputs: Sequence[Path],
+    *,
+    nodes: int = 1,
+) -> list[multiprocessing.process.BaseProcess]:
+    """Start a Python script on one rank per file in `outputs`. The caller ends and joins the processes."""
+    ranks = len(outputs)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank, output in enumerate(outputs):
+        variables = environment(env) | (_torchrun(rank, ranks, nodes, port) if ranks > 1 else {})
+        process = _CONTEXT.Process(target=_run, args=(script, list(words), variables, output))
+        process.start()
+        processes.append(process)
+    return processes
 
 
 def _wait_for_all(processes: list, timeout: float) -> str | None:
@@ -91,10 +106,22 @@ def _torchrun(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
     }
 
 
-def _run(script: Path, words: list[str], variables: dict[str, str], output: Path) -> None:
-    """What a forked process does."""
-    import torch
+def _unpickle(unpickle: Callable[..., object], *arguments: object) -> object:
+    """Only the test's own scripts may do so."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "contextlib")):
+        frame = frame.f_back
+    name = frame.f_globals["__name__"]
+    assert not name.startswith(("hpctrain", "torch")), f"{name} unpickles from a peer"
+    return unpickle(*arguments)
 
+
+def _run(script: Path, words: list[str], variables: dict[str, str], output: Path) -> None:
+    """What a forked process does. hpctrain unpickles nothing from a peer, also not by way of torch."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._tensor_to_object = partial(_unpickle, distributed_c10d._tensor_to_object)
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

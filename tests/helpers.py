@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import time
@@ -14,7 +16,7 @@ from typing import TypeVar
 import pytest
 
 from hpctrain.rundir import RUN_DIR_VARIABLE
-from hpctrain.sandbox.processes import Process, processes
+from hpctrain.sandbox.processes import ProcessInfo, processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -102,10 +104,11 @@ def mounted_disk(folder: Path, options: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        run_command(["umount", "--lazy", folder])
+        while folder.is_mount():
+            run_command(["umount", "--lazy", folder])
 
 
-def run_processes(run_dir: Path) -> list[Process]:
+def run_processes(run_dir: Path) -> list[ProcessInfo]:
     """The living processes of a run: its ranks and their children, its supervisor and what that started.
 
     They are known by HPCTRAIN_RUN_DIR, or by the run's folder as a word of the command line.
@@ -127,3 +130,29 @@ def assert_no_process_left(run_dir: Path, timeout: float = 10.0) -> None:
             lines = "\n".join(f"{process.pid}: {' '.join(process.argv)}" for process in left)
             raise AssertionError(f"processes of {run_dir} are left after {timeout} s:\n{lines}")
         time.sleep(0.05)
+
+
+def on_a_terminal(argv: list[str], cwd: Path, columns: int, limit_s: float = 60.0) -> str:
+    """What a command shows on a terminal of so many columns, to its end."""
+    ours, theirs = pty.openpty()
+    env = environment({"COLUMNS": str(columns), "LINES": "20", "TERM": "xterm", "NO_COLOR": "1"})
+    process = subprocess.Popen(argv, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown, deadline = b"", time.monotonic() + limit_s
+    try:
+        while True:
+            ready, _, _ = select.select([ours], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no end after {limit_s} s; shown so far: {shown!r}"
+            try:
+                new = os.read(ours, 65536)
+            except OSError:  # Linux's word for the end of a terminal
+                break
+            if not new:
+                break
+            shown += new
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return shown.decode(errors="replace")

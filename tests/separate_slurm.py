@@ -17,8 +17,8 @@ from separate_hosts import SeparateHosts
 
 from hpctrain.sandbox import setup, teardown
 from hpctrain.sandbox.daemons import Daemon, daemons
-from hpctrain.sandbox.lock import locked
-from hpctrain.sandbox.plan import ROOT, Shape, folder_of
+from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of
+from hpctrain.sandbox.lock import sandbox_lock
 
 _START_LIMIT_S = 60.0
 
@@ -34,15 +34,15 @@ class SeparateSlurm:
             settings: lines of slurm.conf for the place of the sandbox's.
         """
         self._hosts = SeparateHosts(1 + nodes)
-        self._shape = Shape(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
+        self._shape = SandboxSize(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
         # The name by which a later session takes it down, should this one be killed.
         self._folder = folder_of(f"pytest-n{os.getpid()}")
 
     def __enter__(self) -> Self:
         self._hosts.__enter__()
         try:
-            with locked(ROOT):
-                self._plan = setup.lay_out(self._folder, self._shape)
+            with sandbox_lock(ROOT):
+                self._plan = setup.create_folder(self._folder, self._shape)
             self.nodes, self.env = self._plan.nodes, {"SLURM_CONF": str(self._plan.conf)}
             self._write_conf()
             munged, *others = daemons(self._plan)
@@ -58,7 +58,7 @@ class SeparateSlurm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with locked(ROOT):
+        with sandbox_lock(ROOT):
             # Its controller cannot be reached from here.
             teardown.remove(self._folder, came_up=False)
         self._hosts.__exit__(kind, error, trace)

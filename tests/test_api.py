@@ -14,8 +14,8 @@ PUBLIC = {
     "session", "sample_generator", "should_stop",
     "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
-    "RunFailed", "WaitTimeout", "MeetingFailed", "CheckpointError",
-    "BrokenCheckpoint",
+    "RunFailed", "WaitTimeout", "RendezvousError", "CheckpointError",
+    "CorruptCheckpoint", "DiskFull", "Unauthenticated",
 }  # fmt: skip
 
 
@@ -46,3 +46,8 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_importing_hpctrain_imports_neither_torch_nor_a_part_of_itself_but_errors():
     code = "import hpctrain, sys; print(*[m for m in sys.modules if m.startswith(('torch', 'hpctrain'))])"
     assert run_command([sys.executable, "-c", code]).stdout.split() == ["hpctrain.errors", "hpctrain"]
+
+
+def test_former_names_of_errors_still_work():
+    assert hpctrain.MeetingFailed is hpctrain.RendezvousError
+    assert hpctrain.BrokenCheckpoint is hpctrain.CorruptCheckpoint

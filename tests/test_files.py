@@ -1,18 +1,30 @@
-"""Lines that a crash or a full disk has cut: the next one stands alone, and readers pass them over."""
+"""Lines that a crash or a full disk has cut are passed over; files that others may not touch are private."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import run_command
 
-from hpctrain.files import append_json_line, append_line, end_torn_line, read_json_lines
-from hpctrain.jobs.tail import RecordTail, last_records
+from hpctrain.files import (
+    append_json_line,
+    append_line,
+    make_folder,
+    own_file,
+    read_json_lines,
+    terminate_partial_line,
+    try_lock,
+    write_atomic,
+)
+from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir
+from hpctrain.serialization import CallPayload
 
 
 @pytest.fixture
@@ -34,13 +46,17 @@ def test_no_empty_lines_are_written_where_nothing_is_torn(tmp_path):
     path = tmp_path / "log"
     for line in ("one", "zwölf \ud800"):
         append_line(path, line)
-        end_torn_line(path)
+        terminate_partial_line(path)
     assert path.read_text() == "one\nzwölf \\ud800\n"
 
 
 @pytest.mark.parametrize(
     "read",
-    [read_json_lines, lambda path: RecordTail(path).read(), lambda path: reversed(list(last_records(path)))],
+    [
+        read_json_lines,
+        lambda path: RecordTail(path).read(),
+        lambda path: reversed(list(read_last_records(path))),
+    ],
 )
 def test_readers_pass_over_a_torn_line_and_say_so_once(torn, read, caplog):
     with caplog.at_level(logging.WARNING):
@@ -54,7 +70,12 @@ def test_readers_pass_over_a_torn_line_and_say_so_once(torn, read, caplog):
 def test_a_last_line_without_an_end_may_be_about_to_be_written(tmp_path, caplog):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 1}\n{"st')
-    assert list(read_json_lines(path)) == list(last_records(path)) == RecordTail(path).read() == [{"step": 1}]
+    assert (
+        list(read_json_lines(path))
+        == list(read_last_records(path))
+        == RecordTail(path).read()
+        == [{"step": 1}]
+    )
     assert caplog.messages == []
 
 
@@ -72,3 +93,51 @@ def test_a_run_whose_record_is_torn_goes_on_at_once(tmp_path):
     assert kinds == ["submitted", "started", "finished"] * 2
     status = run_command([*hpctrain, "status", run.path, "--json"])
     assert json.loads(status.stdout)["state"] == "COMPLETED"
+
+
+@pytest.mark.parametrize(("umask", "shared", "folder"), [(0o002, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_only_the_owner_writes_whatever_the_umask(tmp_path, umask, shared, folder):
+    before = os.umask(umask)
+    try:
+        make_folder(tmp_path / "open" / "inner")
+        make_folder(tmp_path / "closed", private=True)
+        write_atomic(tmp_path / "report.html", "")
+        append_json_line(tmp_path / "events.jsonl", {})
+        write_atomic(tmp_path / "spec.yaml", "", private=True)
+        CallPayload(b"", ()).write(tmp_path / "function.pkl")
+        os.close(try_lock(tmp_path / "lock"))
+        with open(tmp_path / "log", "w", opener=own_file):
+            pass
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes.pop("open") == 0o777 & ~umask  # a parent, such as the folder of all runs
+    assert modes == {
+        "inner": folder,
+        "closed": 0o700,
+        "report.html": shared,
+        "events.jsonl": shared,
+        "log": shared,
+        "spec.yaml": 0o600,
+        "function.pkl": 0o600,
+        "lock": 0o600,
+    }
+
+
+def test_a_private_file_takes_the_place_of_one_that_others_could_read(tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text("old")
+    path.chmod(0o644)
+    path.with_name(f".{path.name}.{os.getpid()}.tmp").write_text("left by a process that was killed")
+    write_atomic(path, "new", private=True)
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["spec.yaml"]
+
+
+def test_a_lock_that_others_can_read_becomes_private(tmp_path):
+    path = tmp_path / "lock"
+    path.touch()
+    path.chmod(0o644)
+    os.close(try_lock(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from helpers import REPOSITORY, run_command
 
 REPO = Path(__file__).parents[1]
 
@@ -49,3 +50,13 @@ def test_console_script_starts() -> None:
     (script,) = (entry for entry in entry_points(group="console_scripts") if entry.name == "hpctrain")
     assert script.value == "hpctrain.cli.main:main"
     assert callable(script.load())
+
+
+def test_the_last_line_of_make_test_says_what_was_not_tested(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    line = run_command([REPOSITORY / "scripts/say_not_tested.sh", python]).stdout
+    assert line.startswith(
+        "Not tested: the long tests (make test-long); the Horovod strategy (scripts/install_ho"
+    )

@@ -1,1 +1,1 @@
-"""Saves, finds and verifies checkpoints. `manifest`, `place`, `retention` and `interval` import no torch."""
+"""Saving, finding and verifying checkpoints. `manifest`, `retention` and `interval` import no torch."""

@@ -1,4 +1,4 @@
-"""What lies in the checkpoints of a run, from their manifests alone. Imports no torch."""
+"""Listing of a run's checkpoints from their manifests alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.errors import BrokenCheckpoint, CheckpointError
-from hpctrain.rundir import RunDir, step_name, steps_in
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps
 
-Tier = Literal["shared", "local"]
+TierName = Literal["shared", "local"]
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One checkpoint, as far as it was looked at."""
+class CheckpointInfo:
+    """A checkpoint as found by `list_checkpoints`."""
 
     step: int
     path: Path
-    tier: Tier
-    """Whether it lies in the run folder or in a fast folder of this host."""
+    tier: TierName
+    """"shared" for the run folder, "local" for a local tier folder of this host."""
     manifest: Manifest | None
-    """What it consists of; None where that cannot be read."""
+    """None if it cannot be read."""
     problems: tuple[str, ...]
-    """What is wrong with it, a sentence for each file."""
+    """One sentence per broken file."""
     newest: bool = False
-    """Whether a run would go on from it: the newest in which nothing wrong was seen."""
+    """True if a run would resume from it: the newest checkpoint without a known problem."""
     best: bool = False
-    """Whether it has the best score of all."""
+    """True if it has the best score of all."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """By what the best checkpoints of a run are kept."""
+class BestMetric:
+    """The metric by which a run keeps its best checkpoints."""
 
     metric: str
     mode: Literal["min", "max"]
 
 
-def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Listed], Rule | None]:
-    """The checkpoints of `run`, the oldest first, and by what the best of them is told.
+def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[CheckpointInfo], BestMetric | None]:
+    """Return the checkpoints of `run`, oldest first, and the metric that ranks them.
 
-    Those in a fast folder of another host are out of sight.
+    Checkpoints in the local tier of another host are not visible.
 
     Args:
         run: the run.
@@ -55,35 +55,35 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Listed]
     found = list(_look(run.checkpoints, "shared", verify=verify))
     for folder in _fast_folders(events):
         found += _look(folder, "local", verify=verify)
-    # Of a step that lies in both, a run would load the copy on its own host.
+    # If a step is in both tiers, a run would load the copy on its own host.
     found.sort(key=lambda one: (one.step, one.tier == "local"))
     return _marked(found, rule), rule
 
 
-def set_aside(run: RunDir) -> list[Path]:
-    """Folders in which a run found something broken and which it put out of the way."""
+def list_quarantined(run: RunDir) -> list[Path]:
+    """Return the folders of broken checkpoints that a run has set aside."""
     return sorted(run.checkpoints.glob("step-*.broken-*"))
 
 
-def _look(folder: Path, tier: Tier, *, verify: bool) -> Iterator[Listed]:
-    for step in steps_in(folder):
-        path = folder / step_name(step)
+def _look(folder: Path, tier: TierName, *, verify: bool) -> Iterator[CheckpointInfo]:
+    for step in list_checkpoint_steps(folder):
+        path = folder / checkpoint_folder_name(step)
         manifest: Manifest | None = None
         try:
             manifest = Manifest.read(path)
             problems = tuple(_problems(manifest, path)) if verify else ()
         except CheckpointError as error:
             problems = (str(error),)
-        # A run that goes on may have deleted it meanwhile.
+        # A running job may have deleted it since it was listed.
         if not problems or path.is_dir():
-            yield Listed(step, path, tier, manifest, problems)
+            yield CheckpointInfo(step, path, tier, manifest, problems)
 
 
 def _problems(manifest: Manifest, path: Path) -> Iterator[str]:
     for entry in manifest.files:
         try:
             entry.verify(path)
-        except BrokenCheckpoint as error:
+        except CorruptCheckpoint as error:
             yield str(error)
 
 
@@ -92,15 +92,15 @@ def _fast_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
     return sorted(folder for folder in folders if folder.is_dir())
 
 
-def _rule(events: list[dict[str, Any]]) -> Rule | None:
-    """What the newest event says; a run may have been continued with another rule."""
+def _rule(events: list[dict[str, Any]]) -> BestMetric | None:
+    """Return the rule of the newest event; a run may have been resumed with another one."""
     for event in reversed(events):
         if (metric := event.get("metric")) is not None:
-            return Rule(str(metric), "max" if event.get("mode") == "max" else "min")
+            return BestMetric(str(metric), "max" if event.get("mode") == "max" else "min")
     return None
 
 
-def _marked(found: list[Listed], rule: Rule | None) -> list[Listed]:
+def _marked(found: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
     whole = [one for one in found if one.manifest is not None and not one.problems]
     newest = whole[-1] if whole else None
     scores = {

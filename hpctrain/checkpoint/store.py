@@ -1,8 +1,8 @@
-"""Writes and finds the checkpoints of a run.
+"""Writing and finding the checkpoints of a run.
 
-A checkpoint is a folder in the format of `torch.distributed.checkpoint`, plus `state.json` (everything that
-is no tensor), `tensors.json` (which tensor lies where) and `manifest.json`. Every rank writes its share of
-it, in the background, out of a copy of the state; `commit` says how it becomes a checkpoint.
+A checkpoint is a folder in the format of `torch.distributed.checkpoint`, plus `state.json` (everything except
+tensors), `tensors.json` (the location of each tensor) and `manifest.json`. Each rank writes its share in the
+background, from a staged copy of the state; `commit` describes how the parts become a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.agreement import Agreement, reason
-from hpctrain.checkpoint.capture import Camera
-from hpctrain.checkpoint.commit import Site
-from hpctrain.checkpoint.copying import NotCopied
-from hpctrain.checkpoint.loading import Loaded, load
-from hpctrain.checkpoint.newest import newest_whole
-from hpctrain.checkpoint.place import Place
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saved import Save, Saved
-from hpctrain.checkpoint.saving import Saving
-from hpctrain.checkpoint.tier import Tier
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.io.commit import CommitTarget
+from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
+from hpctrain.checkpoint.io.loading import LoadedCheckpoint, load
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.latest import find_latest_valid
+from hpctrain.checkpoint.save_types import CommittedSave, PendingSave
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.staging import StateStager
+from hpctrain.checkpoint.tier.local_tier import LocalTier
+from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
 from hpctrain.errors import CheckpointError
 
-__all__ = ["CheckpointStore", "Loaded", "NotCopied", "Retention", "Saved"]
+__all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
 
-#: How long a disk may take nothing before the save is given up, in seconds.
-PATIENCE_S = 300.0
-#: How long a rank may keep the others waiting beyond that: for making folders and for renaming, in seconds.
+#: Time without disk progress after which a save is given up, in seconds.
+IO_TIMEOUT_S = 300.0
+#: Additional time for which a rank may block the others, to create and rename folders, in seconds.
 _MARGIN_S = 60.0
-#: How long the process waits at its end for a save in flight to be given up.
+#: Time for which the exiting process waits until a save in flight has been given up, in seconds.
 _EXIT_LIMIT_S = 10.0
 
 
 class CheckpointStore:
     """The checkpoints in one folder.
 
-    All ranks of `group` must call the constructor, `begin`, `save`, `load_newest` and `close` in the same
-    order; the other methods are for each rank alone.
+    All ranks of `group` must call the constructor, `begin`, `save`, `bring_home`, `load_newest` and `close`
+    in the same order; each rank may call the other methods alone.
     """
 
     def __init__(
@@ -57,44 +57,51 @@ class CheckpointStore:
         retention: Retention | None = None,
         second_tier: Path | None = None,
         second_tier_bytes: int | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = IO_TIMEOUT_S,
+        records: tuple[Path, ...] = (),
     ) -> None:
-        """Look at the checkpoints in `folder`. All ranks must call this.
+        """Open the checkpoints in `folder`. All ranks must call this.
 
         Args:
-            folder: where the checkpoints lie; made at the first save.
+            folder: the folder of checkpoints; created by the first save.
             group: all ranks, or None for a single process.
-            retention: which checkpoints stay; the newest three where nothing is said.
-            second_tier: a faster folder, of each node or of all, in which saves are written first and
-                copied to `folder` in the background. A folder for this run alone is made in it.
-            second_tier_bytes: how much may lie there on a node; half of its file system if None.
-            patience_s: how long a disk may take nothing before a save is given up, in seconds.
+            retention: the checkpoints to keep; the newest three by default.
+            second_tier: a faster folder, per node or shared, for the local tier: saves are written there
+                first and copied to `folder` in the background. A subfolder is created for this run.
+            second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
+            patience_s: time without disk progress after which a save is given up, in seconds.
+            records: files that rank 0 writes; see `CheckpointDir`.
         """
-        self._agreement = Agreement(group, patience_s + _MARGIN_S)
-        self._site = Site(
-            self._agreement, Place(folder), leads=self._agreement.is_main, patience_s=patience_s
+        self._agreement = RankCoordinator(group, patience_s + _MARGIN_S)
+        self._site = CommitTarget(
+            self._agreement,
+            CheckpointDir(folder, records=records),
+            leads=self._agreement.is_main,
+            patience_s=patience_s,
         )
-        self._saving = Saving(self._site, retention or Retention())
-        self._tier: Tier | None = None
+        self._saving = Saver(self._site, retention or Retention())
+        self._tier: LocalTier | None = None
         if second_tier is not None:
-            self._tier, problem = Tier.open(
+            self._tier, problem = LocalTier.open(
                 second_tier,
                 self._site,
-                Agreement(group, patience_s + _MARGIN_S),
+                RankCoordinator(group, patience_s + _MARGIN_S),
                 limit_bytes=second_tier_bytes,
                 on_copied=self._saving.reached_shared,
                 on_failure=self._saving.failed_to_reach_shared,
             )
             self._saving.tier, self._saving.notes = self._tier, [problem] if problem else []
-        self._camera = Camera(self._agreement)
-        self._in_flight: Save | None = None
+        self._camera = StateStager(self._agreement)
+        self._in_flight: PendingSave | None = None
+        #: Size of this rank's share of the latest state, in bytes.
+        self.state_bytes = 0
         self._at_exit = functools.partial(_leave, weakref.ref(self))
-        atexit.register(self._at_exit)  # before the process group is left, which was joined earlier
+        atexit.register(self._at_exit)  # runs before the earlier registered exit handler of the process group
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
         """Allocate, in the background, the memory into which `begin` copies a state of these shapes.
 
-        Without it the first `begin` does so. While a save is in flight, nothing is done.
+        Without this call, the first `begin` allocates it. Does nothing while a save is in flight.
 
         Raises:
             CheckpointError: a value cannot be stored.
@@ -105,30 +112,30 @@ class CheckpointStore:
     def begin(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
     ) -> None:
-        """Copy the state and return; it is written and committed in the background. All ranks must call this.
+        """Copy the state and return; write and commit it in the background. All ranks must call this.
 
-        Where an earlier save is still being written, this waits for it first. How a save ended is told by
-        `finished`; nothing is raised here, whatever goes wrong.
+        If an earlier save is still being written, this waits for it first. Raises nothing; `finished` reports
+        the outcome.
 
         Args:
             step: number of completed optimizer steps.
-            state: nested dicts, lists, tuples, numbers, texts and tensors; equal on all ranks, but for what
-                is sharded (DTensor, ShardedTensor).
+            state: nested dicts, lists, tuples, numbers, strings and tensors; equal on all ranks except for
+                sharded tensors (DTensor, ShardedTensor).
             rank_state: tensors of this rank alone.
-            score: how good the state is, where the best are to be kept.
+            score: quality of the state, if the best checkpoints are to be kept.
         """
         self._begin(step, state, rank_state, score, direct=False)
 
     def save(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
-    ) -> Saved:
+    ) -> CommittedSave:
         """Write and commit the state after `step` steps. All ranks must call this.
 
-        It is in `folder` on return, not only in the second tier. The arguments are those of `begin`.
+        On return it is in `folder`, not only in the local tier. The arguments are those of `begin`.
 
         Raises:
-            CheckpointError: on all ranks alike, where any rank could not write its part. Nothing was
-                committed, and the checkpoints that were there are untouched.
+            CheckpointError: on all ranks, if any rank could not write its part. Nothing was committed, and
+                earlier checkpoints are unchanged.
         """
         save = self._begin(step, state, rank_state, score, direct=True)
         self._join(save)
@@ -138,15 +145,15 @@ class CheckpointStore:
         assert save.outcome is not None
         return save.outcome
 
-    def finished(self) -> list[Saved | CheckpointError]:
-        """How the saves ended that did so since the last call. Never waits.
+    def finished(self) -> list[CommittedSave | CheckpointError]:
+        """Return the outcomes of saves since the last call. Never waits.
 
-        With a second tier, a checkpoint is told of again when it has reached `folder`.
+        With a local tier, a checkpoint is reported again when it has reached `folder`.
         """
         return self._saving.ended()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait so long for the save in flight, and say whether there is none any more."""
+        """Wait at most `timeout_s` seconds for the save in flight; return True if none is left."""
         save = self._in_flight
         if save is None or save.thread is None:
             return True
@@ -154,21 +161,21 @@ class CheckpointStore:
         return not save.thread.is_alive()
 
     def abandon(self) -> None:
-        """Have all ranks give up the save in flight, unless it is being committed already. Does not wait."""
+        """Have all ranks give up the save in flight, unless it is already being committed. Does not wait."""
         if self._in_flight is not None:
             self._in_flight.give_up.set()
 
     def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
-        """End what goes on in the background. All ranks must call this, with the same arguments.
+        """Finish the background work. All ranks must call this, with the same arguments.
 
-        The save in flight is waited for, and so is the copy from the second tier.
+        This waits for the save in flight and for copies from the local tier.
 
         Args:
-            clean: remove what lies in the second tier, if its newest has reached `folder`.
-            timeout_s: after this time, in seconds, what is still going on is given up.
+            clean: delete the run's local tier if its newest checkpoint has reached `folder`.
+            timeout_s: time after which unfinished work is given up, in seconds.
 
         Returns:
-            Sentences about what did not go as it should.
+            Sentences about problems.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._in_flight is not None:
@@ -178,51 +185,52 @@ class CheckpointStore:
         return notes
 
     def bring_home(self, timeout_s: float) -> list[str]:
-        """Copy what only the tier has to `folder`, remove the tier, and close. All ranks must call this.
+        """Copy missing checkpoints from the local tier, delete it, and close. All ranks must call this.
 
         Args:
-            timeout_s: after this time, in seconds, copying is given up.
+            timeout_s: time after which copying is given up, in seconds.
 
         Returns:
-            Sentences about what did not go as it should.
+            Sentences about problems.
 
         Raises:
-            CheckpointError: on all ranks alike: what is there cannot be told now. Nothing was changed.
+            CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
         """
         if self._tier is None:
             return self.close()
-        _, broken = newest_whole(self._site, self._tier)
+        _, broken = find_latest_valid(self._site, self._tier)
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
-    def load_newest(self, like: Any = None) -> tuple[Loaded | None, list[str]]:
-        """Load the newest checkpoint that is whole. All ranks must call this.
+    def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
+        """Load the newest valid checkpoint. All ranks must call this.
 
         Broken newer ones are set aside, never deleted. Each rank checks its share of the files.
 
         Args:
-            like: a state as it is saved. Where that holds distributed tensors, tensors of the same
-                distribution are loaded: that of the same path or, where `like` has one in place of a
-                container, those in it that have its size. All others come whole, on the CPU.
+            like: a state with the structure of the saved one. A tensor is loaded with the distribution of the
+                distributed tensor at its path in `like`. If `like` has a distributed tensor in place of a
+                container, it applies to the tensors of the same size in that container. All other tensors are
+                loaded whole, on the CPU.
 
         Returns:
-            The checkpoint, or None where none is whole; and for each broken one a sentence that names it,
-            says what is wrong, and where it lies now.
+            The checkpoint, or None if none is valid; and for each broken one a sentence with its name, the
+                problem and its new location.
 
         Raises:
-            CheckpointError: on all ranks alike: a checkpoint cannot be read now, or is of another format.
-                Nothing was changed.
+            CheckpointError: on all ranks: a checkpoint cannot be read at the moment, or has another format.
+                It is left unchanged.
         """
         if self._in_flight is not None:
             self._join(self._in_flight)
-        found, broken = newest_whole(self._site, self._tier)
+        found, broken = find_latest_valid(self._site, self._tier)
         return load(self._agreement, found, like) if found else None, broken
 
     def add_score(self, step: int, score: float) -> None:
-        """Say how good the checkpoint of a step in `folder` is, after it was written. On rank 0 alone.
+        """Record the score of a committed checkpoint in `folder`. Call this on rank 0 only.
 
         Raises:
             CheckpointError: it cannot be read.
-            OSError: its manifest cannot be written; it stands as it was.
+            OSError: its manifest cannot be written and is unchanged.
         """
         self._site.place.add_score(step, score)
 
@@ -234,7 +242,7 @@ class CheckpointStore:
         score: float | None,
         *,
         direct: bool,
-    ) -> Save:
+    ) -> PendingSave:
         begun = time.monotonic()
         if self._in_flight is not None:
             self._join(self._in_flight)
@@ -243,9 +251,10 @@ class CheckpointStore:
             if self._saving.hanging:
                 raise CheckpointError("the disk still hangs on what an earlier save was writing")
             captured = self._camera.capture(state, rank_state)
-        except Exception as error:  # noqa: BLE001 (all ranks are told, in the background)
-            problem = reason(error)
-        save = Save(step, score, begun, captured, problem, direct)
+            self.state_bytes = captured.image.num_bytes
+        except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
+            problem = describe_exception(error)
+        save = PendingSave(step, score, begun, captured, problem, direct)
         save.thread = threading.Thread(
             target=self._saving.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
@@ -254,8 +263,8 @@ class CheckpointStore:
         save.thread.start()
         return save
 
-    def _join(self, save: Save, timeout_s: float | None = None) -> None:
-        """Wait for a save. Without a limit here, since everything that it waits for has one."""
+    def _join(self, save: PendingSave, timeout_s: float | None = None) -> None:
+        """Wait for a save. It needs no timeout by default, because all of its own waits have one."""
         assert save.thread is not None
         save.thread.join(timeout_s)
         if save.thread.is_alive():
@@ -264,7 +273,7 @@ class CheckpointStore:
 
 
 def _leave(reference: weakref.ref[CheckpointStore]) -> None:
-    """At the end of a process that did not close its store: leave nothing half done; wait briefly only."""
+    """Give up a save in flight when a process exits without closing its store; wait only briefly."""
     store = reference()
     if store is not None:
         store.abandon()

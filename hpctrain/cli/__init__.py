@@ -1,7 +1,7 @@
-"""The command line: one thin module a command. click lives only here."""
+"""The command line: one thin module per command. Only these modules use click."""
 
 import gc
 
-# A command imports a lot and leaves little behind: to look for garbage again and again while it imports, and
-# once more when it ends, takes longer than most commands do. One that goes on for hours still collects.
+# Frequent garbage collection during imports takes longer than most commands. It stays enabled for commands
+# that run for hours.
 gc.set_threshold(100_000)

@@ -1,4 +1,4 @@
-"""`hpctrain chaos`: disturb a running run, to see what becomes of it."""
+"""`hpctrain chaos`: inject faults into an active run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     "names",
     multiple=True,
     metavar="FAULT",
-    help="What may happen: kill-rank, kill-node-ranks, stop-rank, preempt, and under Slurm kill-supervisor "
-    "and requeue. May be repeated.  [default: any but stop-rank]",
+    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank or preempt; under Slurm also "
+    "kill-supervisor and requeue. May be repeated.  [default: all but stop-rank]",
 )
-@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="How often.")
+@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Number of faults.")
 @click.option(
     "--every",
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between two faults on the average; half as much at the least.",
+    help="Average time between two faults. The minimum is half of it.",
 )
-@click.option("--seed", type=int, help="Of the random numbers; the same ones come again with it.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
+@click.option("--seed", type=int, help="Random seed. The same seed repeats the same faults.")
+@click.option("--dry-run", is_flag=True, help="Print the faults without injecting them.")
 @json_option
 def command(
     run: str,
@@ -43,19 +43,19 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Disturb RUN, which is running and yours, as faults do at random moments. It should end all the same."""
-    from hpctrain.jobs.chaos import Chaos, Fault, check_run, faults_for
+    """Inject faults into your running RUN at random times. The run should complete regardless."""
+    from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, faults_for
 
     if unknown := sorted(set(names).difference(Fault)):
         raise click.UsageError(f"--fault {', '.join(unknown)}: there are {', '.join(Fault)}.")
     found = open_run(run, runs_dir)
-    status = check_run(found)
+    status = check_disturbable(found)
     faults = faults_for(status.backend, [Fault(name) for name in names])
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
     tell = partial(click.echo, err=as_json)
     tell(f"Run {found.run_id}: {', '.join(faults)}; --seed {seed}")
-    done = Chaos(found, faults, seed, tell).go_on(times, every, dry_run=dry_run)
+    done = ChaosRunner(found, faults, seed, tell).go_on(times, every, dry_run=dry_run)
     if as_json:
         echo_json({"run_id": found.run_id, "faults": 0 if dry_run else done, "seed": seed})
     elif done < times:

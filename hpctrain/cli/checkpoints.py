@@ -1,24 +1,24 @@
-"""`hpctrain checkpoints`: list and verify them, take weights out, bring in those of others."""
+"""`hpctrain checkpoints`: list, verify, export and import checkpoints."""
 
 from __future__ import annotations
 
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, runs_dir_option, short_path
-from hpctrain.errors import BrokenCheckpoint, CheckpointError, UserError
+from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
 from hpctrain.rundir import RunDir
+from hpctrain.text import format_number, format_size, format_time
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.listing import Listed, Rule
+    from hpctrain.checkpoint.listing import BestMetric, CheckpointInfo
 
 
 class _ListByDefault(click.Group):
-    """A group of which the first word may be a run: what is listed then."""
+    """A group that lists checkpoints if the first word is not a subcommand."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -28,7 +28,7 @@ class _ListByDefault(click.Group):
 
 @click.group("checkpoints", cls=_ListByDefault)
 def command() -> None:
-    """List the checkpoints of a run, take weights out of one, or bring in those of others.
+    """List the checkpoints of a run, export weights from one, or import a checkpoint file.
 
     \b
         hpctrain checkpoints RUN
@@ -36,25 +36,27 @@ def command() -> None:
         hpctrain checkpoints export RUN model.safetensors
         hpctrain checkpoints import RUN model.ckpt
 
-    A run whose name is one of the subcommands is named by its folder: ./list.
+    If a run has the name of a subcommand, give its folder: ./list.
     """  # noqa: D301
 
 
 @command.command("list")
 @run_argument
-@click.option("--verify", is_flag=True, help="Compare every file with its checksum; 1 if any is broken.")
+@click.option(
+    "--verify", is_flag=True, help="Compare every file with its checksum. Exits with 1 if one is broken."
+)
 @json_option
 def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
-    """List the checkpoints of RUN, the newest last; the word `list` may be left out.
+    """List the checkpoints of RUN, the newest last. `hpctrain checkpoints RUN` does the same.
 
-    The run goes on from the newest that is whole. With --verify, every file is read and compared with its
-    checksum, and the exit code is 1 where one is broken.
+    The run resumes from the newest valid checkpoint. --verify reads every file and compares it with its
+    checksum. The exit code is 1 if a checkpoint is broken.
     """
-    from hpctrain.checkpoint.listing import list_checkpoints, set_aside
+    from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 
     folder = _folder_of(run, runs_dir)
     found, rule = list_checkpoints(folder, verify=verify)
-    aside = set_aside(folder)
+    aside = list_quarantined(folder)
     if as_json:
         echo_json([*(_as_record(one, rule) for one in found), *map(_aside_as_record, aside)])
     else:
@@ -71,17 +73,24 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
 @command.command("export")
 @run_argument
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Which one; else the newest whole one.")
-@click.option("--best", is_flag=True, help="The one with the best score.")
-@click.option("--all", "everything", is_flag=True, help="Optimizers and the rest, too; .pt only.")
-@click.option("--force", is_flag=True, help="Replace FILE where there is one.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Step of the checkpoint.  [default: the newest valid one]",
+)
+@click.option("--best", is_flag=True, help="Export the checkpoint with the best score.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Include optimizers and all other state. Requires a .pt file."
+)
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
 def export(
     run: str, runs_dir: Path, file: Path, step: int | None, best: bool, everything: bool, force: bool
 ) -> None:
     """Write the weights in a checkpoint of RUN to FILE, which ends in .safetensors or .pt.
 
-    They have the names of the module's `state_dict()`. Every file of the checkpoint is verified first, and
-    FILE appears once it is whole.
+    The weights keep the names of the module's `state_dict()`. Every file of the checkpoint is verified
+    first. FILE is written atomically.
     """
     from hpctrain.checkpoint.listing import list_checkpoints
 
@@ -92,13 +101,13 @@ def export(
     folder = _folder_of(run, runs_dir)
     found, _ = list_checkpoints(folder)
     chosen = _chosen(folder, found, step, best=best)
-    from hpctrain.checkpoint.export import export_checkpoint
+    from hpctrain.checkpoint.convert.export_checkpoint import export_checkpoint
 
     while True:
         try:
             said = export_checkpoint(chosen.path, file, everything=everything)
             break
-        except BrokenCheckpoint as error:
+        except CorruptCheckpoint as error:
             older = [one for one in found if one.step < chosen.step and not one.problems]
             if step is not None or best or not older:
                 raise
@@ -112,25 +121,30 @@ def export(
 @click.argument("run", metavar="RUN")
 @runs_dir_option
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Steps that it was trained for.")
-@click.option("--weights-only", is_flag=True, help="Leave optimizers and schedulers out.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Number of steps that the weights were trained for.",
+)
+@click.option("--weights-only", is_flag=True, help="Import no optimizers and schedulers.")
 @click.option(
     "--allow",
     multiple=True,
     metavar="CLASS",
-    help="A class that FILE may hold, such as argparse.Namespace; may be repeated.",
+    help="Class to allow in FILE, such as argparse.Namespace. May be repeated.",
 )
 def import_(
     run: str, runs_dir: Path, file: Path, step: int | None, weights_only: bool, allow: tuple[str, ...]
 ) -> None:
-    """Make a checkpoint of RUN out of FILE: plain PyTorch's, Lightning's, or a .safetensors file.
+    """Import FILE as a checkpoint of RUN: a PyTorch or Lightning checkpoint, or a .safetensors file.
 
-    RUN is a run that has ended, or a folder, which is made: `submit --run-dir RUN` then goes on from it.
-    The number of steps is found in FILE where that tells it; mere weights are the state after step 0. FILE
-    is read without running code that is in it; --allow names classes that it holds and that you trust.
+    RUN is an ended run, or a new folder. `submit --run-dir RUN` then resumes from the checkpoint. The step is
+    read from FILE if it has one; weights alone are imported as step 0. FILE is read without running code in
+    it. --allow names classes in FILE that you trust.
     """
     folder = _folder_to_fill(run, runs_dir)
-    from hpctrain.checkpoint.import_foreign import import_checkpoint
+    from hpctrain.checkpoint.convert.import_checkpoint import import_checkpoint
 
     for sentence in import_checkpoint(file, folder, step=step, weights_only=weights_only, allow=allow):
         click.echo(sentence)
@@ -138,7 +152,7 @@ def import_(
 
 
 def _folder_of(run: str, runs_dir: Path) -> RunDir:
-    """The folder of a run, or one that a `Trainer` has written into without a submission.
+    """Return the folder of a run, or one that a `Trainer` has written without a submission.
 
     Raises:
         UserError: there is none, or it is that of a job array.
@@ -156,10 +170,10 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
 
 
 def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
-    """The folder of a run that has ended, or one that may become a run's.
+    """Return the folder of an ended run, or a folder that can become a run.
 
     Raises:
-        UserError: the run is still going.
+        UserError: the run is active, or the folder contains other files.
     """
     known = runs_dir / run
     folder = RunDir((known if known.exists() else Path(run)).absolute())
@@ -180,7 +194,7 @@ def _holds_anything(path: Path) -> bool:
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
-def _chosen(folder: RunDir, found: list[Listed], step: int | None, *, best: bool) -> Listed:
+def _chosen(folder: RunDir, found: list[CheckpointInfo], step: int | None, *, best: bool) -> CheckpointInfo:
     steps = ", ".join(str(one.step) for one in found) or "none"
     if best:
         wanted = [one for one in found if one.best]
@@ -195,7 +209,9 @@ def _chosen(folder: RunDir, found: list[Listed], step: int | None, *, best: bool
     return wanted[-1]
 
 
-def _print_table(folder: RunDir, found: list[Listed], rule: Rule | None, *, verify: bool) -> None:
+def _print_table(
+    folder: RunDir, found: list[CheckpointInfo], rule: BestMetric | None, *, verify: bool
+) -> None:
     if not found:
         click.echo(f"No checkpoints in {short_path(folder.checkpoints)}.", err=True)
         return
@@ -214,7 +230,7 @@ def _print_table(folder: RunDir, found: list[Listed], rule: Rule | None, *, veri
             click.echo(f"step {one.step}: {problem}", err=True)
 
 
-def _as_row(one: Listed, *, verify: bool) -> tuple[str, ...]:
+def _as_row(one: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
     marks = [word for word, holds in (("newest", one.newest), ("best", one.best)) if holds]
     if one.problems:
         marks.append("BROKEN")
@@ -225,17 +241,17 @@ def _as_row(one: Listed, *, verify: bool) -> tuple[str, ...]:
         return (str(one.step), "", "", "", "", one.tier, "", " ".join(marks))
     return (
         str(one.step),
-        datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds"),
-        readable_size(manifest.total_bytes),
+        format_time(manifest.time),
+        format_size(manifest.total_bytes),
         str(len(manifest.files)),
         str(manifest.world_size),
         one.tier,
-        "" if manifest.score is None else f"{manifest.score:.6g}",
+        "" if manifest.score is None else format_number(manifest.score),
         " ".join(marks),
     )
 
 
-def _as_record(one: Listed, rule: Rule | None) -> dict[str, Any]:
+def _as_record(one: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
     manifest = one.manifest
     return {
         "step": one.step,
@@ -257,12 +273,3 @@ def _as_record(one: Listed, rule: Rule | None) -> dict[str, Any]:
 def _aside_as_record(path: Path) -> dict[str, Any]:
     step = int(path.name.removeprefix("step-").partition(".")[0])
     return {"step": step, "path": str(path), "newest": False, "best": False, "set_aside": True}
-
-
-def readable_size(num_bytes: float) -> str:
-    """Bytes for a person, such as 1.2 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"

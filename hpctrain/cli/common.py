@@ -1,4 +1,4 @@
-"""What several commands share: the argument RUN, `--json`, and how a run is spoken of."""
+"""Shared parts of commands: the argument RUN, `--json`, and the text about a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import click
 
 from hpctrain.errors import RunFailed
 from hpctrain.rundir import RunDir
+from hpctrain.text import format_number, printable, without_escapes
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.runs import Run
-    from hpctrain.jobs.status import RunStatus
+    from hpctrain.jobs.runs.run import Run
+    from hpctrain.jobs.runs.run_status import RunStatus
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -27,25 +28,23 @@ runs_dir_option = click.option(
     type=click.Path(path_type=Path),
     default=Path("runs"),
     show_default=True,
-    help="Folder in which run ids are looked up.",
+    help="Parent folder of the run folders.",
 )
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def run_argument(function: _Function) -> _Function:
-    """Give a command the argument RUN and the option `--runs-dir`."""
+    """Add the argument RUN and the option `--runs-dir` to a command."""
     return click.argument("run", metavar="RUN")(runs_dir_option(function))
 
 
 def open_run(run: str, runs_dir: Path) -> Run:
-    """The run that the user names.
+    """Return the run that the user names.
 
     Raises:
         RunNotFound: there is none.
     """
-    from hpctrain.jobs.runs import find_run
+    from hpctrain.jobs.runs.run import find_run
 
     return find_run(run, runs_dir, os.environ)
 
@@ -56,25 +55,25 @@ def echo_json(document: Any) -> None:
 
 
 def json_text(document: Any, default: Callable[[Any], object] | None = None) -> str:
-    """A JSON document, in which a number that JSON does not know is a text, such as `"NaN"`.
+    """Return a JSON document, with numbers that JSON lacks as text, such as `"NaN"`.
 
-    `default` makes something of what JSON does not know otherwise.
+    `default` converts values that JSON does not support.
     """
     return json.dumps(json.loads(json.dumps(document, default=default), parse_constant=str), indent=2)
 
 
-def handle_of(run_dir: str) -> str:
-    """What to type for a run: its id where that is enough, else its folder."""
+def run_reference(run_dir: str) -> str:
+    """Return the argument RUN for a run: its id if that is sufficient, otherwise its folder."""
     run = RunDir(Path(run_dir))
     folder = (run.array or run).path
     known = folder.parent == Path.cwd() / "runs"
     handle = run.run_id if known else short_path(run.path)
-    # A word that begins with a dash would be taken for an option.
+    # An argument that begins with a dash would be parsed as an option.
     return shlex.quote(short_path(run.path) if handle.startswith("-") else handle)
 
 
 def short_path(path: Path | str) -> str:
-    """The path as seen from here, where that is shorter."""
+    """Return the path relative to the current folder, if it is inside."""
     try:
         short = str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -83,75 +82,89 @@ def short_path(path: Path | str) -> str:
 
 
 def describe_state(status: RunStatus) -> str:
-    """The state, with what the scheduler says of it."""
-    from hpctrain.jobs.doubt import unknown_for
+    """Return the state, with the scheduler's remark."""
+    from hpctrain.jobs.runs.unknown_state import describe_unknown
 
-    # A folder without a submission has no state that somebody could know.
+    # The state of a folder without a submission cannot be known.
     if status.unknown_s is not None:
-        return f"{status.state}: {unknown_for(status)}"
+        return f"{status.state}: {describe_unknown(status)}"
     return str(status.state) + (f" ({status.words})" if status.words else "")
 
 
+def describe_progress(status: RunStatus) -> str | None:
+    """Return the last step or why it is unknown; None for a job array and before the ranks were started."""
+    from hpctrain.telemetry.accounting.metric_fields import describe_step
+
+    known = status.attempt is not None and status.tasks is None
+    return describe_step(status.step, status.reports_steps) if known else None
+
+
 def one_line(text: str) -> str:
-    """A text of a run in one line, without anything in it that a terminal would obey."""
-    from hpctrain.telemetry.report.words import plain
-
-    return plain(" ".join(text.split()))
+    """Return a text of a run as one line, without terminal escape sequences."""
+    return printable(" ".join(text.split()))
 
 
-def describe_end(status: RunStatus) -> str:
-    """What became of an ended run, where its files lie and what to type next."""
-    from hpctrain.jobs.error_report import end_of_job_log
+def echo_log(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Print text of a run's logs. On a terminal, escape sequences other than colours are removed."""
+    stream = sys.stderr if err else sys.stdout
+    if stream is not None and stream.isatty():
+        text = without_escapes(text)
+    click.echo(text, nl=nl, err=err)
+
+
+def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
+    """Return the result of an ended run, the location of its files, and the next commands."""
+    from hpctrain.jobs.runs.error_report import job_log_tail
 
     run = RunDir(Path(status.run_dir))
-    handle = handle_of(status.run_dir)
+    handle = run_reference(status.run_dir)
     lines = []
     if status.cause:
         lines += [
             f"cause        {one_line(status.cause)}",
             f"log          {short_path(status.log or run.logs)}",
         ]
-        lines += [f"             {line}" for line in _traceback(run) or end_of_job_log(status.log)]
-    step = f", step {status.step}" if status.step is not None else ""
-    loss = f", loss {status.loss:.6g}" if status.loss is not None else ""
+        trace = _traceback(run) if with_traceback else []
+        lines += [f"             {line}" for line in trace or job_log_tail(status.log)]
+    step = f", step {progress}" if (progress := describe_progress(status)) else ""
+    loss = f", loss {format_number(status.loss)}" if status.loss is not None else ""
     counts = f", {status.words}" if status.tasks is not None else ""
     lines += [f"run          {status.run_id}: {status.state}{counts}{step}{loss}"]
-    # A script that does not train with hpctrain leaves its own files instead.
+    # A script that does not use the `Trainer` may not create these files.
     files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
     if run.tasks():
-        # Those of an array lie in the folders of its tasks.
+        # The files of an array are in the folders of its tasks.
         lines += [f"{'tasks':<12} {short_path(run.path)}/task-*"]
     else:
         lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
     if tasks := [run.task(index) for index in run.tasks()]:
-        # The log that is named is that of the task that failed.
+        # Refers to the failed task, which is the one of the log.
         told = (task for task in tasks if Path(status.log or "/").is_relative_to(task.path))
-        handle = handle_of(str(next(told, tasks[0]).path))
+        handle = run_reference(str(next(told, tasks[0]).path))
     lines += [
-        f"next         {program()} status {handle}  |  {program()} logs {handle}",
+        f"next         {program_name()} status {handle}  |  {program_name()} logs {handle}",
     ]
     return "\n".join(lines)
 
 
 def _traceback(run: RunDir) -> list[str]:
-    """Where the run failed, in the words of the rank that did so first."""
-    from hpctrain.jobs.error_report import failures_since_submission, traceback_of
+    """Return the traceback of the rank that failed first."""
+    from hpctrain.jobs.runs.error_report import failures_since_submission, traceback_of
 
     failures = [its for its in failures_since_submission(run.read_events()) if its.get("rank") is not None]
-    # The last line is the cause, which is told already.
-    return traceback_of(run, failures[-1])[:-1] if failures else []
+    return traceback_of(run, failures[-1]) if failures else []
 
 
-def leave_with(status: RunStatus) -> None:
-    """End the program with the exit code of an ended run, where it failed; why has been said."""
-    from hpctrain.jobs.states import RunState
+def exit_for(status: RunStatus) -> None:
+    """Exit with an error code if the run did not complete; the cause is already printed."""
+    from hpctrain.slurm.states import RunState
 
     if status.state is not RunState.COMPLETED:
         sys.exit(RunFailed.exit_code)
 
 
-def program() -> str:
-    """What to type for `hpctrain`: its name where the shell finds it, else the path it was called by."""
+def program_name() -> str:
+    """Return the command for `hpctrain`: its name if the shell finds it, otherwise its path."""
     called, found = Path(sys.argv[0]), shutil.which("hpctrain")
     if called.name != "hpctrain" or (found is not None and Path(found).samefile(called)):
         return "hpctrain"

@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: a look at the Slurm site and at this machine."""
+"""`hpctrain doctor`: check the Slurm site and this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from hpctrain.cli.common import echo_json, json_option, runs_dir_option
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.doctor.examine import Report
+    from hpctrain.jobs.doctor.run_checks import DoctorReport
 
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -25,43 +25,43 @@ _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
     "profile",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write what was found as the site's profile, which submissions read.",
+    help="Write the findings to FILE as a site profile for submissions.",
 )
 @json_option
 def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
-    """Look for what will hold runs up, at this site and on this machine, and say what to do about it.
+    """Check this site and this machine for problems that affect runs, and print how to fix them.
 
-    Nothing is changed; only in the folder of the runs a temporary folder is made, and removed again. Exit
-    code 1 says that a problem will stop jobs.
+    Changes nothing except for a temporary folder in the parent folder of the runs, which is removed again.
+    Exits with 1 if a problem will stop jobs.
     """
-    from hpctrain.jobs.config import resolve
-    from hpctrain.jobs.doctor.examine import examine
-    from hpctrain.jobs.doctor.write import write
+    from hpctrain.jobs.doctor.profile_writer import write_profile_file
+    from hpctrain.jobs.doctor.run_checks import run_checks
+    from hpctrain.jobs.options.resolved_options import resolve_options
 
-    known = resolve({}, cwd=Path.cwd(), environ=os.environ).site
-    report = examine(os.environ, runs_dir.absolute(), known)
+    known = resolve_options({}, cwd=Path.cwd(), environ=os.environ).site
+    report = run_checks(os.environ, runs_dir.absolute(), known)
     if as_json:
         echo_json(_document(report))
     else:
         _show(report)
     if profile is not None:
-        write(report, profile)
+        write_profile_file(report, profile)
         click.echo(f"The site's profile is written: {profile}", err=True)
     if report.problems:
         raise SystemExit(1)
 
 
-def _document(report: Report) -> dict[str, object]:
-    from hpctrain.jobs.doctor.write import as_options
+def _document(report: DoctorReport) -> dict[str, object]:
+    from hpctrain.jobs.doctor.profile_writer import profile_options
 
     return {
         "findings": [asdict(finding) for finding in report.findings],
         "problems": len(report.problems),
-        "profile": as_options(report) if report.site else None,
+        "profile": profile_options(report) if report.site else None,
     }
 
 
-def _show(report: Report) -> None:
+def _show(report: DoctorReport) -> None:
     width = max(len(finding.name) for finding in report.findings)
     for topic, findings in groupby(report.findings, lambda finding: finding.topic):
         click.secho(topic, bold=True)

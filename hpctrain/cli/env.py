@@ -1,4 +1,4 @@
-"""`hpctrain env`: who this process is among its peers, and which variable says so."""
+"""`hpctrain env`: show the rank settings of this process, and the variables that they are from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import click
 
 from hpctrain.cli.common import echo_json, json_option
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.devices import plan_device
-from hpctrain.cluster.hosts import host_name
+from hpctrain.cluster.device_plan import plan_device
+from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError
 
-#: A value, and where it is from.
+#: A value and its source.
 _Fact = tuple[int | str | None, str]
 
 #: Fields of `Ranks` in the order of the table.
@@ -33,15 +33,20 @@ _TITLES = {"num_nodes": "nodes", "master_addr": "master address"}
 
 @click.command("env")
 @json_option
-@click.option("--shell", "as_shell", is_flag=True, help="Print export lines for torch's env://, for eval.")
+@click.option(
+    "--shell",
+    "as_shell",
+    is_flag=True,
+    help="Print export commands for eval, with the variables of torch's env://.",
+)
 def command(as_json: bool, as_shell: bool) -> None:
-    """Show who this process is among its peers: rank, world size, device, …, each with its source.
+    """Show the rank, world size, device and other settings of this process, each with its source.
 
-    In a job script, for a program that is to find its rank by itself:
+    To set the variables for a program in a job script:
 
         srun sh -c 'eval "$(hpctrain env --shell)"; exec ./program'
 
-    `hpctrain exec` does so too, and finds a port that is free.
+    `hpctrain exec` does the same and also finds a free port.
     """
     if as_json and as_shell:
         raise click.UsageError("--json prints a JSON document and --shell shell commands: give one of them.")
@@ -50,7 +55,7 @@ def command(as_json: bool, as_shell: bool) -> None:
         ranks = detect(environ)
     except HpctrainError:
         if as_shell:
-            # eval takes the exit code of what it is given, and not of who gave it.
+            # eval returns the exit code of the evaluated text, not that of this command.
             click.echo("false")
         raise
     if as_shell:
@@ -72,8 +77,8 @@ def command(as_json: bool, as_shell: bool) -> None:
 
 
 def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, EnvironmentMismatch | None]:
-    """The device and what says so; where there is none for this rank, the reason."""
-    from hpctrain.telemetry.gpus import count_gpus
+    """Return the device and its source; if there is none for this rank, the error."""
+    from hpctrain.telemetry.sampling.nvml import count_gpus
 
     try:
         plan = plan_device(ranks, environ, count_gpus(environ))
@@ -83,7 +88,7 @@ def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, Environmen
 
 
 def _facts(ranks: Ranks, environ: Mapping[str, str], device: _Fact) -> dict[str, _Fact]:
-    """Value and source of each line of the table."""
+    """Return value and source of each line of the table."""
     found_by = ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "found by its variables"
     return {
         **{name: (getattr(ranks, name), ranks.sources.get(name, found_by)) for name in _FIELDS},

@@ -1,4 +1,4 @@
-"""`hpctrain exec`: any program as a rank, with the variables that torch's `env://` reads."""
+"""`hpctrain exec`: run any program as a rank, with the variables that torch's `env://` reads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import NoReturn
 
 import click
 
-from hpctrain.cli.common import program as called_as
+from hpctrain.cli.common import program_name as called_as
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.addresses import resolve
-from hpctrain.cluster.defaults import with_defaults
-from hpctrain.cluster.meeting import MEETING_TIMEOUT_S, meet
-from hpctrain.errors import MeetingFailed
+from hpctrain.cluster.addresses import resolve_host
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.cluster.rendezvous import RENDEZVOUS_TIMEOUT_S, rendezvous
+from hpctrain.errors import RendezvousError
 
-#: What a shell ends with where it does not find a program, and where it cannot run it.
+#: Exit codes of a shell if a program is not found, and if it cannot be executed.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
-#: Sockets take no more than some years, and nobody waits so long.
+#: Upper limit of the timeout: sockets do not accept arbitrarily large ones.
 _DAY_S = 86_400
 
-#: Python ignores them; a program that it becomes would, too.
+#: Python ignores these signals; the executed program would inherit that.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 
 
@@ -34,39 +34,39 @@ _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True, max=_DAY_S),
-    default=MEETING_TIMEOUT_S,
+    default=RENDEZVOUS_TIMEOUT_S,
     show_default=True,
     metavar="S",
-    help="Seconds that the ranks have to find each other.",
+    help="Seconds to wait until all ranks have joined.",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PROGRAM [ARGS]...")
 def command(program: tuple[str, ...], timeout: float) -> None:
     """Run PROGRAM as this rank, with the variables that torch's env:// reads.
 
-    To be started once for each rank, by srun or whatever starts processes here:
+    Start it once per rank, with srun or another launcher:
 
         srun --nodes=2 --ntasks-per-node=4 hpctrain exec -- python train.py
 
     Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT,
-    and becomes PROGRAM: signals and exit code are its own. Where nobody has chosen MASTER_ADDR and
-    MASTER_PORT, the ranks first agree on a free port.
+    then replaces itself by PROGRAM, which gets signals directly and sets the exit code. If MASTER_ADDR and
+    MASTER_PORT are not set, the ranks first agree on a free port.
     """
     ranks = detect(os.environ)
     if note := _forgotten_srun(ranks, os.environ):
         click.echo(note, err=True)
     try:
-        meeting = meet(ranks, os.environ, timeout_s=timeout)
+        meeting = rendezvous(ranks, os.environ, timeout_s=timeout)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except MeetingFailed as error:
-        raise MeetingFailed(
+    except RendezvousError as error:
+        raise RendezvousError(
             f"{str(error).rstrip('.')}. Where ranks only come late, give them more than {timeout:g} s "
             "(--timeout)."
         ) from None
     if ranks.is_main and (note := _unknown_master(meeting.address, os.environ)):
         click.echo(note, err=True)
     environ = {
-        **with_defaults(os.environ, meeting.gloo_variables(os.environ)),
+        **apply_env_defaults(os.environ, meeting.gloo_variables(os.environ)),
         **ranks.torch_variables(),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
@@ -100,7 +100,7 @@ def _hint(words: tuple[str, ...]) -> str:
 
 
 def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
-    """What to tell somebody who is about to run one process of many."""
+    """Return a warning if only one process of a multi-task job runs, without srun."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if ranks.environment != "local" or tasks == "1" or environ.get(ENVIRONMENT_VARIABLE):
         return None
@@ -111,12 +111,12 @@ def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
 
 
 def _unknown_master(address: str, environ: Mapping[str, str]) -> str | None:
-    """What to tell somebody whose MASTER_ADDR is no name of any host, while rank 0 was found elsewhere."""
+    """Return a warning if MASTER_ADDR does not resolve, although rank 0 was found elsewhere."""
     given = environ.get("MASTER_ADDR")
     if not given or given == address:
         return None
     try:
-        resolve(given)
+        resolve_host(given)
     except OSError as error:
         return f"Note: MASTER_ADDR={given} does not resolve ({error}); rank 0 was found at {address}."
     return None

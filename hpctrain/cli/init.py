@@ -1,4 +1,4 @@
-"""`hpctrain init`: a file of options to start from."""
+"""`hpctrain init`: write a template of the options file."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.common import program
+from hpctrain.cli.common import program_name
 from hpctrain.errors import SpecError
-from hpctrain.jobs.config_files import PROJECT_FILE
-from hpctrain.jobs.starter import starter_file
+from hpctrain.jobs.options.config_search_path import PROJECT_FILE
+from hpctrain.jobs.options.config_template import config_template
 
 
 @click.command("init")
 @click.argument("file", default=PROJECT_FILE, type=click.Path(path_type=Path))
 def command(file: Path) -> None:
-    """Write FILE (hpctrain.yaml) with every option of submit, commented out; nothing is overwritten."""
+    """Write FILE (hpctrain.yaml) with every option of submit, commented out. Never overwrites a file."""
     try:
         with open(file, "x", encoding="utf-8") as new:
-            new.write(starter_file())
+            new.write(config_template())
     except FileExistsError:
         raise SpecError(f"{str(file)!r} is there already, and stays as it is. Name another file.") from None
     except OSError as error:
         raise SpecError(f"{str(file)!r} cannot be written: {error.strerror}. Name another file.") from error
-    click.echo(f"Wrote {file}. Edit it, and see what counts: {program()} submit --explain SCRIPT")
+    click.echo(f"Wrote {file}. Edit it, and see what counts: {program_name()} submit --explain SCRIPT")

@@ -1,39 +1,61 @@
-"""`hpctrain list`: all runs, a line each."""
+"""`hpctrain list`: list all runs, one per line."""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.common import echo_json, json_option, runs_dir_option
+from hpctrain.text import NOTHING, format_count, format_duration, format_number
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
+
+_HEADER = ("RUN", "STATE", "JOB", "AGE", "STEP", "LOSS", "")
 
 
 @click.command("list")
 @runs_dir_option
 @json_option
 def command(runs_dir: Path, as_json: bool) -> None:
-    """List the runs, the newest last. A job array is one line; Slurm is asked once for all."""
-    from hpctrain.jobs.doubt import unknown_for
-    from hpctrain.jobs.runs import list_runs, statuses
-    from hpctrain.jobs.states import RunState
+    """List all runs, the newest last. A job array is one line."""
+    from hpctrain.jobs.runs.run import list_runs, query_statuses
 
-    found = statuses(list_runs(runs_dir, os.environ))
+    found = query_statuses(list_runs(runs_dir, os.environ), skip_unreadable=True)
     if as_json:
         echo_json([asdict(status) for status in found])
         return
     if not found:
         click.echo(f"No runs in {runs_dir}.", err=True)
         return
-    width = max(len(status.run_id) for status in found)
-    for status in found:
-        job = f"{status.backend} {status.job_id}" if status.job_id else ""
-        if status.tasks is not None:
-            about = status.words
-        elif status.state is RunState.UNKNOWN and status.job_id is not None:
-            about = unknown_for(status)
-        else:
-            about = f"step {status.step}" if status.step is not None else ""
-        click.echo(f"{status.run_id:<{width}}  {status.state:<9}  {job:<16}  {about}".rstrip())
+    rows = [_row(status, time.time()) for status in found]
+    if sys.stdout.isatty():
+        rows.insert(0, _HEADER)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _row(status: RunStatus, now: float) -> tuple[str, ...]:
+    from hpctrain.jobs.runs.unknown_state import describe_unknown
+    from hpctrain.slurm.states import RunState
+
+    about = status.words if status.tasks is not None else ""
+    if status.state is RunState.UNKNOWN and status.tasks is None:
+        about = describe_unknown(status) if status.job_id is not None else status.words
+    return (
+        status.run_id,
+        str(status.state),
+        f"{status.backend} {status.job_id}" if status.job_id else NOTHING,
+        NOTHING if status.submitted is None else format_duration(max(0.0, now - status.submitted)),
+        "not reported" if status.reports_steps is False else format_count(status.step),
+        format_number(status.loss),
+        about,
+    )

@@ -1,4 +1,4 @@
-"""`hpctrain logs`: what the ranks printed."""
+"""`hpctrain logs`: print the output of the ranks."""
 
 from __future__ import annotations
 
@@ -6,57 +6,57 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.common import handle_of, open_run, run_argument, short_path
+from hpctrain.cli.common import echo_log, open_run, run_argument, run_reference, short_path
 from hpctrain.errors import UserError
-from hpctrain.jobs.reading import Shown
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.status import RunStatus
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run_log_reader import LogFilter
+from hpctrain.jobs.runs.run_status import RunStatus
 
 
 @click.command("logs")
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended, across its attempts.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the logs until the run ends, across attempts.")
 @click.option(
     "--rank",
     "ranks",
     type=click.IntRange(min=0),
     multiple=True,
     metavar="R",
-    help="Whose log; may be repeated. All, where it is left out.",
+    help="Rank to show. May be repeated.  [default: all]",
 )
 @click.option(
-    "--attempt", type=click.IntRange(min=0), metavar="N", help="Which start of the ranks; else the newest."
+    "--attempt", type=click.IntRange(min=0), metavar="N", help="Attempt to show.  [default: the newest]"
 )
-@click.option("--errors", is_flag=True, help="Only what went wrong: of each failed attempt, the cause first.")
+@click.option("--errors", is_flag=True, help="Show only errors, with the cause of each failed attempt first.")
 def command(
     run: str, runs_dir: Path, follow: bool, ranks: tuple[int, ...], attempt: int | None, errors: bool
 ) -> None:
-    """Print the logs of the ranks of RUN, in the order of time, each line behind its rank.
+    """Print the logs of the ranks of RUN in order of time, with the rank before each line.
 
-    The lines of one rank are always in their order; among ranks, those of the same second may not be. With
-    --errors, the rank that failed first is shown with its traceback, or the end of its log where it died
-    without one, and the others in a line each; --rank shows those in full.
+    Lines of one rank keep their order. Lines of different ranks within the same second may not. --errors
+    shows the traceback of the rank that failed first, or the end of its log if there is none, and one line
+    for each of the others. --rank shows those in full.
     """
     found = open_run(run, runs_dir)
-    shown = Shown(ranks, attempt, errors)
+    shown = LogFilter(ranks, attempt, errors)
     if follow:
-        from hpctrain.cli.stream import stream
+        from hpctrain.cli.live_output import stream_run
 
-        stream(found, shown, whole=False)
+        stream_run(found, shown, whole=False)
     elif errors:
         for part in found.tasks() or [found]:
             _print_errors(part, shown)
     elif tasks := found.tasks():
         raise UserError(
             f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with logs of its own. Name one, "
-            f"such as {handle_of(str(tasks[0].dir.path))}; with -f, those of all are shown."
+            f"such as {run_reference(str(tasks[0].dir.path))}; with -f, those of all are shown."
         )
     else:
         _print_logs(found, shown)
 
 
-def _print_logs(run: Run, shown: Shown) -> None:
-    from hpctrain.jobs.rank_logs import RankLogs
+def _print_logs(run: Run, shown: LogFilter) -> None:
+    from hpctrain.jobs.runs.rank_logs import RankLogReader
 
     attempts = run.dir.attempts()
     if not attempts:
@@ -73,17 +73,17 @@ def _print_logs(run: Run, shown: Shown) -> None:
             f"There is no log of rank {missing[0]} in {short_path(run.dir.attempt_logs(attempt))}: it has "
             f"ranks {_range(there)} (--rank)."
         )
-    logs = RankLogs(run.dir, attempt, shown.ranks)
+    logs = RankLogReader(run.dir, attempt, shown.ranks)
     anything = False
     for reading in (logs.read_past, logs.read_rest):
         for text in reading():
-            click.echo(text, nl=False)
+            echo_log(text, nl=False)
             anything = True
     if not anything:
         _say_that_nothing_is_there(run, shown, attempt)
 
 
-def _say_that_nothing_is_there(run: Run, shown: Shown, attempt: int = 0) -> None:
+def _say_that_nothing_is_there(run: Run, shown: LogFilter, attempt: int = 0) -> None:
     status = run.status()
     whose = "the ranks that were asked for" if shown.ranks else "its ranks"
     if attempt != (status.attempt or 0):
@@ -98,8 +98,8 @@ def _say_that_nothing_is_there(run: Run, shown: Shown, attempt: int = 0) -> None
         _show_job_log(status, err=True)
 
 
-def _print_errors(run: Run, shown: Shown) -> None:
-    from hpctrain.jobs.error_report import failures_since_submission, report
+def _print_errors(run: Run, shown: LogFilter) -> None:
+    from hpctrain.jobs.runs.error_report import failures_since_submission, report_failure
 
     failures = failures_since_submission(run.dir.read_events())
     wanted = [failure for failure in failures if shown.attempt in (None, failure.get("attempt"))]
@@ -109,19 +109,19 @@ def _print_errors(run: Run, shown: Shown) -> None:
         if not (label and status.cause is None):
             click.echo(f"No failure of run {run.run_id} is on record.", err=True)
         if status.cause and shown.attempt in (None, status.attempt):
-            click.echo(f"{label}cause: {status.cause}")
+            echo_log(f"{label}cause: {status.cause}")
             _show_job_log(status)
     for failure in wanted:
-        for number, line in enumerate(report(run.dir, failure, shown.ranks)):
-            click.echo(f"{'' if number else label}{line}")
+        for number, line in enumerate(report_failure(run.dir, failure, shown.ranks)):
+            echo_log(f"{'' if number else label}{line}")
 
 
 def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
-    """Where no rank tells why the run failed, the batch script may."""
-    from hpctrain.jobs.error_report import end_of_job_log
+    """Print the end of the batch script's log, which may explain a failure that no rank reported."""
+    from hpctrain.jobs.runs.error_report import job_log_tail
 
-    if lines := end_of_job_log(status.log):
-        click.echo("\n".join([f"the end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)
+    if lines := job_log_tail(status.log):
+        echo_log("\n".join([f"the end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)
 
 
 def _range(numbers: list[int]) -> str:

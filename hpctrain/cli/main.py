@@ -1,8 +1,10 @@
-"""The command `hpctrain`: finds its subcommands when they are used, and turns errors into exit codes."""
+"""The command `hpctrain`: imports subcommands on use, and converts errors to exit codes."""
 
 from __future__ import annotations
 
 import gc
+import io
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -10,8 +12,9 @@ import click
 
 from hpctrain import __version__
 from hpctrain.errors import HpctrainError
+from hpctrain.text import suggest
 
-#: Subcommands in the order of the help; each lives in the module of its name as `command`.
+#: Subcommands in the order of the help; each is `command` in the module of its name.
 _COMMANDS = (
     "init",
     "submit",
@@ -25,6 +28,7 @@ _COMMANDS = (
     "wait",
     "cancel",
     "requeue",
+    "resume",
     "env",
     "exec",
     "doctor",
@@ -32,6 +36,23 @@ _COMMANDS = (
     "simulate",
     "sandbox",
 )
+
+
+#: Names of the same commands in other tools.
+_ALIASES = {
+    "ckpt": "checkpoints",
+    "continue": "resume",
+    "dashboard": "serve",
+    "kill": "cancel",
+    "launch": "submit",
+    "ls": "list",
+    "ps": "list",
+    "restart": "resume",
+    "run": "submit",
+    "stop": "cancel",
+    "tail": "logs",
+    "ui": "serve",
+}
 
 
 class _LazyGroup(click.Group):
@@ -48,21 +69,23 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches
-
-            close = get_close_matches(args[0], _COMMANDS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            ctx.fail(f"No such command {args[0]!r}.{hint}")
+            if args[0] in _ALIASES:
+                return super().resolve_command(ctx, [_ALIASES[args[0]], *args[1:]])
+            hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        # Files of a run may contain invalid Unicode.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except HpctrainError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
         except BrokenPipeError:
-            # The reader of our output has seen enough; click ends quietly.
+            # The reader has closed the pipe; click exits quietly.
             raise
         except OSError as error:
             where = f"{str(error.filename)!r}: " if error.filename else ""
@@ -73,7 +96,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hpctrain")
 def cli() -> None:
-    """Hand Slurm one PyTorch script: preempted, killed or timed out, it ends as an undisturbed run."""
+    """Run PyTorch training on Slurm. Preemptions and crashes do not change the result."""
 
 
 def main() -> None:
@@ -81,5 +104,5 @@ def main() -> None:
     try:
         cli(prog_name="hpctrain")
     finally:
-        # The process ends: what is still there need not be searched for garbage (see hpctrain.cli).
+        # Skips the final garbage collection, because the process exits (see hpctrain.cli).
         gc.freeze()

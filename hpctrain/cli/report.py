@@ -1,8 +1,9 @@
-"""`hpctrain report`: a run in one page, or several side by side."""
+"""`hpctrain report`: show a run on one page, or compare several."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
 
 if TYPE_CHECKING:
-    from hpctrain.telemetry.report.facts import Facts
+    from hpctrain.telemetry.report.run_data import RunData
 
 _FORMATS = ("html", "md", "json")
 
@@ -26,37 +27,38 @@ _FORMATS = ("html", "md", "json")
     "--format",
     "form",
     type=click.Choice(_FORMATS),
-    help="html, one page that needs nothing else; md; or json. [default: html, or what FILE ends in]",
+    help="Format of the report. html is one self-contained page.  [default: the extension of FILE, or html]",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Where to write; - is standard output. [default: report.html in the run folder; - for md and json]",
+    help="Output file; - is standard output.  [default: report.html in the folder of the run or job array; "
+    "- for md and json]",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 def command(
     runs: tuple[str, ...], runs_dir: Path, form: str | None, output: Path | None, as_json: bool
 ) -> None:
-    """Tell of RUN in one page: loss, restarts, what happened when, where the time went, how to run it again.
+    """Generate a one-page report of RUN: loss, restarts, timeline, time breakdown, command to reproduce it.
 
-    RUN may go on, have no metrics yet, or be damaged: what is there is told. Several runs, or the tasks of a
-    job array, are compared.
+    RUN may be active, have no metrics or be damaged; the report then shows the available data. Several runs,
+    or the tasks of a job array, are compared.
     """
     form = "json" if as_json else form or _form_of(output)
     facts = [one for run in runs for one in read_runs(run, runs_dir)]
     text = _render(facts, form)
     if output is None:
-        output = _default_output(facts) if form == "html" else Path("-")
+        output = _default_output(runs, facts) if form == "html" else Path("-")
     if str(output) == "-":
         click.echo(text, nl=not text.endswith("\n"))
         return
     try:
-        write_atomic(output, text, durable=False)
+        write_atomic(output, text.encode(errors="backslashreplace"), durable=False)
     except OSError as error:
         raise UserError(f"The report cannot be written to {output} (--output): {error.strerror}.") from error
-    click.echo(f"The report is written: {short_path(output)}")
+    click.echo(f"Report written to {short_path(output)}")
 
 
 def _form_of(output: Path | None) -> str:
@@ -69,65 +71,65 @@ def _form_of(output: Path | None) -> str:
     )
 
 
-def _default_output(facts: list[Facts]) -> Path:
+def _default_output(runs: Sequence[str], facts: list[RunData]) -> Path:
+    folder = RunDir(Path(facts[0].folder))
     if len(facts) == 1:
-        return RunDir(Path(facts[0].folder)).report
-    raise UserError(
-        f"There are {len(facts)} runs to compare, those of a job array among them, and the page lies in the "
-        "folder of none. Say where to write it: --output comparison.html."
-    )
+        return folder.report
+    if len(runs) == 1 and folder.array is not None:
+        return folder.array.report
+    raise UserError(f"Comparing {len(facts)} runs needs an output file, such as --output comparison.html.")
 
 
-def _render(facts: list[Facts], form: str) -> str:
+def _render(facts: list[RunData], form: str) -> str:
     several = len(facts) > 1
     if form == "json":
         documents = [one.document() for one in facts]
         return json_text(documents if several else documents[0], default=str) + "\n"
     if form == "md":
-        from hpctrain.telemetry.report.markdown import comparison_text, report_text
+        from hpctrain.telemetry.report.markdown_report import markdown_comparison, markdown_report
 
-        return comparison_text(facts) if several else report_text(facts[0])
+        return markdown_comparison(facts) if several else markdown_report(facts[0])
     if several:
-        from hpctrain.telemetry.report.comparison import render_comparison
+        from hpctrain.telemetry.report.comparison_page import render_comparison
 
         return render_comparison(facts)
-    from hpctrain.telemetry.report.page import render_report
+    from hpctrain.telemetry.report.run_page import render_run_page
 
-    return render_report(facts[0])
+    return render_run_page(facts[0])
 
 
-def read_runs(name: str, runs_dir: Path) -> list[Facts]:
-    """What there is to tell of a run; of a job array, of each of its tasks.
+def read_runs(name: str, runs_dir: Path) -> list[RunData]:
+    """Return the data of a run, or of each task of a job array.
 
     Raises:
-        RunNotFound: there is no such run, and no folder of that name holds a record of one.
+        RunNotFound: there is no such run, and no folder of that name contains records of one.
     """
-    from hpctrain.telemetry.report.facts import State, read_facts
+    from hpctrain.telemetry.report.run_data import RunContext, read_run_data
 
     now = time.time()
     try:
         found = open_run(name, runs_dir)
     except RunNotFound:
-        # A training that nobody submitted, or a folder of which only a part is left.
+        # A training started without a submission, or an incomplete folder.
         for folder in (RunDir((runs_dir / name).absolute()), RunDir(Path(name).absolute())):
             if folder.events.is_file() or folder.metrics.is_file():
-                return [read_facts(folder, State(), now=now)]
+                return [read_run_data(folder, RunContext(), now=now)]
         raise
-    from hpctrain.cli.again import command_again
+    from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.errors import HpctrainError
-    from hpctrain.jobs.runs import statuses
+    from hpctrain.jobs.runs.run import query_statuses
 
     runs = found.tasks() or [found]
     told = []
     try:
-        known = statuses(runs)
+        known = query_statuses(runs, skip_unreadable=True)
     except (HpctrainError, OSError):
         known = []
     for place, run in enumerate(runs):
-        state = State()
+        state = RunContext()
         if place < len(known):
-            state = State(str(known[place].state), known[place].words, known[place].cause)
-        facts = read_facts(run.dir, state, now=now)
-        facts.again = command_again(facts.spec)
+            state = RunContext(str(known[place].state), known[place].words, known[place].cause)
+        facts = read_run_data(run.dir, state, now=now)
+        facts.again = resubmit_command(facts.spec)
         told.append(facts)
     return told

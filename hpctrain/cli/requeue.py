@@ -1,4 +1,4 @@
-"""`hpctrain requeue`: save, and go on in a new attempt."""
+"""`hpctrain requeue`: save, and continue in a new attempt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
 @run_argument
 @json_option
 def command(run: str, runs_dir: Path, as_json: bool) -> None:
-    """Ask the running RUN to save its state and go on in a new attempt, as a preemption does."""
+    """Save the state of the active RUN and continue it in a new attempt, as after a preemption.
+
+    If RUN is already requeued, end the two minutes by which Slurm delays requeued jobs.
+    """
+    from hpctrain.slurm.states import RunState
+
     found = open_run(run, runs_dir)
     before = found.requeue()
     if as_json:
         echo_json({"run_id": found.run_id, "job_id": before.job_id, "requeued": True})
+    elif before.state is RunState.PENDING:
+        click.echo(f"Ended Slurm's delay of run {found.run_id}: it starts as soon as its nodes are free.")
     else:
-        click.echo(f"Run {found.run_id} is told to save and go on in a new attempt.")
+        click.echo(f"Requeueing {found.run_id}: it will save a checkpoint and continue in a new attempt.")

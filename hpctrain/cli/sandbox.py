@@ -1,4 +1,4 @@
-"""`hpctrain sandbox`: a real Slurm cluster on this machine."""
+"""`hpctrain sandbox`: run a real Slurm cluster on this machine."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from hpctrain import sandbox
 from hpctrain.cli.common import echo_json, json_option
 from hpctrain.errors import UserError
 
-_name_option = click.option("--name", default="default", show_default=True, help="Which sandbox.")
+_name_option = click.option("--name", default="default", show_default=True, help="Name of the sandbox.")
 
 
 @click.group(name="sandbox")
 def command() -> None:
-    """Run a real Slurm cluster on this machine, to learn Slurm and to test with.
+    """Run a real Slurm cluster on this machine, to learn Slurm and to test scripts.
 
-    Needs Linux, root and the packages slurm-wlm and munge; with --accounting slurmdbd and mariadb-server,
-    too. Its nodes are daemons of this machine, its GPUs are device files that stand for some; scheduler,
-    queue, preemption and job steps are Slurm's own.
+    Requires Linux, root and the packages slurm-wlm and munge; --accounting also requires slurmdbd and
+    mariadb-server. The nodes are daemons on this machine and the GPUs are simulated by device files.
+    Scheduler, queue, preemption and job steps are Slurm's own.
     """
 
 
 @command.command()
 @click.option("--nodes", default=4, show_default=True, help="Number of nodes.")
-@click.option("--gpus-per-node", default=2, show_default=True, help="Pretend GPUs of each node.")
-@click.option("--cpus-per-node", default=8, show_default=True, help="CPUs that each node claims to have.")
-@click.option("--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL.")
-@click.option("--accounting", is_flag=True, help="Keep records, so that sacct works: slurmdbd and a MariaDB.")
-@click.option("--gpu-type", default="", metavar="TYPE", help="What Slurm calls the GPUs, such as a100.")
+@click.option("--gpus-per-node", default=2, show_default=True, help="Simulated GPUs per node.")
+@click.option("--cpus-per-node", default=8, show_default=True, help="CPUs per node, as configured in Slurm.")
+@click.option(
+    "--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL at a preemption."
+)
+@click.option("--accounting", is_flag=True, help="Run slurmdbd and MariaDB, so that sacct works.")
+@click.option("--gpu-type", default="", metavar="TYPE", help="GPU type in Slurm, such as a100.")
 @click.option(
     "--conf",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A line of slurm.conf, such as JobRequeue=0, for the place of ours with that key; may be repeated.",
+    help="Setting of slurm.conf, such as JobRequeue=0. Replaces the default. May be repeated.",
 )
 @_name_option
 @json_option
@@ -51,7 +53,7 @@ def up(
     name: str,
     as_json: bool,
 ) -> None:
-    """Start a sandbox and wait until its nodes take jobs."""
+    """Start a sandbox and wait until its nodes accept jobs."""
     start = time.monotonic()
     found = sandbox.find(name)
     dead = [label for label, pid in found.daemons().items() if pid is None] if found else []
@@ -94,11 +96,11 @@ def up(
 @_name_option
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """Show the daemons, nodes and partitions of a sandbox; ends with 2 where there is none."""
+    """Show the daemons, nodes and partitions of a sandbox. Exits with 2 if there is none."""
     box = sandbox.find(name)
     if box is None:
         if as_json:
-            echo_json({"name": name, "up": False, "sandboxes": sandbox.names()})
+            echo_json({"name": name, "up": False, "sandboxes": sandbox.list_names()})
         raise UserError(_not_there(name))
     facts = _facts(box)
     if as_json:
@@ -119,9 +121,9 @@ def status(name: str, as_json: bool) -> None:
 @command.command()
 @_name_option
 def env(name: str) -> None:
-    """Print what a shell has to export to use a sandbox.
+    """Print export commands that select a sandbox in a shell.
 
-    To be used as: eval "$(hpctrain sandbox env)"
+    Usage: eval "$(hpctrain sandbox env)"
     """
     box = sandbox.find(name)
     if box is None:
@@ -133,7 +135,7 @@ def env(name: str) -> None:
 @_name_option
 @json_option
 def down(name: str, as_json: bool) -> None:
-    """Cancel the jobs of a sandbox, stop its daemons, remove all of it; ends with 2 where there is none."""
+    """Cancel the jobs of a sandbox, stop its daemons and delete its files. Exits with 2 if there is none."""
     was_there = sandbox.down(name)
     if as_json:
         echo_json({"name": name, "was_there": was_there})
@@ -145,7 +147,7 @@ def down(name: str, as_json: bool) -> None:
 
 def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
     daemons = box.daemons()
-    # Without its controller or munged, Slurm's commands would only find that out after seconds.
+    # Without controller or munged, Slurm's commands would only fail after seconds.
     states = box.node_states() if daemons["munged"] and daemons["slurmctld"] else {}
     return {
         "name": box.name,
@@ -159,7 +161,7 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
         "partitions": ["preemptible", "urgent"],
         "folder": str(box.plan.folder),
         "env": box.env,
-        "sandboxes": sandbox.names(),
+        "sandboxes": sandbox.list_names(),
     }
 
 
@@ -168,6 +170,6 @@ def _exports(box: sandbox.Sandbox) -> str:
 
 
 def _not_there(name: str) -> str:
-    others = sandbox.names()
+    others = sandbox.list_names()
     here = f"; there is {', '.join(others)}" if others else ""
     return f"There is no sandbox {name}{here}. `hpctrain sandbox up` starts one."

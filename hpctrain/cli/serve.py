@@ -1,4 +1,4 @@
-"""`hpctrain serve`: all runs of a folder in the browser, as they train."""
+"""`hpctrain serve`: show all runs of a folder in the browser, with live updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,30 +19,33 @@ from hpctrain.cli.common import runs_dir_option
 from hpctrain.errors import UserError
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.status import RunStatus
+    from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.rundir import RunDir
 
-#: Seconds between two questions of a page, and between two of ours to the scheduler.
+#: Seconds between two polls of a page, and between two queries to the scheduler.
 _LIVE_S, _ASK_S = 3, 10.0
-#: A page is good for so many times as long as it took to make it: looking at a large run takes a fifth of a
-#: core of the login node at the most. So many pages are kept.
+#: A page is reused for this multiple of its rendering time, so that a large run takes at most a fifth of a
+#: core of the login node. The second value is the number of cached pages.
 _REST, _MOST_KEPT = 4.0, 8
 
 
 @click.command("serve")
 @runs_dir_option
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="0 takes one that is free. [default: 0]"
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port to listen on. 0 chooses a free one.  [default: 0]",
 )
 def command(runs_dir: Path, port: int) -> None:
-    """Show all runs in the browser as they train, on this machine only, until Ctrl-C.
+    """Show all runs in the browser, with live updates, until Ctrl-C.
 
-    Open the address that is printed; the token in it keeps out other users and pages of others.
+    Listens on this machine only. Open the printed address; its token keeps out other users and websites.
     """
-    from hpctrain.telemetry.serving import Server
+    from hpctrain.telemetry.live.http_server import PageServer
 
     try:
-        server = Server(Folder(runs_dir), "127.0.0.1", port)
+        server = PageServer(RunPages(runs_dir), "127.0.0.1", port)
     except OSError as error:
         raise UserError(
             f"Port {port} (--port) cannot be had: {error.strerror}. Take another, or 0 for one that is free."
@@ -59,7 +62,7 @@ def command(runs_dir: Path, port: int) -> None:
 
 @dataclass
 class _Page:
-    """The page of a run, made, and all that serves to spare making it again."""
+    """Cached page of a run."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     tag: str = ""
@@ -67,7 +70,7 @@ class _Page:
     good_until: float = 0.0
 
 
-class Folder:
+class RunPages:
     """The runs of a folder as pages."""
 
     def __init__(self, runs_dir: Path) -> None:
@@ -90,19 +93,19 @@ class Folder:
         return _tag_of(known[run_id])
 
     def page(self, run_id: str | None) -> str:
-        from hpctrain.telemetry.report.runs import Row, render_runs
+        from hpctrain.telemetry.report.index_page import RunRow, render_index_page
 
         if run_id is not None:
             return self._page_of(run_id)
         rows = [
-            Row(one.run_id, str(one.state), one.attempt, one.step, one.loss, one.submitted, one.words)
+            RunRow(**{column.name: getattr(one, column.name) for column in fields(RunRow)})
             for one in reversed(self._statuses().values())
         ]
         folder = str(self._runs_dir.absolute())
-        return render_runs(folder, rows, live_s=_LIVE_S, left_out=self._left_out)
+        return render_index_page(folder, rows, live_s=_LIVE_S, left_out=self._left_out)
 
     def _page_of(self, run_id: str) -> str:
-        """The page of a run: made once for all who look, and of a large run not as often as it changes."""
+        """Return the page of a run, cached for all clients; large ones are updated less often."""
         status = self._statuses()[run_id]
         with self._lock:
             kept = self._pages.setdefault(run_id, _Page())
@@ -120,17 +123,17 @@ class Folder:
 
     def _render(self, status: RunStatus) -> str:
         from hpctrain.cli.report import read_runs
-        from hpctrain.telemetry.report.comparison import render_comparison
-        from hpctrain.telemetry.report.page import render_report
+        from hpctrain.telemetry.report.comparison_page import render_comparison
+        from hpctrain.telemetry.report.run_page import render_run_page
 
         facts = read_runs(status.run_dir, self._runs_dir)
         if len(facts) == 1:
-            return render_report(facts[0], live_s=_LIVE_S)
+            return render_run_page(facts[0], live_s=_LIVE_S)
         return render_comparison(facts, live_s=_LIVE_S)
 
     def _statuses(self) -> dict[str, RunStatus]:
-        """All runs by their ids, those of job arrays with their tasks; asked for now and then."""
-        from hpctrain.jobs.runs import list_runs, statuses
+        """Return all runs by id, including tasks of job arrays; queried at intervals."""
+        from hpctrain.jobs.runs.run import list_runs, query_statuses
 
         with self._lock:
             if time.monotonic() - self._asked >= _ASK_S or not self._known:
@@ -139,7 +142,7 @@ class Folder:
                 found += [task for run in found for task in run.tasks()]
                 runs = [run for run in found if run.dir.path.resolve().is_relative_to(here)]
                 self._left_out = len(found) - len(runs)
-                self._known = {one.run_id: one for one in statuses(runs)}
+                self._known = {one.run_id: one for one in query_statuses(runs, skip_unreadable=True)}
                 self._asked = time.monotonic()
             return self._known
 
@@ -149,7 +152,7 @@ def _tag_of(status: RunStatus) -> str:
 
 
 def _written(status: RunStatus) -> Iterator[tuple[str, int, int]]:
-    """How long the files of a run are, and when they were last written."""
+    """Yield size and modification time of the files of a run."""
     from hpctrain.rundir import RunDir
 
     run = RunDir(Path(status.run_dir))

@@ -1,4 +1,4 @@
-"""`hpctrain simulate`: what becomes of many runs on many GPUs, by the rules of the supervisor."""
+"""`hpctrain simulate`: simulate many runs on many GPUs with the rules of the supervisor."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from hpctrain.cli.common import echo_json, json_option
 
 
 @click.command("simulate")
-@click.option("--gpus", default=10_000, show_default=True, help="GPUs of the cluster.")
-@click.option("--gpus-per-node", default=8, show_default=True, help="GPUs of a node.")
-@click.option("--days", default=30.0, show_default=True, help="Days that pass.")
-@click.option("--node-mtbf", default=50.0, show_default=True, help="Days between two faults of a good node.")
+@click.option("--gpus", default=10_000, show_default=True, help="GPUs in the cluster.")
+@click.option("--gpus-per-node", default=8, show_default=True, help="GPUs per node.")
+@click.option("--days", default=30.0, show_default=True, help="Days to simulate.")
 @click.option(
-    "--bad-nodes", default=0.01, show_default=True, help="Share of nodes that fail 100 times as often."
+    "--node-mtbf", default=50.0, show_default=True, help="Mean days between two failures of a good node."
 )
-@click.option("--preemptions", default=0.5, show_default=True, help="How often a run is preempted in a day.")
-@click.option("--seed", default=1, show_default=True, help="Of the random numbers.")
+@click.option(
+    "--bad-nodes", default=0.01, show_default=True, help="Fraction of nodes that fail 100 times as often."
+)
+@click.option("--preemptions", default=0.5, show_default=True, help="Preemptions per run and day.")
+@click.option("--seed", default=1, show_default=True, help="Random seed.")
 @json_option
 def command(
     gpus: int,
@@ -31,17 +33,17 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Simulate runs with random faults on a cluster, and show what the supervisor's rules make of them.
+    """Simulate runs on a cluster with random faults, and show the decisions of the supervisor.
 
-    What follows on a fault is decided by the same function as in a real run; cluster and faults are a model.
+    The decisions are made by the same code as in a real run. The cluster and the faults are a model.
     """
-    from hpctrain.supervisor.simulation import Conditions, Simulation
+    from hpctrain.supervisor.restart_simulation import Simulation, SimulationConfig
 
     if gpus < gpus_per_node or gpus_per_node < 1 or min(days, node_mtbf, preemptions) <= 0:
         raise click.UsageError("Give at least one node, and more than 0 days, faults and preemptions.")
     if not 0 <= bad_nodes <= 1:
         raise click.UsageError(f"--bad-nodes is {bad_nodes}, but a share is from 0 to 1.")
-    conditions = Conditions(
+    conditions = SimulationConfig(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         days=days,
@@ -75,9 +77,7 @@ def command(
     click.echo(
         f"lost     {100 * report.lost_s / total if total else 0:.2f} % of the nodes' time, to restarts"
     )
-    click.echo(
-        f"starts   {report.most_starts_without_progress} at most without a new checkpoint between them"
-    )
+    click.echo(f"attempts {report.most_starts_without_progress} at most in a row without a new checkpoint")
     for reason, count in reasons.most_common(5):
         click.echo(f"failed   {count} × {reason}")
 

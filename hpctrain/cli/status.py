@@ -1,4 +1,4 @@
-"""`hpctrain status`: where one run stands."""
+"""`hpctrain status`: show the state of one run or of all."""
 
 from __future__ import annotations
 
@@ -8,32 +8,40 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.common import (
+    describe_progress,
     describe_state,
     echo_json,
+    echo_log,
     json_option,
     one_line,
     open_run,
-    run_argument,
+    runs_dir_option,
     short_path,
 )
+from hpctrain.text import format_number
 
 
 @click.command("status")
-@run_argument
+@click.pass_context
+@click.argument("run", metavar="[RUN]", required=False)
+@runs_dir_option
 @json_option
-def command(run: str, runs_dir: Path, as_json: bool) -> None:
-    """Show where RUN stands: state, job, progress, newest checkpoint, cause of failure.
+def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bool) -> None:
+    """Show the state of RUN: job, progress, newest checkpoint, cause of failure. Without RUN, list all runs.
 
-    Of a job array, it says how many tasks are in which state; RUN/task-3 is one of them. A job that only
-    waits for the delay which Slurm puts on a requeue is let go at once.
+    For a job array, show the number of tasks in each state. RUN/task-3 is one of its tasks.
     """
+    if run is None:
+        from hpctrain.cli.list import command as list_command
+
+        context.invoke(list_command, runs_dir=runs_dir, as_json=as_json)
+        return
     found = open_run(run, runs_dir)
     status = found.status()
-    lifted = status.held and found.lift_hold()
     if as_json:
-        echo_json({**asdict(status), "hold_lifted": lifted})
+        echo_json(asdict(status))
         return
-    from hpctrain.jobs.error_report import end_of_job_log
+    from hpctrain.jobs.runs.error_report import job_log_tail
 
     facts = {
         "run": status.run_id,
@@ -42,17 +50,16 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
         "attempt": status.attempt,
         "nodes": status.nodes,
-        "step": status.step,
-        "loss": status.loss,
+        "step": describe_progress(status),
+        "loss": None if status.loss is None else format_number(status.loss),
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
         "not saved": status.not_saved,
+        "note": one_line(status.note) if status.note else None,
         "cause": one_line(status.cause) if status.cause else None,
         "log": short_path(status.log) if status.log else None,
     }
     for name, value in facts.items():
         if value is not None:
             click.echo(f"{name:<11} {value}")
-    for line in end_of_job_log(status.log):
-        click.echo(f"            {line}")
-    if lifted:
-        click.echo("Slurm held the requeued job back for two minutes; the delay is lifted.")
+    for line in job_log_tail(status.log):
+        echo_log(f"            {line}")

@@ -1,4 +1,4 @@
-"""`hpctrain submit`: from a script to a job."""
+"""`hpctrain submit`: submit a script as a job."""
 
 from __future__ import annotations
 
@@ -11,25 +11,52 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.common import echo_json, handle_of, json_option, program, short_path
+from hpctrain.cli.common import echo_json, json_option, program_name, run_reference, short_path
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.config import COMMAND_LINE, resolve
-from hpctrain.jobs.option import Option
-from hpctrain.jobs.options import options
-from hpctrain.jobs.prepare import Submission, prepare
+from hpctrain.jobs.options.extra_directives import explain_foreign
+from hpctrain.jobs.options.option import Option
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.text import suggest
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.runs import Run
+    from hpctrain.jobs.runs.run import Run
 
 
 def heading(param: click.Parameter) -> str:
-    """The heading under which an option of `submit` is shown."""
-    known = options()
+    """Return the help section of an option of `submit`."""
+    known = all_options()
     return known[param.name].group if param.name in known else "This submission"
 
 
-class _Submit(click.Command):
-    """Shows its options in groups, as the table has them."""
+class SubmitOption(click.Option):
+    """An option of the table. Its help shows the primary and the short name, not the other aliases."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        aliases = all_options()[str(self.name)].about.aliases
+        opts, secondary = self.opts, self.secondary_opts
+        hidden = {*aliases, *(f"--no-{alias[2:]}" for alias in aliases)}
+        self.opts = [each for each in opts if each not in hidden or not each.startswith("--")]
+        self.secondary_opts = [each for each in secondary if each not in hidden]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts, self.secondary_opts = opts, secondary
+
+
+class SubmitCommand(click.Command):
+    """A command with the options of a submission, grouped in sections in its help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            known = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
+            closest = suggest(name.lstrip("-"), known, otherwise="").replace(" '", " '--")
+            hint = explain_foreign(name) or closest or "`hpctrain submit --help` lists the options."
+            raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
@@ -39,32 +66,34 @@ class _Submit(click.Command):
 
 
 def _click_option(option: Option) -> click.Option:
-    """The option on the command line. Values stay texts: they are read as those of files are."""
+    """Return the command-line option. Values stay text, and are parsed like those of files."""
+    names = [option.name, option.flag, *option.about.aliases]
     text = option.about.help + (f"  [default: {option.default}]" if option.default else "")
     if option.kind.flag:
-        return click.Option([f"{option.flag}/--no-{option.flag[2:]}"], default=None, help=text)
+        names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
+        return SubmitOption(names, default=None, help=text)
     if option.kind.pairs:
-        callback = _directives if option.name == "sbatch" else _pairs
-        return click.Option(
-            [option.flag],
+        callback = {"sbatch": _directives, "env": _variables}.get(option.name, _pairs)
+        return SubmitOption(
+            names,
             multiple=True,
             callback=callback,
             metavar=option.metavar,
             help=f"{text} May be repeated.",
         )
     if option.kind.many:
-        return click.Option(
-            [option.flag],
+        return SubmitOption(
+            names,
             multiple=True,
             callback=lambda ctx, param, values: list(values) or None,  # noqa: ARG005
             metavar=option.metavar,
             help=f"{text} May be repeated.",
         )
-    return click.Option([option.flag], metavar=option.metavar, help=text)
+    return SubmitOption(names, metavar=option.metavar, help=text)
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
-    """Read KEY=VALUE; the last of a key counts."""
+    """Parse KEY=VALUE; the last value of a key counts."""
     pairs = {}
     for value in values:
         key, equals, rest = value.partition("=")
@@ -74,33 +103,54 @@ def _pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) ->
     return pairs
 
 
+def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Parse NAME=VALUE, or NAME for its value in the current environment."""
+    given = {name: os.environ.get(name) for name in values if name and "=" not in name}
+    if missing := [name for name, value in given.items() if value is None]:
+        name = missing[0]
+        raise click.BadParameter(f"{name!r} is not set here. Export it, or give NAME=VALUE.")
+    return _pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
+
+
 def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """Read KEY=VALUE, or KEY alone for a flag; dashes before the key are no part of it."""
+    """Parse KEY=VALUE, or KEY for a flag; leading dashes are removed."""
     named = [value.lstrip("-") for value in values]
     return _pairs(ctx, param, [value if "=" in value else f"{value}=" for value in named])
 
 
-@click.command("submit", cls=_Submit, context_settings={"allow_interspersed_args": False})
+@click.command(
+    "submit",
+    cls=SubmitCommand,
+    context_settings={
+        "allow_interspersed_args": False,
+        # torchrun's options have underscores.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+)
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Any option by its name in files; wins over all else. KEY= takes back what a file says. May be "
-    "repeated.",
+    help="Set an option by its name in configuration files. Overrides all other sources. KEY= resets the "
+    "value from a file. May be repeated.",
 )
 @click.option(
-    "--explain", is_flag=True, help="Print the value of each option and where it was given, and do nothing."
+    "--show-config",
+    "--explain",
+    "explain",
+    is_flag=True,
+    help="Print the value of each option and its source, without submitting.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the batch script that would be submitted, and do nothing; 3 where Slurm would refuse it.",
+    help="Print the batch script without submitting it. Exits with 3 if Slurm would reject it.",
 )
 @click.option(
     "--follow",
     is_flag=True,
-    help="Stream rank 0's log, of a job array each task's, until all has ended; Ctrl-C only stops looking.",
+    help="Stream the log of rank 0 until the run ends; of an array, that of each task. Ctrl-C detaches.",
 )
 @json_option
 @click.argument("script")
@@ -115,23 +165,23 @@ def command(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Submit SCRIPT as a run; ARGS reach it untouched."""
+    """Submit SCRIPT as a run. ARGS are passed to it unchanged."""
     if dry_run and (as_json or explain):
         what = "--json a JSON document" if as_json else "--explain a table"
         raise click.UsageError(f"--dry-run prints a shell script and {what}: give one of them.")
-    # Click's options are named as the fields of SubmitOptions.
+    # Click's options have the names of the fields of SubmitOptions.
     where: Any = {
-        "source": COMMAND_LINE,
+        "source": COMMAND_LINE_SOURCE,
         "assignments": assignments,
         "environ": os.environ,
         "cwd": Path.cwd(),
     }
     if explain:
-        from hpctrain.cli.explain import show
+        from hpctrain.cli.option_sources import print_option_sources
 
-        show(resolve(asked, **where), as_json=as_json)  # type: ignore[arg-type]
+        print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
-    submission = prepare(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
+    submission = prepare_submission(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
     _say(submission.notes)
     if dry_run:
         _say(submission.prospects)
@@ -139,9 +189,9 @@ def command(
         if words := submission.refusal():
             raise SchedulerError(f"Slurm would not take this job: {words}. Change what it names.")
         return
-    from hpctrain.jobs.submit import hand_over
+    from hpctrain.jobs.submit.submit import submit_prepared
 
-    run = hand_over(submission)
+    run = submit_prepared(submission)
     _say(submission.prospects)
     _report(run, submission, follow=follow, as_json=as_json)
 
@@ -151,8 +201,8 @@ def _say(lines: Sequence[str]) -> None:
         click.echo(line, err=True)
 
 
-def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) -> None:
-    """Say what was submitted, and look at it where that is asked for."""
+def _report(run: Run, submission: PreparedSubmission, *, follow: bool, as_json: bool) -> None:
+    """Print what was submitted, and follow the run if requested."""
     run_dir, backend = submission.spec.run_dir, submission.backend.name
     tasks = submission.spec.tasks()
     if as_json:
@@ -163,13 +213,13 @@ def _report(run: Run, submission: Submission, *, follow: bool, as_json: bool) ->
             f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
         )
     if follow:
-        from hpctrain.cli.stream import stream
+        from hpctrain.cli.live_output import stream_run
 
-        stream(run, whole=True, text_to_stderr=as_json)
+        stream_run(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
-        handle = handle_of(run_dir)
+        handle = run_reference(run_dir)
         next_commands = (f"logs -f {handle}", f"status {handle}", f"cancel {handle}")
-        click.echo("Next: " + "  |  ".join(f"{program()} {command}" for command in next_commands))
+        click.echo("Next: " + "  |  ".join(f"{program_name()} {command}" for command in next_commands))
 
 
-command.params[:0] = map(_click_option, options().values())
+command.params[:0] = map(_click_option, all_options().values())

@@ -1,6 +1,6 @@
-"""Where am I: node lists, environments, ranks. Imports no torch.
+"""Detection of a process's environment: node lists, launchers, ranks. Imports no torch.
 
-Each name is imported when it is first used, for `hpctrain submit`, which needs few of them, starts at once.
+Each name is imported on first use: `hpctrain submit` needs few of them, and so starts fast.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpctrain.cluster.detection import detect
+    from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE
     from hpctrain.cluster.hostlist import compress_hostlist, expand_hostlist
     from hpctrain.cluster.ranks import Ranks
-    from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE
 
 __all__ = ["ENVIRONMENT_VARIABLE", "Ranks", "compress_hostlist", "detect", "expand_hostlist"]
 
 _HOMES = {
-    "ENVIRONMENT_VARIABLE": "variables",
+    "ENVIRONMENT_VARIABLE": "env_variables",
     "Ranks": "ranks",
     "compress_hostlist": "hostlist",
     "detect": "detection",

@@ -1,7 +1,6 @@
-"""Names of hosts and the addresses behind them, asked for within a limit of time.
+"""Resolution of host names to addresses, with a time limit.
 
-A resolver that does not answer blocks its caller for as long as it likes; here nobody waits for it longer
-than he wants to.
+An unresponsive resolver would otherwise block its caller for an unlimited time.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from collections.abc import Mapping
 
 from hpctrain.cluster.interfaces import interface_of
 
-#: A resolver that has not answered by then is left alone. Theirs is often 5 s for each server.
+#: Time limit for the resolver. Its own limit is often 5 s per server.
 RESOLVE_LIMIT_S = 5.0
 
-#: The variable that tells gloo, which otherwise asks for its own host's name, where to listen.
+#: The interface at which gloo listens; by default that of the host's own name.
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def resolve(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
-    """The numeric addresses of host `name`, in the resolver's order, each once.
+def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
+    """Return the numeric addresses of host `name`, in the resolver's order, without duplicates.
 
     Raises:
         OSError: the name does not resolve, or the resolver did not answer within `limit_s` seconds.
@@ -38,7 +37,7 @@ def resolve(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
         else:
             answer.extend(dict.fromkeys(str(entry[4][0]) for entry in found))
 
-    # A daemon: a resolver that hangs must not keep this process, either.
+    # A daemon thread, so that a blocked resolver does not keep this process from exiting.
     asking = threading.Thread(target=ask, name=f"resolve-{name}", daemon=True)
     asking.start()
     asking.join(limit_s)
@@ -50,12 +49,12 @@ def resolve(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether numeric `address` means the host itself, on every host."""
+    """True if numeric `address` is the loopback address, which means the host itself on every host."""
     return ipaddress.ip_address(address).is_loopback
 
 
-def plain(address: str) -> str:
-    """Numeric `address`; one of IPv4 as such, even where a socket of IPv6 shows it as ::ffff:10.0.0.1."""
+def normalize_address(address: str) -> str:
+    """Return numeric `address`; an IPv4 address that an IPv6 socket shows as ::ffff:10.0.0.1 becomes IPv4."""
     parsed = ipaddress.ip_address(address)
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
@@ -63,19 +62,19 @@ def plain(address: str) -> str:
 
 
 def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What gloo must be told so that other hosts reach it; empty where it finds that out by itself.
+    """Return the variables that make gloo reachable from other hosts; empty if none are needed.
 
-    gloo listens at the first address that this host's own name resolves to. Debian gives a host's name the
-    address 127.0.1.1, at which no other host can reach it.
+    gloo listens at the first address to which this host's own name resolves. On Debian that is 127.0.1.1,
+    which other hosts cannot reach.
 
     Args:
-        own_address: the address by which the other ranks' hosts know this one.
-        environ: what is set already is the user's choice.
+        own_address: the address of this host for the hosts of the other ranks.
+        environ: variables that are already set take precedence.
     """
     if environ.get(_GLOO_VARIABLE) or is_loopback(own_address):
         return {}
     try:
-        listens_at = next(filter(_is_own, resolve(socket.gethostname())), None)
+        listens_at = next(filter(_is_own, resolve_host(socket.gethostname())), None)
     except OSError:
         listens_at = None
     if listens_at is not None and not is_loopback(listens_at):
@@ -85,19 +84,19 @@ def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, st
 
 
 def address_towards(host: str) -> str:
-    """The address that the kernel gives this host on the way to `host`. Nothing is sent.
+    """Return this host's address on the route to `host`, as chosen by the kernel. Sends nothing.
 
     Raises:
-        OSError: `host` does not resolve, or no way leads there.
+        OSError: `host` does not resolve, or there is no route to it.
     """
-    for address in resolve(host):
+    for address in resolve_host(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with (
             contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe,
             contextlib.suppress(OSError),
         ):
             probe.connect((address, 9))
-            return plain(str(probe.getsockname()[0]))
+            return normalize_address(str(probe.getsockname()[0]))
     raise OSError(f"no way leads to {host}")
 
 

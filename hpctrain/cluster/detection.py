@@ -1,17 +1,17 @@
-"""Which environment is this, and who am I in it?"""
+"""Detection of the launcher of this process, and of its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 
+from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE, override_hint, read_int
 from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
-from hpctrain.cluster.launched import means_this_host
+from hpctrain.cluster.mpi_launchers import is_local_address
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_int
 from hpctrain.errors import EnvironmentMismatch
+from hpctrain.text import suggest
 
-#: Whatever starts processes by means of another stands before that other.
+#: Ordered from inner to outer: a launcher that may be started by another one precedes it.
 _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
     "torchrun": torchrun.detect,
     "horovod": horovod.detect,
@@ -22,7 +22,7 @@ _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
     "local": local.detect,
 }
 
-#: What tells that a process is one of its launcher's.
+#: The variables by which each launcher is detected.
 _MARKS = {
     "torchrun": "RANK and WORLD_SIZE",
     "horovod": "HOROVOD_RANK and HOROVOD_SIZE",
@@ -31,7 +31,7 @@ _MARKS = {
     "submitit": "SUBMITIT_LOCAL_JOB_ID",
     "slurm": "SLURM_PROCID, SLURM_JOB_ID and the SLURM_STEP_ID of a step of srun",
 }
-#: Variables that speak of ranks and that anybody may have set, with what they must be equal to.
+#: Generic rank variables, which any program may have set, and the fields that they must equal.
 _SPOKEN_OF = {
     "RANK": "rank",
     "WORLD_SIZE": "world_size",
@@ -41,9 +41,9 @@ _SPOKEN_OF = {
     "GROUP_RANK": "node_rank",
     "GROUP_WORLD_SIZE": "num_nodes",
 }
-#: Set by `srun --mpi=pmi2` for a task. Below another launcher they are the outer one's.
+#: Set by `srun --mpi=pmi2` for a task. Under another launcher they belong to the outer one.
 _SPOKEN_OF_BY_PMI = {"PMI_RANK": "rank", "PMI_SIZE": "world_size"}
-#: Ranks that launchers give of which no detector knows: PMIx, flux, PALS, ALPS, jsrun, MVAPICH.
+#: Rank variables of launchers without a detector: PMIx, flux, PALS, ALPS, jsrun, MVAPICH.
 _RANKS_OF_STRANGERS = (
     *("PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK"),
     "MV2_COMM_WORLD_RANK",
@@ -51,36 +51,36 @@ _RANKS_OF_STRANGERS = (
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
-    """Ranks of this process, from the variables in `environ` alone.
+    """Return the ranks of this process, from the variables in `environ` alone.
 
-    `HPCTRAIN_ENVIRONMENT` names an environment and ends the search. Otherwise the innermost launcher wins,
-    since one that was started by another gives ranks of its own, and the variables of the outer one stay:
-    mpirun starts its daemons with srun, and people start torchrun so, and SLURM_PROCID then is the number of
-    the daemon or of the agent. Hence this order, with the mark of each:
+    `HPCTRAIN_ENVIRONMENT` selects an environment without a search. Otherwise the innermost launcher is used:
+    it assigns its own ranks, but the variables of the outer launcher remain set. mpirun starts its daemons
+    with srun, and users start torchrun with srun; SLURM_PROCID is then the number of the daemon or agent.
+    The order, with the variables that identify each launcher:
 
     1. `torchrun`: TORCHELASTIC_RUN_ID, with RANK and WORLD_SIZE
     2. `horovod`: HOROVOD_RANK and HOROVOD_SIZE
     3. `openmpi`: OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE
     4. `mpich`: PMI_RANK and MPI_LOCALRANKID
     5. `submitit`: SUBMITIT_LOCAL_JOB_ID
-    6. `slurm`: SLURM_PROCID and the SLURM_STEP_ID of a step of srun
-    7. `torchrun` again, without its mark: RANK and WORLD_SIZE, which anybody may have set
+    6. `slurm`: SLURM_PROCID and the SLURM_STEP_ID of an srun step
+    7. `torchrun` without TORCHELASTIC_RUN_ID: RANK and WORLD_SIZE, which any program may have set
     8. `local`: none of these, so a single process
 
-    What was found must not be contradicted. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
-    GROUP_RANK and GROUP_WORLD_SIZE have to say the same where they are set, and a launcher on one host inside
-    a job step of several tasks is refused: either each task would train alone, or the variables are those of
-    an outer job. MASTER_ADDR and MASTER_PORT are taken as they are.
+    Other variables must not contradict the result. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
+    GROUP_RANK and GROUP_WORLD_SIZE must match if they are set. A single-host launcher inside a job step of
+    several tasks is refused: either each task would train alone, or the variables belong to an outer job.
+    MASTER_ADDR and MASTER_PORT are used unchanged.
 
     Raises:
-        EnvironmentMismatch: variables contradict each other, a part is missing, or HPCTRAIN_ENVIRONMENT
-            names an environment that is unknown or is not this one.
+        EnvironmentMismatch: variables contradict each other, some are missing, or HPCTRAIN_ENVIRONMENT
+            selects an environment that is unknown or is not this one.
     """
     wanted = environ.get(ENVIRONMENT_VARIABLE)
     if wanted:
         return _detect_as(wanted, environ)
     order = list(_DETECTORS)
-    if not environ.get(torchrun.MARK):
+    if not environ.get(torchrun.RUN_ID_VARIABLE):
         order.remove("torchrun")
         order.insert(order.index("local"), "torchrun")
     found = next(ranks for name in order if (ranks := _DETECTORS[name](environ)) is not None)
@@ -94,8 +94,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
 def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     detector = _DETECTORS.get(name)
     if detector is None:
-        close = get_close_matches(name.lower(), _DETECTORS, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(_DETECTORS)}."
+        hint = suggest(name.lower(), _DETECTORS)
         raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}, which is no environment. {hint}")
     ranks = detector(environ)
     if ranks is None:
@@ -135,37 +134,37 @@ def _way_out(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
     if found.environment == "local" and variable not in _SPOKEN_OF:
         return (
             "A launcher that is not known here seems to have started this process. Let it set "
-            f"{', '.join(torchrun.REQUIRED)} and NODE_RANK, as torchrun does; or set "
+            f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does; or set "
             f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
         )
     others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
-    return believe(found.environment, *others)
+    return override_hint(found.environment, *others)
 
 
 def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) -> None:
-    """Refuse a launcher on one host that runs in each of several tasks of another launcher."""
+    """Refuse a single-host launcher that runs in each of several tasks of another launcher."""
     if found.num_nodes > 1 or found.environment == "local":
         return
-    # An elastic run that has shrunk to one node is not on one host by its own choice.
+    # An elastic run may have shrunk to one node, so its number of nodes proves nothing.
     standalone = found.environment == "torchrun" and torchrun.is_standalone(environ)
-    if not (standalone or means_this_host(found.master_addr)):
+    if not (standalone or is_local_address(found.master_addr)):
         return
-    if found.environment == "openmpi" and openmpi.started_by_a_daemon(environ):
+    if found.environment == "openmpi" and openmpi.started_by_orted(environ):
         return
     for name in others:
         try:
             outer = _DETECTORS[name](environ)
         except EnvironmentMismatch:
-            continue  # Whatever it is, it is not what this process goes by.
+            continue  # Invalid variables of another launcher do not matter here.
         if outer is None or outer.world_size == 1:
             continue
-        # torchrun's own ranks are none of the outer launcher's, even where they happen to be equal.
+        # torchrun assigns its own ranks, even if they happen to equal those of the outer launcher.
         same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
-        if not same or environ.get(torchrun.MARK):
+        if not same or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
                 f"rank {found.rank} of {found.world_size} on this host alone ({found.sources['rank']}, "
                 f"{found.sources['world_size']}; {found.environment}), inside process {outer.rank} of "
                 f"{outer.world_size} ({outer.sources['rank']}, {outer.sources['world_size']}; "
                 f"{outer.environment}). Start {found.environment} once for all hosts. "
-                f"{believe(found.environment, outer.environment)}"
+                f"{override_hint(found.environment, outer.environment)}"
             )

@@ -1,19 +1,17 @@
-"""Slurm's compact node lists: `n[01-03,7],gpu-a[1-2]b` and the names that they stand for.
+"""Slurm's compact node lists such as `n[01-03,7],gpu-a[1-2]b`, and their expansion.
 
-Names stand between commas, spaces or tabs, any number of them. A name consists of letters, digits, `.`, `_`
-and `-`, and of any number of brackets; a bracket holds numbers and ranges between commas, and a range keeps
-the width of its first number: `[08-11]` is 08, 09, 10, 11. Nothing is sorted, and what is listed twice is
-there twice.
+Names are separated by any number of commas, spaces or tabs. A name consists of letters, digits, `.`, `_`,
+`-` and any number of brackets. A bracket contains numbers and ranges, separated by commas; a range keeps the
+width of its first number: `[08-11]` is 08, 09, 10, 11. Names are neither sorted nor deduplicated.
 
-What comes out is what `scontrol show hostnames` prints, save for these differences from Slurm 22.05, which
-are on purpose:
+The result is that of `scontrol show hostnames`, with these intentional differences from Slurm 22.05:
 
-- Taken here, refused there: text after the last bracket of a name (`gpu-a[1-2]b`); more than 65,536 numbers
-  in a range. The limit here is a million names in all.
-- Refused here, though Slurm makes something of it: a bracket without its partner (it reads `n[1-2` as the
-  name `n]`); a range without its end (`n[1-]`); anything but digits in a number, a space too (it reads
-  `n[1, 2]` as n1 and n02); characters that are in no host name, line ends among them.
-- Right here, wrong there: numbers that need more than 64 bits.
+- Accepted only here: text after the last bracket of a name (`gpu-a[1-2]b`); more than 65,536 numbers in a
+  range. The limit here is a million names in total.
+- Refused only here: an unmatched bracket (Slurm reads `n[1-2` as the name `n]`); a range without an end
+  (`n[1-]`); anything but digits in a number, including spaces (Slurm reads `n[1, 2]` as n1 and n02);
+  characters that no host name has, including line ends.
+- Correct only here: numbers that need more than 64 bits.
 """
 
 from __future__ import annotations
@@ -21,36 +19,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from string import ascii_letters
 
 from hpctrain.errors import UserError
 
-#: Matches a list as far as it is well formed. Whether a range runs backwards is left aside.
+#: Matches the well-formed beginning of a list. Does not check that ranges ascend.
 _WELL_FORMED = re.compile(r"(?:[A-Za-z0-9_., \t-]+|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])*")
 _NUMBER_OR_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
-#: In a folded item such as `rack1node[1-16]`, the number that stands before the bracket.
-_NUMBER_BEFORE_BRACKET = re.compile(r"(.*?)([0-9]{1,18})([^0-9\[]*\[.*)")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-#: The last three digits of any number. Long ranges are put together from them, as that is fast.
+#: All characters of a name except digits.
+_NOT_DIGITS = f"{ascii_letters}_.-"
+#: The last three digits of any number. Assembling long ranges from them is fast.
 _LAST_DIGITS = [f"{number:03}" for number in range(1000)]
-#: Numbers of fewer than three digits, by the width that they are padded to.
+#: Numbers below 100, by the width that they are padded to.
 _UP_TO_99 = [[str(number).zfill(width) for number in range(100)] for width in range(3)]
-#: A list that stands for more names than any cluster has is a typing error, not a request.
+#: A list of more names than any cluster has is a typing error.
 _MOST_NAMES = 1_000_000
-#: The most numbers that Slurm takes in one range (MAX_RANGE in its hostlist.c).
+#: Maximum size of a range in Slurm (MAX_RANGE in its hostlist.c).
 _MOST_IN_RANGE = 65_536
-#: No number of so many digits needs more than the 64 bits that Slurm reads numbers into.
+#: A number of this many digits fits into 64 bits, to which Slurm's numbers are limited.
 _MOST_DIGITS = 18
-#: How much of a long list an error quotes on either side of the place that it points at, in characters.
+#: Characters of a long list that an error quotes before and after the position of the problem.
 _QUOTED_AROUND = 40
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Names that `hostlist` stands for, in Slurm's order.
+    """Return the names in `hostlist`, in Slurm's order.
 
     Raises:
-        UserError: the list is no text, malformed, or stands for more than a million names; the message quotes
-            it and points at the place.
+        UserError: the list is no text, is malformed, or has more than a million names; the message quotes
+            it and marks the position.
     """
     if not isinstance(hostlist, str):
         raise UserError(
@@ -68,13 +67,13 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def compress_hostlist(names: Iterable[str]) -> str:
-    """A compact list that expands to exactly `names`, in their order, here and by Slurm.
+    """Return a compact list that expands to exactly `names`, in their order, here and in Slurm.
 
-    Neighbours that differ only in a trailing number are folded into one bracket: `n[1-3,7]`. If such brackets
-    in turn differ only in one number before them, they are folded once more: `rack[1-2]node[1-16]`.
+    Neighbours that differ only in a trailing number are folded into one bracket: `n[1-3,7]`. If the results
+    differ only in one number before the bracket, they are folded again: `rack[1-2]node[1-16]`.
 
     Raises:
-        UserError: one of `names` cannot be a node's name.
+        UserError: one of `names` is not a valid node name.
     """
     names = list(names)
     for name in names:
@@ -87,13 +86,13 @@ def compress_hostlist(names: Iterable[str]) -> str:
 
 
 def _expand(hostlist: str) -> list[str]:
-    """Expand a well-formed list. ValueError where a range runs backwards, or where the names are too many."""
+    """Expand a well-formed list. Raises ValueError for a descending range or too many names."""
     hostlist = hostlist.replace(" ", ",").replace("\t", ",").strip(",")
     while ",," in hostlist:
         hostlist = hostlist.replace(",,", ",")
     if not hostlist:
         return []
-    # All names are written into one text, which is split once: splitting is what takes the time.
+    # Joining all names and splitting them once is faster than splitting each part.
     written: list[str] = []
     num_names = 0
     item: list[str] = []
@@ -101,7 +100,7 @@ def _expand(hostlist: str) -> list[str]:
         if i % 2:
             item.append(part)
             continue
-        # What is not in brackets ends one name, may hold whole ones, and begins another.
+        # Text outside of brackets ends one name, may contain whole ones, and begins another.
         end, comma, rest = part.partition(",")
         item.append(end)
         if comma:
@@ -117,10 +116,10 @@ def _expand(hostlist: str) -> list[str]:
 
 
 def _write_item(item: list[str]) -> tuple[str, int]:
-    """The names of one item, between commas, and how many they are.
+    """Return the names of one item, separated by commas, and their number.
 
-    An item alternates between text and what is in a bracket, from text to text. Of several brackets the last
-    one runs fastest, then the first, then the second: Slurm's order.
+    An item alternates between text and bracket content, and begins and ends with text. Of several brackets
+    the last one varies fastest, then the first, then the second, as in Slurm.
     """
     if len(item) == 1:
         return item[0], 1
@@ -140,7 +139,7 @@ def _write_item(item: list[str]) -> tuple[str, int]:
 
 
 def _write_bracket(bracket: str, before: str = "", after: str = "") -> tuple[str, int]:
-    """The numbers in a bracket, each between two texts, with commas between; and how many they are."""
+    """Return the numbers in a bracket, each between two texts, separated by commas; and their count."""
     between = f"{after},{before}"
     if "-" not in bracket:
         return f"{before}{bracket.replace(',', between)}{after}", bracket.count(",") + 1
@@ -162,9 +161,9 @@ def _write_bracket(bracket: str, before: str = "", after: str = "") -> tuple[str
 
 
 def _count(low: int, high: int, width: int, between: str) -> str:
-    """Numbers from `low` to `high` in at least `width` digits, with a text between each two.
+    """Return the numbers from `low` to `high` in at least `width` digits, separated by a text.
 
-    Written by the thousand, which takes a third of the time of number by number.
+    Works in blocks of a thousand, which takes a third of the time of single numbers.
     """
     written = []
     if low < 100 and width < 3:
@@ -184,12 +183,12 @@ def _limit(num_names: int) -> None:
 
 
 def _fold(parts: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """Items of a node list, for names that are each given as text, number (or nothing) and text."""
+    """Yield items of a node list for names, each given as text, number (or empty) and text."""
     for (before, after, numbered), run in groupby(parts, lambda part: (part[0], part[2], part[1] != "")):
         numbers = [number for _, number, _ in run]
         if numbered:
             ranges = ",".join(_ranges(numbers))
-            # Right after other digits it would be read with them, as a number that is too long for Slurm.
+            # After other digits a plain number would merge with them, and be too long for Slurm.
             plain = ranges.isdecimal() and not before[-1:].isdecimal()
             yield before + (ranges if plain else f"[{ranges}]") + after
         else:
@@ -197,7 +196,7 @@ def _fold(parts: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[str]) -> Iterator[str]:
-    """Ranges, and single numbers between them, that stand for `numbers` in their order."""
+    """Yield ranges and single numbers that represent `numbers` in their order."""
     first = last = numbers[0]
     low = high = int(first)
     for number in numbers[1:]:
@@ -217,12 +216,15 @@ def _split_trailing_number(name: str) -> tuple[str, str, str]:
 
 
 def _split_before_bracket(item: str) -> tuple[str, str, str]:
-    match = _NUMBER_BEFORE_BRACKET.fullmatch(item) if "[" in item else None
-    return (match[1], match[2], match[3]) if match else (item, "", "")
+    """Split a folded item such as `rack1node[1-16]` at the number before the bracket."""
+    head, bracket, _ = item.partition("[")
+    end = len(head.rstrip(_NOT_DIGITS)) if bracket else 0
+    before, number, _ = _split_trailing_number(head[:end])
+    return (before, number, item[end:]) if number else (item, "", "")
 
 
 def _syntax_error(hostlist: str, place: int) -> UserError:
-    """What is wrong in a list that is well formed up to `place`."""
+    """Return the error of a list that is well formed up to `place`."""
     if hostlist[place] == "]":
         return _malformed(hostlist, place, "a ']' without its '['")
     if hostlist[place] != "[":
@@ -241,10 +243,10 @@ def _syntax_error(hostlist: str, place: int) -> UserError:
 
 
 def _range_error(hostlist: str) -> UserError:
-    """What is wrong with the ranges of a list that is well formed."""
+    """Return the error of a well-formed list with a bad range or too many names."""
     for bracket in _BRACKET.finditer(hostlist):
         for piece in _NUMBER_OR_RANGE.finditer(hostlist, *bracket.span(1)):
-            # Compared as text, since Python makes no number of more than 4300 digits.
+            # Compared as text, because Python limits the conversion of numbers to 4300 digits.
             first, last = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
             if first > last:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} runs backwards")
@@ -261,7 +263,7 @@ def _malformed(hostlist: str, place: int, problem: str) -> UserError:
 
 
 def _quote(text: str, place: int = 0) -> tuple[str, int]:
-    """The text in quotes, of a long one the part around `place`; and the column at which `place` is in it."""
+    """Return the text in quotes, if long only the part around `place`, and the column of `place` in it."""
     before, after = text[:place], text[place:]
     if len(text) > 2 * _QUOTED_AROUND:
         if len(before) > _QUOTED_AROUND:

@@ -1,4 +1,4 @@
-"""Which network interface has an address: the kernel's own list, which Python's library does not offer."""
+"""Network interfaces and their addresses from getifaddrs(3), which Python's library does not offer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 import sys
 from collections.abc import Iterator
 
-# Where Linux's structures sockaddr_in and sockaddr_in6 hold the address.
+# Position of the address in Linux's sockaddr_in and sockaddr_in6.
 _PLACES: dict[int, slice] = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
 
 
 class _Entry(ctypes.Structure):
-    """`struct ifaddrs`, as far as it is read here."""
+    """The first fields of `struct ifaddrs`."""
 
 
 _Entry._fields_ = [
@@ -24,12 +24,12 @@ _Entry._fields_ = [
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has numeric `address` on this host; None where none has it."""
+    """Return the interface of this host with numeric `address`; None if there is none."""
     return next((name for name, its in interfaces() if its == address), None)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """(interface, numeric address) of everything that getifaddrs(3) lists."""
+    """Yield (interface, numeric address) for each entry of getifaddrs(3)."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(first)):

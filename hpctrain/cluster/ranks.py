@@ -1,17 +1,17 @@
-"""Who a process is among its peers."""
+"""Ranks of a process in its job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.cluster.variables import believe
+from hpctrain.cluster.env_variables import override_hint
 from hpctrain.errors import EnvironmentMismatch
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of one process in a distributed job, in torch's terms, and where each value came from.
+    """The ranks of one process in a distributed job, in torch's terms, and the source of each value.
 
     Raises:
         EnvironmentMismatch: on construction, when the values contradict each other.
@@ -30,16 +30,16 @@ class Ranks:
     num_nodes: int
     """Number of nodes."""
     master_addr: str
-    """Host at which the processes meet."""
+    """Host of the rendezvous."""
     master_port: int
-    """TCP port at which the processes meet; 0 where there is only one process."""
+    """TCP port of the rendezvous; 0 for a single process."""
     environment: str
-    """Which detector answered; `hpctrain.cluster.detection` lists the names."""
+    """Name of the detector; `hpctrain.cluster.detection` lists the names."""
     meeting_key: str = ""
-    """What names this set of processes among all that may share its hosts, alike on every rank. The ports at
-    which they may meet follow from it (`hpctrain.cluster.ports`); empty where there is only one process."""
+    """Identifier of this set of processes on its hosts, equal on every rank; empty for a single process.
+    Determines the ports of the rendezvous (`hpctrain.cluster.port_candidates`)."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """For each field, the variable (or the reasoning) that gave it."""
+    """For each field, the variable or the reasoning that gave it."""
 
     def __post_init__(self) -> None:
         self._check("rank", "world_size")
@@ -49,14 +49,14 @@ class Ranks:
         if elsewhere < self.num_nodes - 1 or (self.num_nodes == 1 and elsewhere):
             raise EnvironmentMismatch(
                 f"{self._told('local_world_size')} and {self._told('num_nodes')} do not go with "
-                f"{self._told('world_size')}. {believe('local')}"
+                f"{self._told('world_size')}. {override_hint('local')}"
             )
 
     def _check(self, index: str, count: str) -> None:
         if not 0 <= getattr(self, index) < getattr(self, count):
             raise EnvironmentMismatch(
                 f"{self._told(index)} does not lie in 0 … {count} - 1, for {self._told(count)}. "
-                f"{believe('local')}"
+                f"{override_hint('local')}"
             )
 
     def _told(self, name: str) -> str:
@@ -64,11 +64,11 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes what is written once."""
+        """True for rank 0, which writes what is written once."""
         return self.rank == 0
 
     def torch_variables(self) -> dict[str, str]:
-        """What `torch.distributed`'s `env://` and scripts written for torchrun expect to find."""
+        """Return the variables for `torch.distributed`'s `env://` and scripts written for torchrun."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),

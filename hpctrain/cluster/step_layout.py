@@ -1,8 +1,8 @@
-"""The nodes of a job step and its tasks on each, as srun tells them to a task.
+"""The nodes of a job step and its tasks on each, from the variables that srun sets for a task.
 
-SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are sorted by the nodes' names. SLURM_NODEID is not where a
-heterogeneous job is: it counts component by component. So a node is found in the lists by its name, and the
-order of SLURM_NODEID is put together from the components' own lists.
+SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are sorted by node name. In a heterogeneous job SLURM_NODEID
+counts component by component instead. So a node is looked up in the lists by its name, and the order of
+SLURM_NODEID is assembled from the lists of the components.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_hosts, read_int
+from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE, override_hint, read_hosts, read_int
 from hpctrain.errors import EnvironmentMismatch
 
 HOSTS, TASKS, NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"
 
-_TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-#: A heterogeneous job names the nodes of each component so; the older name is the one that srun itself sets.
+#: No cluster has a million nodes, and no node has a million tasks.
+_TASKS_PER_NODE = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+#: Node lists of the components of a heterogeneous job; srun itself sets the older name.
 _COMPONENTS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Who runs where in a job step."""
+    """The distribution of a job step's tasks to nodes."""
 
     tasks: Mapping[str, int]
-    """How many tasks each node has, by its name."""
+    """Number of tasks per node name."""
     nodes: list[str]
-    """Names of the nodes as SLURM_NODEID counts them."""
+    """Names of the nodes in the order of SLURM_NODEID."""
     source: str
-    """The variables that `nodes` is made of."""
+    """The variables that give `nodes`."""
     node_rank: int
-    """This task's node among `nodes`."""
+    """Index in `nodes` of this task's node."""
     node: str
-    """Its name."""
+    """Name of this task's node."""
 
     @property
     def num_tasks(self) -> int:
@@ -45,10 +46,10 @@ class StepLayout:
         return self.tasks[self.node]
 
     def host_of_main(self, rank: int, environ: Mapping[str, str]) -> str:
-        """The node of rank 0, for the task of number `rank`.
+        """Return the node of rank 0, from the view of task `rank`.
 
         Raises:
-            EnvironmentMismatch: Slurm's variables do not tell.
+            EnvironmentMismatch: Slurm's variables do not determine it.
         """
         if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and len(self.nodes) > 1:
             problem = "tasks are distributed by a host file (SLURM_DISTRIBUTION=arbitrary)"
@@ -67,10 +68,10 @@ class StepLayout:
 
 
 def read_layout(environ: Mapping[str, str]) -> StepLayout:
-    """The layout of the step that this task is of.
+    """Return the layout of this task's step.
 
     Raises:
-        EnvironmentMismatch: the variables contradict each other, or a part of them is missing.
+        EnvironmentMismatch: the variables contradict each other, or some are missing.
     """
     for name in (HOSTS, TASKS):
         if not environ.get(name):
@@ -84,33 +85,33 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     if sum(counts) != num_tasks:
         raise EnvironmentMismatch(
             f"world size {num_tasks} ({NUM_TASKS}) but {sum(counts)} tasks on {len(counts)} nodes "
-            f"({TASKS}={environ[TASKS]}). {believe('local')}"
+            f"({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if len(hosts) != len(counts):
         raise EnvironmentMismatch(
             f"{len(hosts)} nodes ({HOSTS}={environ[HOSTS]}) but task counts for {len(counts)} "
-            f"({TASKS}={environ[TASKS]}). {believe('local')}"
+            f"({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if not 0 <= node_rank < len(hosts):
         raise EnvironmentMismatch(
             f"node rank {node_rank} (SLURM_NODEID) but {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}). "
-            f"{believe('local')}"
+            f"{override_hint('local')}"
         )
     node = hosts[0] if len(hosts) == 1 else environ.get("SLURMD_NODENAME", "")
     if node not in hosts:
         raise EnvironmentMismatch(
             f"SLURMD_NODENAME is {node!r}, which is none of the step's nodes ({HOSTS}={environ[HOSTS]}). "
-            f"Pass on what srun sets, SLURMD_NODENAME included. {believe('local')}"
+            f"Pass on what srun sets, SLURMD_NODENAME included. {override_hint('local')}"
         )
     nodes, source = _in_order_of_node_ranks(environ, hosts)
     return StepLayout(dict(zip(hosts, counts, strict=True)), nodes, source, node_rank, node)
 
 
 def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Tasks of each node, in the order of the node list, out of Slurm's notation `4(x2),3`.
+    """Return the tasks of each node, in the order of the node list, from Slurm's notation `4(x2),3`.
 
     Raises:
-        EnvironmentMismatch: the text is not of that form.
+        EnvironmentMismatch: the text does not have that form.
     """
     counts: list[int] = []
     for piece in text.split(","):
@@ -124,7 +125,7 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
 
 
 def _in_order_of_node_ranks(environ: Mapping[str, str], hosts: list[str]) -> tuple[list[str], str]:
-    """The names as SLURM_NODEID counts them, and the variables that tell it."""
+    """Return the node names in the order of SLURM_NODEID, and the variables that give it."""
     here = set(hosts)
     for prefix in _COMPONENTS:
         numbers = [name.removeprefix(prefix) for name in environ if name.startswith(prefix)]

@@ -1,1 +1,1 @@
-"""What runs in a rank below training: the worker, signals, the process group."""
+"""Components of a rank below the training: the worker, signals, the process group."""

@@ -1,7 +1,7 @@
-"""A look at this rank's node before the training starts: `python -P -m hpctrain.runtime.node_check`.
+"""Check of this rank's node before the training: `python -P -m hpctrain.runtime.node_check`.
 
-Each rank tries out what it will need: a file in the run folder, its GPU, free and without memory errors, a
-small matrix product, and at last a sum over all ranks. The supervisor reads what it writes down.
+Each rank tests what it will need: a file in the run folder, an unused GPU without memory errors, a small
+matrix product, and a sum over all ranks. The supervisor reads the results.
 """
 
 from __future__ import annotations
@@ -15,42 +15,46 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
+from hpctrain.authentication import secret_of
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.devices import is_mig, plan_device, sharing_allowed, visible_devices
-from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.files import write_atomic
+from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
+from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
+from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.lifeline import die_with_supervisor
-from hpctrain.runtime.stop_notes import STOP_SIGNALS
-from hpctrain.telemetry.gpu_reading import GpuReading
-from hpctrain.telemetry.gpus import GpuReader
+from hpctrain.runtime.parent_death import die_with_supervisor
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.telemetry.sampling.gpu_reading import GpuReading
+from hpctrain.telemetry.sampling.nvml import GpuReader
 
-#: All ranks have looked at their own node within this, or are not waited for.
+if TYPE_CHECKING:
+    from hpctrain.runtime.signed_store import SignedStore
+
+#: Time limit for all ranks to check their own nodes.
 _PEERS_S = 40.0
-#: A GPU on which nothing runs needs some memory for the driver.
+#: The driver uses some memory on an idle GPU.
 _IN_USE_BYTES = 2 * 1024**3
 _SIZE = 1024
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Look, and write down what was seen."""
+    """Check the node, and write the result."""
     begun = time.monotonic()
     run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
     ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
     path = run.check(attempt, ranks.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     host = environ.get("SLURMD_NODENAME")
     _listen_for_stop(path, {"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
     with GpuReader(visible_devices(environ)) as reader:
         readings = reader.read()
     mine = own_gpus(ranks, environ, len(readings))
     job = f"{environ.get('SLURM_JOB_ID')}/{environ.get('SLURM_RESTART_COUNT', 0)}"
-    before = errors_before(run, host or "", ranks.local_rank, job, readings)
-    shared = sharing_allowed(environ) is not None
+    before = previous_memory_errors(run, host or "", ranks.local_rank, job, readings)
+    shared = gpu_sharing_reason(environ) is not None
     trouble = [
-        words for index in mine for words in of_gpu(index, readings[index], before[index], shared=shared)
+        words for index in mine for words in check_gpu(index, readings[index], before[index], shared=shared)
     ]
     if trouble:
         _tell(environ, "bad")
@@ -58,7 +62,10 @@ def main(environ: Mapping[str, str]) -> None:
         if not trouble:
             try:
                 trouble += look(environ, ranks, mine)
-            except Exception as error:  # noqa: BLE001 (whatever it is, the node cannot do this)
+            except Unauthenticated as error:
+                # Another program on the network caused this, not the node.
+                print(f"hpctrain: the check of the nodes was disturbed: {error}", flush=True)
+            except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
                 trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
             if trouble:
                 _tell(environ, "bad")
@@ -68,7 +75,7 @@ def main(environ: Mapping[str, str]) -> None:
 
 
 def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
-    """Leave at a signal that is for the ranks, which are not there yet, and note that it came."""
+    """Exit on a stop signal for the ranks, which have not started yet, and record it."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
@@ -80,38 +87,38 @@ def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
 
 
 def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
-    """The GPUs that this process tries out: the one that its rank will take, or all where it is alone.
+    """Return the GPUs that this process tests: that of its rank, or all if it is alone on the node.
 
-    The others on the node use theirs at the same time.
+    The other ranks on the node test theirs at the same time.
 
     Raises:
-        EnvironmentMismatch: the node has more ranks than GPUs, and sharing them is not allowed.
+        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
     """
     if ranks.local_world_size == 1:
-        # Of the parts of a GPU, CUDA shows a process the first alone.
+        # CUDA shows a process only the first MIG instance.
         return list(range(min(num_visible, 1) if is_mig(environ) else num_visible))
     index = plan_device(ranks, environ, num_visible).index
     return [] if index is None else [index]
 
 
-def errors_before(
+def previous_memory_errors(
     run: RunDir, host: str, local_rank: int, job: str, readings: Sequence[GpuReading]
 ) -> list[int]:
-    """Memory errors of each GPU when this job looked first, which this notes where it is the first time.
+    """Return the memory errors of each GPU at this job's first check, and record them if this is it.
 
-    The driver counts since it was loaded: a GPU that goes on after an error of last week's is fine.
+    The driver counts since it was loaded: a GPU that has worked since an error last week is fine.
 
     Args:
         run: the run.
         host: this node.
-        local_rank: the process on it.
-        job: the start of the job; another one may have other GPUs.
-        readings: what the driver says now.
+        local_rank: the local rank of the process.
+        job: the start of the job; another start may have other GPUs.
+        readings: current readings from the driver.
     """
     now = [reading.ecc_errors or 0 for reading in readings]
     path = run.memory_errors(host, local_rank)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        noted = json.loads(path.read_text(encoding="utf-8"))
+        noted = read_json(path)
         if noted["job"] == job and len(noted["errors"]) == len(now):
             return [int(count) for count in noted["errors"]]
     with suppress(OSError):
@@ -119,8 +126,8 @@ def errors_before(
     return now
 
 
-def of_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool = False) -> list[str]:
-    """What the driver says against a GPU. Where ranks share it, a peer may use it already."""
+def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool = False) -> list[str]:
+    """Return the problems of a GPU. If ranks share it, it may already be in use by a peer."""
     trouble = []
     if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
         trouble.append(f"GPU {index} has had {errors} memory errors that were not corrected since the start")
@@ -130,7 +137,7 @@ def of_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool = Fa
 
 
 def _product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:  # noqa: ARG001
-    """A product of two matrices whose result is known, on each device."""
+    """Check a product of two matrices with a known result, on each device."""
     import torch
 
     on_gpu = bool(mine) and torch.cuda.is_available()
@@ -144,24 +151,26 @@ def _product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[
 
 
 def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:
-    """A sum over all ranks, where all have found their own nodes to be fine."""
+    """Check a sum over all ranks, if all have found their own nodes to be usable."""
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    from hpctrain import messages
 
     size, rank = ranks.world_size, ranks.rank
     if size == 1:
         return []
     store = _store(environ)
-    store.wait([f"node-check/{peer}" for peer in range(size)], timedelta(seconds=_PEERS_S))
-    said = [store.get(f"node-check/{peer}").decode() for peer in range(size)]
+    store.wait([_key(peer) for peer in range(size)], timedelta(seconds=_PEERS_S))
+    said = [store.get(_key(peer)).decode() for peer in range(size)]
     if "bad" in said:
         return []
     if len(set(said)) > 1:
         return ["no GPU is there, but others have one"] if said[rank].endswith("cpu") else []
     device = torch.device("cuda", mine[0]) if said[rank].endswith("cuda") else torch.device("cpu")
     # NCCL refuses two ranks on one GPU.
-    with_nccl = device.type == "cuda" and sharing_allowed(environ) is None
+    with_nccl = device.type == "cuda" and gpu_sharing_reason(environ) is None
     if with_nccl:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -171,6 +180,7 @@ def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -
         world_size=size,
         timeout=timedelta(seconds=_PEERS_S),
     )
+    messages.prove_world(secret_of(environ))
     value = torch.ones(1, device=device if with_nccl else "cpu")
     dist.all_reduce(value)
     total = value.item()
@@ -179,16 +189,24 @@ def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -
 
 
 def _tell(environ: Mapping[str, str], words: str) -> None:
-    """Tell the peers, which wait for all."""
+    """Send a result to the peers, which wait for those of all ranks."""
     with suppress(Exception):
-        _store(environ).set(f"node-check/{environ['SLURM_PROCID']}", words)
+        _store(environ).set(_key(int(environ["SLURM_PROCID"])), words)
 
 
-def _store(environ: Mapping[str, str]) -> Any:
+def _key(rank: int) -> str:
+    return f"node-check/{rank}"
+
+
+def _store(environ: Mapping[str, str]) -> SignedStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from hpctrain.runtime.signed_store import SignedStore
+
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PEERS_S))
+    limit = timedelta(seconds=_PEERS_S)
+    store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
+    return SignedStore.of(store, environ)
 
 
 if __name__ == "__main__":

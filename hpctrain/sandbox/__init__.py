@@ -1,10 +1,10 @@
-"""A real Slurm cluster on this machine, out of the installed packages: to try things, and for tests."""
+"""A real Slurm cluster on this machine, from the installed packages, for experiments and tests."""
 
 from __future__ import annotations
 
 from hpctrain.sandbox.cluster import Sandbox, find
-from hpctrain.sandbox.plan import names
+from hpctrain.sandbox.layout import list_names
 from hpctrain.sandbox.setup import up
 from hpctrain.sandbox.teardown import down
 
-__all__ = ["Sandbox", "down", "find", "names", "up"]
+__all__ = ["Sandbox", "down", "find", "list_names", "up"]

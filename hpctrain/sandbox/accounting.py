@@ -1,4 +1,4 @@
-"""Accounting of a sandbox: a MariaDB of its own, and the slurmdbd that keeps Slurm's records in it."""
+"""Accounting of a sandbox: its own MariaDB, and the slurmdbd that stores Slurm's records in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import shutil
 import subprocess
 
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.plan import Plan
+from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
-#: The user that Debian's packages of Slurm make: MariaDB refuses to run as root, and slurmdbd is asked to.
+#: User created by Debian's Slurm packages. MariaDB refuses to run as root, and slurmdbd should not.
 ACCOUNTING_USER = "slurm"
 
-#: Where the database library looks for a server on this host.
+#: Variable with the path of the database server's Unix socket.
 SOCKET_VARIABLE = "MYSQL_UNIX_PORT"
 
 _INSTALL_LIMIT_S = 60.0
@@ -48,18 +48,18 @@ JobAcctGatherType=jobacct_gather/none
 """
 
 
-def slurm_conf_lines(plan: Plan) -> str:
-    """What `slurm.conf` says about accounting."""
+def slurm_conf_lines(plan: SandboxLayout) -> str:
+    """Return the accounting lines of `slurm.conf`."""
     if not plan.shape.accounting:
         return _NO_ACCOUNTING
     return _SLURM_CONF.format(port=plan.slurmdbd_port, munge_socket=plan.munge_socket)
 
 
-def lay_out(plan: Plan) -> None:
-    """Make the folder of the accounting, an empty database in it, and `slurmdbd.conf`.
+def create_accounting(plan: SandboxLayout) -> None:
+    """Create the accounting folder, an empty database in it, and `slurmdbd.conf`.
 
     Raises:
-        SchedulerError: the database could not be made; the message is MariaDB's.
+        SchedulerError: the database could not be created; the message is MariaDB's.
     """
     plan.accounting.mkdir()
     plan.accounting.chmod(0o755)
@@ -72,41 +72,41 @@ def lay_out(plan: Plan) -> None:
         folder=plan.accounting,
     )
     plan.slurmdbd_conf.write_text(conf, encoding="utf-8")
-    # Slurmdbd insists on both: such a file may hold a password.
+    # Required by slurmdbd, because the file may contain a password.
     plan.slurmdbd_conf.chmod(0o600)
     shutil.chown(plan.slurmdbd_conf, ACCOUNTING_USER, ACCOUNTING_USER)
     _install_database(plan)
 
 
-def mariadbd_argv(plan: Plan) -> tuple[str, ...]:
-    """The command that serves the database, on a Unix socket alone."""
+def mariadbd_argv(plan: SandboxLayout) -> tuple[str, ...]:
+    """Return the command that starts the database, on a Unix socket only."""
     return (
         "mariadbd",
         *_storage(plan),
         f"--socket={plan.database_socket}",
         f"--pid-file={plan.accounting}/mariadbd.pid",
         "--skip-networking",
-        # What slurmdbd recommends; its roll-up holds locks for long.
+        # Recommended for slurmdbd, whose roll-up holds locks for long.
         "--innodb-lock-wait-timeout=900",
     )
 
 
-def _storage(plan: Plan) -> tuple[str, ...]:
+def _storage(plan: SandboxLayout) -> tuple[str, ...]:
     return (
         "--no-defaults",
         f"--datadir={plan.accounting}/data",
-        # Small and quick: what a power cut may cost here is a sandbox.
+        # Small and fast: a power failure costs only a sandbox.
         "--innodb-log-file-size=8M",
         "--innodb-buffer-pool-size=32M",
         "--innodb-flush-log-at-trx-commit=2",
         "--aria-sync-log-dir=NEVER",
         "--sync-frm=0",
-        # Containers and many sandboxes soon run out of the kernel's slots for it.
+        # Containers and many sandboxes soon exhaust the kernel's AIO slots.
         "--innodb-use-native-aio=0",
     )
 
 
-def _install_database(plan: Plan) -> None:
+def _install_database(plan: SandboxLayout) -> None:
     command = [
         "mariadb-install-db",
         *_storage(plan),

@@ -1,4 +1,4 @@
-"""A sandbox that is there: look at it, lose a node, get it back, take it down."""
+"""An existing sandbox: its state, loss and return of a node, and removal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.sandbox import commands, teardown
-from hpctrain.sandbox.daemons import Daemon, belongs, daemons
-from hpctrain.sandbox.plan import Plan, Shape, folder_of
-from hpctrain.sandbox.processes import end_all, processes
+from hpctrain.sandbox.daemons import Daemon, belongs_to_sandbox, daemons
+from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, folder_of
+from hpctrain.sandbox.processes import kill_all, processes
 
-#: States in which a node takes jobs or runs them. One that ends in `*` says that its slurmd is silent.
+#: States in which a node accepts or runs jobs. A trailing `*` means that its slurmd does not respond.
 _READY = {"idle", "mixed", "allocated", "completing", "planned"}
 
 
@@ -21,14 +21,14 @@ _READY = {"idle", "mixed", "allocated", "completing", "planned"}
 class Sandbox:
     """One Slurm cluster on this machine."""
 
-    plan: Plan
+    plan: SandboxLayout
 
     @property
     def name(self) -> str:
         return self.plan.name
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> SandboxSize:
         return self.plan.shape
 
     @property
@@ -41,11 +41,11 @@ class Sandbox:
 
     @property
     def env(self) -> dict[str, str]:
-        """What to add to an environment so that Slurm's commands talk to this sandbox."""
+        """Environment variables that make Slurm's commands use this sandbox."""
         return {"SLURM_CONF": str(self.conf)}
 
     def daemons(self) -> dict[str, int | None]:
-        """The pid of each daemon, None for one that does not run."""
+        """Return the pid of each daemon, None if it does not run."""
         running = processes()
         return {
             daemon.label: next((process.pid for process in running if daemon.is_process(process)), None)
@@ -53,18 +53,18 @@ class Sandbox:
         }
 
     def node_states(self) -> dict[str, str]:
-        """The state of each node in Slurm's words, such as `idle`, `allocated` or `down*`.
+        """Return the state of each node as Slurm prints it, such as `idle`, `allocated` or `down*`.
 
         Raises:
-            SchedulerError: the controller does not answer.
+            SchedulerError: the controller does not respond.
         """
         return commands.node_states(self.plan)
 
     def start(self, limit_s: float = 60.0) -> None:
-        """Start the daemons that do not run, and wait until all nodes take jobs.
+        """Start the daemons that do not run, and wait until all nodes accept jobs.
 
         Raises:
-            SchedulerError: a daemon ended, or `limit_s` seconds went by; the message has the end of its log.
+            SchedulerError: a daemon exited, or `limit_s` seconds passed; the message has the end of its log.
         """
         deadline = time.monotonic() + limit_s
         pids = self.daemons()
@@ -77,28 +77,28 @@ class Sandbox:
             time.sleep(0.1)
 
     def down(self) -> None:
-        """Take the sandbox down; nothing of it is left."""
+        """Remove the sandbox and all its files."""
         teardown.down(self.name)
 
     def kill_node(self, node: str) -> None:
-        """Kill a node's slurmd and everything that runs on the node, as a power cut would.
+        """Kill a node's slurmd and all processes of the node, like a power failure.
 
-        Slurm notices by itself after some seconds; until then it believes the node to be well.
+        Slurm detects this after some seconds; until then it considers the node healthy.
         """
         self._slurmd(node)
-        end_all(lambda process: belongs(self.plan.folder, process, node), f"node {node}")
+        kill_all(lambda process: belongs_to_sandbox(self.plan.folder, process, node), f"node {node}")
 
     def start_node(self, node: str, limit_s: float = 30.0) -> None:
-        """Start the slurmd of a node that was killed, and wait until Slurm takes the node back.
+        """Start the slurmd of a node that was killed, and wait until Slurm accepts the node.
 
         Raises:
-            SchedulerError: it did not within `limit_s` seconds.
+            SchedulerError: the node was not accepted within `limit_s` seconds.
         """
         slurmd = self._slurmd(node)
         if self.daemons()[slurmd.label] is not None:
             return
         before = self._started_at(node)
-        time.sleep(max(0.0, before + 1 - time.time()))  # Slurm counts whole seconds
+        time.sleep(max(0.0, before + 1 - time.time()))  # Slurm's start times have a resolution of one second
         slurmd.start()
         deadline = time.monotonic() + limit_s
         while (state := self.node_states()[node]) not in _READY or self._started_at(node) == before:
@@ -110,10 +110,10 @@ class Sandbox:
             time.sleep(0.1)
 
     def _trouble(self) -> str | None:
-        """Why the sandbox does not take jobs on all nodes, or None.
+        """Return the reason why some node does not accept jobs, or None.
 
         Raises:
-            SchedulerError: a daemon has ended, so that waiting is of no use.
+            SchedulerError: a daemon has exited, so that waiting is useless.
         """
         pids = self.daemons()
         all_daemons = daemons(self.plan)
@@ -140,13 +140,13 @@ class Sandbox:
         raise SpecError(f"sandbox {self.name} has no node {node!r}; it has {', '.join(self.nodes)}")
 
     def _started_at(self, node: str) -> float:
-        """When the slurmd that last spoke to the controller was started, in seconds since the epoch."""
-        words = commands.run(self.plan, "scontrol", "--oneliner", "show", "node", node).split()
+        """Return the start time of the slurmd that last registered, in seconds since the epoch."""
+        words = commands.run_command(self.plan, "scontrol", "--oneliner", "show", "node", node).split()
         text = next(word for word in words if word.startswith("SlurmdStartTime=")).partition("=")[2]
         return 0.0 if text == "None" else datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 def find(name: str = "default") -> Sandbox | None:
-    """The sandbox of that name, if there is one; whether it is well is not looked at."""
-    plan = Plan.load(folder_of(name))
+    """Return the sandbox of that name, if it exists; its health is not checked."""
+    plan = SandboxLayout.load(folder_of(name))
     return None if plan is None else Sandbox(plan)

@@ -1,4 +1,4 @@
-"""Slurm's own commands, spoken to one sandbox."""
+"""Slurm commands that use one sandbox."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import subprocess
 import time
 
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.config import KILL_WAIT_S
-from hpctrain.sandbox.plan import Plan
+from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
+#: Seconds for jobs to end before their processes are killed.
+_CANCEL_LIMIT_S = 8.0
 
-def run(plan: Plan, *argv: str, limit_s: float = 20.0) -> str:
-    """The output of a Slurm command that talks to the sandbox; its times are UTC.
+
+def run_command(plan: SandboxLayout, *argv: str, limit_s: float = 20.0) -> str:
+    """Return the output of a Slurm command that uses the sandbox; its times are UTC.
 
     Raises:
         SchedulerError: it failed, or took longer than `limit_s` seconds.
@@ -29,37 +31,39 @@ def run(plan: Plan, *argv: str, limit_s: float = 20.0) -> str:
     return done.stdout
 
 
-def node_states(plan: Plan) -> dict[str, str]:
-    """The state of each node in Slurm's words, such as `idle`, `allocated` or `down*`.
+def node_states(plan: SandboxLayout) -> dict[str, str]:
+    """Return the state of each node as Slurm prints it, such as `idle`, `allocated` or `down*`.
 
     Raises:
-        SchedulerError: the controller does not answer.
+        SchedulerError: the controller does not respond.
     """
-    words = run(plan, "sinfo", "--noheader", "--Node", "--partition=preemptible", "--format=%N %T").split()
+    words = run_command(
+        plan, "sinfo", "--noheader", "--Node", "--partition=preemptible", "--format=%N %T"
+    ).split()
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-def is_registered(plan: Plan) -> bool:
-    """Whether slurmdbd knows where the controller listens, so that it takes its records.
+def is_registered(plan: SandboxLayout) -> bool:
+    """True if the controller is registered with slurmdbd, which then accepts its records.
 
     Raises:
-        SchedulerError: slurmdbd does not answer.
+        SchedulerError: slurmdbd does not respond.
     """
     command = ("sacctmgr", "--noheader", "--parsable2", "list", "cluster", plan.name, "format=ControlPort")
-    return run(plan, *command).strip() == str(plan.port)
+    return run_command(plan, *command).strip() == str(plan.port)
 
 
-def jobs(plan: Plan) -> list[str]:
-    """Ids of the jobs that wait, run or are being cleaned up after."""
-    return run(plan, "squeue", "--noheader", "--all", "--format=%A").split()
+def jobs(plan: SandboxLayout) -> list[str]:
+    """Return the ids of pending, running and completing jobs."""
+    return run_command(plan, "squeue", "--noheader", "--all", "--format=%A").split()
 
 
-def cancel_jobs(plan: Plan) -> None:
-    """Cancel all jobs and give them the time to end that Slurm gives a job."""
+def cancel_jobs(plan: SandboxLayout) -> None:
+    """Cancel all jobs and give them some seconds to end."""
     waiting = jobs(plan)
     if waiting:
-        run(plan, "scancel", "--quiet", *waiting)
-    deadline = time.monotonic() + KILL_WAIT_S + 3
+        run_command(plan, "scancel", "--quiet", *waiting)
+    deadline = time.monotonic() + _CANCEL_LIMIT_S
     while waiting and time.monotonic() < deadline:
         time.sleep(0.1)
         waiting = jobs(plan)

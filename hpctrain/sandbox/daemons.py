@@ -1,4 +1,4 @@
-"""The daemons of a sandbox: munged, one slurmctld, one slurmd a node; with accounting two more."""
+"""The daemons of a sandbox: munged, slurmctld, one slurmd per node, and two more for accounting."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import IO
 
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.accounting import ACCOUNTING_USER, SOCKET_VARIABLE, mariadbd_argv
-from hpctrain.sandbox.plan import Plan, conf_of
-from hpctrain.sandbox.processes import Process, processes
+from hpctrain.sandbox.layout import SandboxLayout, conf_of
+from hpctrain.sandbox.processes import ProcessInfo, processes
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
-#: In the environment of every daemon and what it forks: the sandbox's folder, and the node for a slurmd.
-MARK = "HPCTRAIN_SANDBOX"
-NODE_MARK = "HPCTRAIN_SANDBOX_NODE"
+#: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
+SANDBOX_VARIABLE = "HPCTRAIN_SANDBOX"
+NODE_VARIABLE = "HPCTRAIN_SANDBOX_NODE"
 
-#: The user that the munge packages make for their daemon, so that it need not be root.
+#: User created by the munge packages, so that munged need not run as root.
 MUNGE_USER = "munge"
 
 _START_LIMIT_S = 30.0
@@ -29,7 +29,7 @@ _START_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Daemon:
-    """One program that runs in the background; it is known by its command line, which names its sandbox."""
+    """A background program, identified by its command line, which contains the path of its sandbox."""
 
     label: str
     argv: tuple[str, ...]
@@ -37,16 +37,16 @@ class Daemon:
     environ: Mapping[str, str]
     user: str | None = None
     node: str | None = None
-    #: It does not go to the background by itself, nor open its log.
+    #: True if it neither daemonizes nor opens its log by itself.
     stays_in_front: bool = False
-    #: The socket or port on which it answers once it is up, where the next daemon needs that.
+    #: Socket or port on which it listens once it is up, if the next daemon depends on it.
     address: Path | int | None = None
 
     def start(self) -> None:
-        """Start it in the background, and wait until it answers where somebody needs that.
+        """Start it in the background; if it has an address, wait until it accepts connections.
 
         Raises:
-            SchedulerError: it said at once that it cannot run, or does not answer.
+            SchedulerError: it exited with an error, or does not accept connections.
         """
         output: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
         launcher: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Daemon:
     def _wait_for_answer(self, address: Path | int) -> None:
         deadline = time.monotonic() + _START_LIMIT_S
         while not _answers(address):
-            # What launches it has the same words at the end of its command line.
+            # The command line of its launcher ends with the same words.
             if not any(process.argv[-len(self.argv) :] == self.argv for process in processes()):
                 raise SchedulerError(f"{self.label} ended{self.last_words()}")
             if time.monotonic() > deadline:
@@ -90,11 +90,11 @@ class Daemon:
     def _too_late(self) -> str:
         return f"{self.label} did not start within {_START_LIMIT_S:.0f} s{self.last_words()}"
 
-    def is_process(self, process: Process) -> bool:
+    def is_process(self, process: ProcessInfo) -> bool:
         return process.argv == self.argv
 
     def last_words(self) -> str:
-        """The end of its log, as a clause to put after a message."""
+        """Return the end of its log, as a clause to append to a message."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
@@ -103,9 +103,14 @@ class Daemon:
         return f"; its log {self.log} ends:\n  " + "\n  ".join((fatal or lines)[-3:])
 
 
-def daemons(plan: Plan) -> list[Daemon]:
-    """All daemons of a sandbox, in the order in which they have to start."""
-    environ = {"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(plan.conf), MARK: str(plan.folder)}
+def daemons(plan: SandboxLayout) -> list[Daemon]:
+    """Return all daemons of a sandbox, in start order."""
+    environ = {
+        "PATH": SEARCH_PATH,
+        "LC_ALL": "C.UTF-8",
+        "SLURM_CONF": str(plan.conf),
+        SANDBOX_VARIABLE: str(plan.folder),
+    }
     munged = (
         "munged",
         f"--socket={plan.munge_socket}",
@@ -124,7 +129,7 @@ def daemons(plan: Plan) -> list[Daemon]:
                 f"slurmd {node}",
                 ("slurmd", "-f", str(plan.conf), "-N", node),
                 plan.logs / f"slurmd-{node}.log",
-                {**environ, NODE_MARK: node},
+                {**environ, NODE_VARIABLE: node},
                 node=node,
             )
             for node in plan.nodes
@@ -132,7 +137,7 @@ def daemons(plan: Plan) -> list[Daemon]:
     ]
 
 
-def _accounting_daemons(plan: Plan, environ: Mapping[str, str]) -> list[Daemon]:
+def _accounting_daemons(plan: SandboxLayout, environ: Mapping[str, str]) -> list[Daemon]:
     return [
         Daemon(
             "mariadbd",
@@ -145,7 +150,8 @@ def _accounting_daemons(plan: Plan, environ: Mapping[str, str]) -> list[Daemon]:
         ),
         Daemon(
             "slurmdbd",
-            # The word, which it does not read, tells it from others: what it reads lies beside SLURM_CONF.
+            # The argument only identifies the process: slurmdbd reads its configuration from the folder of
+            # SLURM_CONF.
             ("slurmdbd", str(plan.slurmdbd_conf)),
             plan.slurmdbd_log,
             {**environ, SOCKET_VARIABLE: str(plan.database_socket)},
@@ -156,22 +162,22 @@ def _accounting_daemons(plan: Plan, environ: Mapping[str, str]) -> list[Daemon]:
 
 
 def _answers(address: Path | int) -> bool:
-    """Whether somebody listens on a Unix socket, or on a port of this host."""
+    """True if a Unix socket, or a port of this host, accepts connections."""
     family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET
     with socket.socket(family) as probe:
         target = str(address) if isinstance(address, Path) else ("127.0.0.1", address)
         return probe.connect_ex(target) == 0
 
 
-def belongs(folder: Path, process: Process, node: str | None = None) -> bool:
-    """Whether a process is a daemon or runs in a job of the sandbox in `folder`; with `node`, on that node.
+def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = None) -> bool:
+    """True if a process is a daemon of the sandbox in `folder` or runs in one of its jobs.
 
-    A shell from which a user talks to the sandbox is not, though it has SLURM_CONF: only what Slurm started
-    on a node knows the name of its node.
+    With `node`, only processes of that node count. A user's shell with SLURM_CONF does not count, because
+    only processes that Slurm started on a node have the node's name.
     """
     environ = process.environ
-    if environ.get(MARK) == str(folder):
-        return node is None or environ.get(NODE_MARK) == node
+    if environ.get(SANDBOX_VARIABLE) == str(folder):
+        return node is None or environ.get(NODE_VARIABLE) == node
     if environ.get("SLURM_CONF") == str(conf_of(folder)):
         where = environ.get("SLURMD_NODENAME", "")
         return where == node if node else where.startswith(f"{folder.name}-")

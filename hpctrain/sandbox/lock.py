@@ -1,4 +1,4 @@
-"""The lock under which sandboxes of this machine are laid out, started and taken away."""
+"""The lock for creating, starting and removing sandboxes of this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hpctrain.errors import SchedulerError
 
 
 @contextmanager
-def locked(root: Path, limit_s: float = 180.0) -> Iterator[None]:
-    """Hold the lock of all sandboxes: the folder `root` itself, which exists only as long as it is needed.
+def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
+    """Hold the lock of all sandboxes: the folder `root` itself, which is removed when it is empty.
 
     Raises:
         SchedulerError: another command held it for `limit_s` seconds.
@@ -45,7 +45,7 @@ def _take(root: Path) -> int | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A folder that was removed after it was opened is nobody's lock any more.
+        # A folder that was removed after it was opened does not count as the lock.
         if os.path.samestat(os.fstat(fd), os.stat(root)):
             return fd
     except (BlockingIOError, FileNotFoundError):

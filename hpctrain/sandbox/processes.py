@@ -1,4 +1,4 @@
-"""Finding and ending processes by what they are, never by a bare number that may be another's by now."""
+"""Finding and killing processes by their identity, never by a bare pid that may be reused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hpctrain.errors import SchedulerError
 
 
 @dataclass(frozen=True)
-class Process:
-    """A living process as /proc shows it; a zombie is not one."""
+class ProcessInfo:
+    """A live process as shown by /proc, not a zombie."""
 
     pid: int
     parent: int
-    #: Clock ticks since boot. With the pid this names one process for ever.
+    #: Clock ticks since boot; with the pid this identifies a process uniquely.
     started: int
     argv: tuple[str, ...]
-    #: What it was started with; empty where we may not look.
+    #: Its initial environment; empty if we lack permission.
     environ: Mapping[str, str]
 
     def kill(self) -> None:
-        """Send SIGKILL, to this very process or to none."""
+        """Send SIGKILL to exactly this process."""
         with suppress(ProcessLookupError, FileNotFoundError):
             fd = os.pidfd_open(self.pid)
             try:
@@ -36,22 +36,22 @@ class Process:
                 os.close(fd)
 
 
-def processes() -> list[Process]:
-    """All living processes of this machine."""
+def processes() -> list[ProcessInfo]:
+    """Return all live processes of this machine."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            # It may end at any moment while we look.
+            # The process may exit at any moment.
             with suppress(FileNotFoundError, ProcessLookupError):
                 found.append(_read(int(entry)))
     return [process for process in found if process is not None]
 
 
-def end_all(wanted: Callable[[Process], bool], what: str, limit_s: float = 10.0) -> None:
+def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 10.0) -> None:
     """Kill the processes that are `wanted` and all their descendants, until none is left.
 
     Raises:
-        SchedulerError: some are still there after `limit_s` seconds.
+        SchedulerError: some still exist after `limit_s` seconds.
     """
     deadline = time.monotonic() + limit_s
     while victims := with_descendants(wanted, processes()):
@@ -63,12 +63,14 @@ def end_all(wanted: Callable[[Process], bool], what: str, limit_s: float = 10.0)
         time.sleep(0.02)
 
 
-def with_descendants(wanted: Callable[[Process], bool], among: Iterable[Process]) -> list[Process]:
-    """The wanted processes of `among` and everything below them."""
-    children: dict[int, list[Process]] = {}
+def with_descendants(
+    wanted: Callable[[ProcessInfo], bool], among: Iterable[ProcessInfo]
+) -> list[ProcessInfo]:
+    """Return the wanted processes of `among` and all their descendants."""
+    children: dict[int, list[ProcessInfo]] = {}
     for process in among:
         children.setdefault(process.parent, []).append(process)
-    chosen: dict[int, Process] = {}
+    chosen: dict[int, ProcessInfo] = {}
     pending = [process for siblings in children.values() for process in siblings if wanted(process)]
     while pending:
         process = pending.pop()
@@ -78,19 +80,19 @@ def with_descendants(wanted: Callable[[Process], bool], among: Iterable[Process]
     return list(chosen.values())
 
 
-def _read(pid: int) -> Process | None:
+def _read(pid: int) -> ProcessInfo | None:
     state, parent, started = _stat(pid)
     if state in "ZX":
         return None
     folder = Path("/proc") / str(pid)
     argv = _words(folder / "cmdline")
     pairs = (word.partition("=") for word in _words(folder / "environ"))
-    return Process(pid, parent, started, tuple(argv), {key: value for key, _, value in pairs})
+    return ProcessInfo(pid, parent, started, tuple(argv), {key: value for key, _, value in pairs})
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """State, parent and start time of a process; see proc(5)."""
-    # The second field is the command in parentheses, and may hold spaces and parentheses itself.
+    """Return state, parent and start time of a process; see proc(5)."""
+    # The second field is the command in parentheses, which may itself contain spaces and parentheses.
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[1]), int(fields[19])
 

@@ -1,4 +1,4 @@
-"""What a machine must have before it can host a sandbox."""
+"""Requirements of a machine for a sandbox."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from hpctrain.errors import UserError
 
-#: Where the daemons and commands of the packages lie; root's own PATH may lack the sbin folders.
+#: Search path for daemons and commands, because root's own PATH may lack the sbin folders.
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-#: Further programs of a sandbox with accounting; the last one belongs to MariaDB's clients.
+#: Additional programs of a sandbox with accounting; the last one belongs to MariaDB's clients.
 _ACCOUNTING_PROGRAMS = (
     "slurmdbd",
     "sacct",
@@ -25,14 +25,14 @@ _ACCOUNTING_PROGRAMS = (
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
 
-def require(
+def check_requirements(
     system: str = platform.system(),
     uid: int | None = None,
     search_path: str = SEARCH_PATH,
     *,
     accounting: bool = False,
 ) -> None:
-    """Check that a sandbox can be started here; with `accounting`, one that keeps records.
+    """Check that a sandbox can be started here, optionally with accounting.
 
     Raises:
         UserError: not Linux, not root, or a program is missing; the message says what to do.

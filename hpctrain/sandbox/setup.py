@@ -1,4 +1,4 @@
-"""Putting a sandbox up: its folder, devices, key, configuration and host lines, then its daemons."""
+"""Start of a sandbox: its folder, devices, key, configuration, host lines and daemons."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox import hosts
-from hpctrain.sandbox.accounting import lay_out as lay_out_accounting
+from hpctrain.sandbox import etc_hosts
+from hpctrain.sandbox.accounting import create_accounting as lay_out_accounting
 from hpctrain.sandbox.allocate import allocate
 from hpctrain.sandbox.cluster import Sandbox
-from hpctrain.sandbox.config import gres_conf, slurm_conf
 from hpctrain.sandbox.daemons import MUNGE_USER
-from hpctrain.sandbox.lock import locked
-from hpctrain.sandbox.plan import ROOT, Plan, Shape, folder_of
-from hpctrain.sandbox.requirements import require
+from hpctrain.sandbox.layout import ROOT, SandboxLayout, SandboxSize, folder_of
+from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.requirements import check_requirements
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.teardown import remove
 
-#: The numbers of /dev/null: Slurm takes only a character device for a GPU, and nobody opens this one.
+#: Device number of /dev/null: Slurm requires a character device for a GPU, which is never opened.
 _DEVICE = os.makedev(1, 3)
 
 
@@ -38,31 +38,32 @@ def up(
     settings: Sequence[str] = (),
     limit_s: float = 60.0,
 ) -> Sandbox:
-    """Start a sandbox and wait until all its nodes take jobs.
+    """Start a sandbox and wait until all its nodes accept jobs.
 
-    One of the same shape that is there already is kept with its jobs; those of its daemons that ended are
-    started again.
+    An existing one of the same size is kept with its jobs; daemons of it that exited are restarted.
 
     Args:
-        name: what it is called.
+        name: its name.
         nodes: number of nodes.
-        gpus_per_node: pretend GPUs of each.
-        cpus_per_node: CPUs that each claims to have.
+        gpus_per_node: simulated GPUs per node.
+        cpus_per_node: CPUs per node, as configured in Slurm.
         preempt_grace_s: seconds from SIGTERM to SIGKILL at a preemption.
-        accounting: whether it keeps records, so that `sacct` works.
-        gpu_type: what Slurm calls the GPUs.
-        settings: lines of `slurm.conf` for the place of ours with the same key, or of the same partition.
-        limit_s: seconds within which it has to be up.
+        accounting: run slurmdbd and a database, so that `sacct` works.
+        gpu_type: GPU type in Slurm.
+        settings: lines of `slurm.conf` that replace ours with the same key or partition, or are added.
+        limit_s: seconds until it must be up.
 
     Raises:
-        UserError: this machine cannot host a sandbox, or one of that name has another shape.
-        SchedulerError: a daemon did not come up within `limit_s` seconds; of a new sandbox nothing is left.
+        UserError: this machine cannot host a sandbox, or one of that name has another size.
+        SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
     """
-    shape = Shape(nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting, gpu_type, tuple(settings))
+    shape = SandboxSize(
+        nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting, gpu_type, tuple(settings)
+    )
     folder = folder_of(name)
-    require(accounting=accounting)
-    with locked(ROOT):
-        plan = Plan.load(folder)
+    check_requirements(accounting=accounting)
+    with sandbox_lock(ROOT):
+        plan = SandboxLayout.load(folder)
         if plan is not None:
             if plan.shape != shape:
                 raise SpecError(
@@ -72,17 +73,17 @@ def up(
             return _start(plan, limit_s)
         remove(folder)
         try:
-            return _start(lay_out(folder, shape), limit_s)
+            return _start(create_folder(folder, shape), limit_s)
         except BaseException:
             remove(folder, came_up=False)
             raise
 
 
-def lay_out(folder: Path, shape: Shape) -> Plan:
-    """Write everything that the daemons of a new sandbox read.
+def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
+    """Create the files that the daemons of a new sandbox read.
 
     Raises:
-        UserError: this machine does not let us.
+        UserError: device files cannot be created.
     """
     folder.mkdir()
     plan = allocate(folder, shape)
@@ -93,7 +94,7 @@ def lay_out(folder: Path, shape: Shape) -> Plan:
     plan.conf.write_text(slurm_conf(plan, host, memory_mib), encoding="utf-8")
     plan.gres_conf.write_text(gres_conf(plan), encoding="utf-8")
     (plan.munge / "key").write_bytes(secrets.token_bytes(128))
-    # Every user of the machine may use the sandbox, whatever our umask; only the key is secret.
+    # Every user of the machine may use the sandbox, independent of our umask; only the key is secret.
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     (plan.munge / "key").chmod(0o400)
@@ -109,17 +110,18 @@ def lay_out(folder: Path, shape: Shape) -> Plan:
             f"cannot make the device file {device} that stands for a GPU ({error.strerror}): allow it to this"
             " container (CAP_MKNOD), or ask for --gpus-per-node 0"
         ) from error
-    # Last: where there is a plan, there is all that belongs to it.
+    # Written last, so that a saved layout implies a complete sandbox.
     plan.save()
     return plan
 
 
-def _start(plan: Plan, limit_s: float) -> Sandbox:
+def _start(plan: SandboxLayout, limit_s: float) -> Sandbox:
     try:
-        hosts.add(plan.name, plan.addresses)
+        etc_hosts.add_hosts(plan.name, plan.addresses)
     except OSError as error:
         raise UserError(
-            f"cannot add the names of the nodes to {hosts.HOSTS} ({error.strerror}), and they must resolve:"
+            f"cannot add the names of the nodes to {etc_hosts.HOSTS} ({error.strerror}), and they "
+            "must resolve:"
             " make that file writable"
         ) from error
     sandbox = Sandbox(plan)

@@ -1,1 +1,1 @@
-"""What runs on the batch host: one process that launches the workers and decides what follows."""
+"""The process on the batch host that starts the workers and decides what follows each attempt."""

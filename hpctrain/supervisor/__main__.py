@@ -1,17 +1,24 @@
-"""`python -m hpctrain.supervisor RUN`: what a job's script runs on the batch host."""
+"""`python -m hpctrain.supervisor RUN`: entry point of a job's script on the batch host."""
 
 import os
 import sys
 
-from hpctrain.output import make_lenient
-from hpctrain.supervisor.guardian import become_supervisor
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.lossy_stdio import make_stdio_lossy
+from hpctrain.supervisor.watchdog import run_under_watchdog
 
-make_lenient()
-deaths = become_supervisor(os.environ)
+make_stdio_lossy()
+deaths = run_under_watchdog(os.environ)
 
-from hpctrain.supervisor.local import end_session  # noqa: E402 (the process that waits needs none of this)
+from hpctrain.supervisor.job_control.slurm import start_soon  # noqa: E402
+from hpctrain.supervisor.launch.local import kill_session  # noqa: E402 (the process that waits needs none of this)
 from hpctrain.supervisor.main import main  # noqa: E402
 
 exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
-end_session(os.environ)
+kill_session(os.environ)
+if exit_code == EXIT_CONTINUE and "SLURM_JOB_ID" in os.environ:
+    start_soon(os.environ)
+    # Python's cleanup takes time, which counts against the start time.
+    sys.stdout.flush()
+    os._exit(exit_code)
 sys.exit(exit_code)

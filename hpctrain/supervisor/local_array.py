@@ -1,4 +1,4 @@
-"""A job array without Slurm: its tasks as processes of this machine, a few at a time."""
+"""Job arrays without Slurm: the tasks run as local processes, a few at a time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from contextlib import suppress
 from types import FrameType
 
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.files import try_lock
-from hpctrain.jobs.array import Array
-from hpctrain.jobs.record import read_record
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.files import own_file, try_lock
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.local import visible_gpus
-from hpctrain.supervisor.submission import join_record, record_by_hand
+from hpctrain.slurm.job_array import JobArray
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
+from hpctrain.supervisor.launch.local import visible_gpus
 
 log = logging.getLogger(__name__)
 
-#: Signals by which the user ends the array.
+#: Signals with which the user cancels the array.
 _CANCELS = (signal.SIGTERM, signal.SIGINT)
 
 
 class LocalArray:
-    """Starts a supervisor for each task, and keeps as many of them going as the array allows at once."""
+    """Starts a supervisor for each task, at most as many at once as the array allows."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if spec.backend != "local" or spec.array is None:
@@ -39,7 +39,7 @@ class LocalArray:
             )
         self._run, self._spec, self._environ = run, spec, environ
         self._job_id = str(os.getpid())
-        self._array = Array.parse(spec.array)
+        self._array = JobArray.parse(spec.array)
         self._events: queue.SimpleQueue[int | signal.Signals] = queue.SimpleQueue()
         self._going: dict[int, subprocess.Popen[bytes]] = {}
         self._places = deque(range(self._array.throttle or 1))
@@ -47,10 +47,10 @@ class LocalArray:
         self._cancelled = False
 
     def run(self) -> int:
-        """See all tasks to their end. Returns the exit code of the job."""
+        """Run all tasks to their end. Returns the exit code of the job."""
         for number in (*_CANCELS, signal.SIGUSR2):
             signal.signal(number, self._note_signal)
-        join_record(self._run, self._spec, self._job_id)
+        register_job(self._run, self._spec, self._job_id)
         waiting = deque(self._array.indices)
         while waiting or self._going:
             while waiting and self._places:
@@ -67,7 +67,7 @@ class LocalArray:
         return 0 if set(states) == {"COMPLETED"} else RunFailed.exit_code
 
     def _start(self, index: int) -> None:
-        """Start a task, unless somebody has cancelled it or it is going already."""
+        """Start a task, unless it is cancelled or already running."""
         task = self._run.task(index)
         if self._cancelled or task.cancel_request.exists():
             self._finish(task, "CANCELLED", None)
@@ -76,12 +76,12 @@ class LocalArray:
         if lock is None:
             log.warning("task %d is going already, under a supervisor that was started before", index)
             return
-        if read_record(task).job_id != f"{self._job_id}_{index}":
-            # Nobody but `hpctrain submit` records the tasks of an array: this script was started by hand.
-            record_by_hand(task, self._spec, f"{self._job_id}_{index}")
+        if read_run_record(task).job_id != f"{self._job_id}_{index}":
+            # Only `hpctrain submit` records the tasks of an array: this script was started by hand.
+            record_manual_submission(task, self._spec, f"{self._job_id}_{index}")
         place = self._places.popleft()
         try:
-            with open(task.slurm_log, "ab") as output:
+            with open(task.slurm_log, "ab", opener=own_file) as output:
                 process = subprocess.Popen(
                     [self._spec.python, "-m", "hpctrain.supervisor", str(task.path)],
                     cwd=task.path,
@@ -92,7 +92,7 @@ class LocalArray:
                     start_new_session=True,
                     pass_fds=[lock],
                 )
-            with suppress(OSError):  # A full disk: who holds the lock is only said in it.
+            with suppress(OSError):  # On a full disk, the lock only lacks its owner's pid.
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         finally:
@@ -102,7 +102,7 @@ class LocalArray:
         log.info("task %d: started, process %d", index, process.pid)
 
     def _gpus_of(self, place: int) -> dict[str, str]:
-        """The GPUs of one of the tasks that run at once: each has its own."""
+        """Assign separate GPUs to each task that runs at the same time."""
         count = self._spec.nodes * self._spec.gpus_per_node
         gpus = visible_gpus(self._environ)[place * count : (place + 1) * count]
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -117,7 +117,7 @@ class LocalArray:
             self._cancelled = True
             for index in (*self._going, *waiting):
                 with suppress(OSError):
-                    self._run.task(index).cancel_request.touch()
+                    self._run.task(index).cancel_request.touch(0o644)
         for process in self._going.values():
             process.send_signal(number)
 
@@ -133,7 +133,7 @@ class LocalArray:
         log.info("task %d: %s", index, self._state(index))
 
     def _state(self, index: int) -> str | None:
-        finished = read_record(self._run.task(index)).finished
+        finished = read_run_record(self._run.task(index)).finished
         return str(finished["state"]) if finished else None
 
     def _finish(self, task: RunDir, state: str, cause: str | None) -> None:

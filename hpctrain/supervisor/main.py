@@ -1,4 +1,4 @@
-"""From the folder of a run to its supervisor: what a job's script starts on the batch host."""
+"""Entry point of a job's script on the batch host: from the run folder to the supervisor."""
 
 from __future__ import annotations
 
@@ -9,55 +9,57 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.cluster.connections import allow_connections
+from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed
-from hpctrain.jobs.record import read_record
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.files import make_folder
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.grace import grace_variables
-from hpctrain.supervisor.guardian import ORPHANED
-from hpctrain.supervisor.lasting import LastingRun, LogFile, words_of_disk
-from hpctrain.supervisor.local import LocalLauncher
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
+from hpctrain.supervisor.buffered_rundir import BufferedLogHandler, BufferedRunDir, describe_disk_error
+from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.slurm import SlurmJobControl, own_job_id
+from hpctrain.supervisor.launch.local import LocalLauncher
+from hpctrain.supervisor.launch.srun import SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
-from hpctrain.supervisor.local_job import LocalJob
-from hpctrain.supervisor.notifications import notifying
-from hpctrain.supervisor.slurm_job import SlurmJob, own_job_id
-from hpctrain.supervisor.srun import SrunLauncher
-from hpctrain.supervisor.submission import NoPart, check_place, own_run
+from hpctrain.supervisor.notifications import send_notifications
+from hpctrain.supervisor.stop_grace import stop_grace_env
 from hpctrain.supervisor.supervise import Supervisor
+from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 
 log = logging.getLogger(__name__)
 
-#: To the store: one for its process group, and one where it reports a failure; its line, and that of the
-#: worker that waits for its place.
+#: Store connections for the process group and for reporting a failure, the rank's heartbeat connection, and
+#: that of its standby worker.
 _CONNECTIONS_PER_RANK = 4
 
 
 def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:
-    """Supervise the run in the folder `argv[0]`; of a job array, the task that this job is.
+    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job.
 
     Args:
-        argv: the folder of the run.
-        environ: the variables of the job's script.
-        deaths: how many supervisors of this job were killed before.
+        argv: the run folder.
+        environ: variables of the job's script.
+        deaths: number of supervisors of this job that were killed before.
     """
-    run = LastingRun(own_run(RunDir(Path(argv[0])), environ).path)
+    run = BufferedRunDir(run_of_this_job(RunDir(Path(argv[0])), environ).path)
     try:
         spec = JobSpec.load(run.spec)
-        check_place(run, spec, environ)
+        run.check_records()
+        check_in_job(run, spec, environ)
     except HpctrainError as error:
-        # Before anything is written: nothing says so far that this process is the run's.
+        # Write nothing: this process may not belong to the run.
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
     with suppress(OSError):
-        run.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(run.logs)
     run.keep_room()
-    log_file = LogFile(run.supervisor_log)
+    log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]
     )
     try:
-        with notifying(run, environ):
+        with send_notifications(run, environ):
             return _supervise(run, spec, environ, deaths)
     finally:
         run.settle()
@@ -68,19 +70,19 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
     try:
         if spec.array is not None:
             return LocalArray(run, spec, environ).run()
-        allow_connections(_CONNECTIONS_PER_RANK * spec.world_size)
-        grace = grace_variables(spec, environ)
+        raise_fd_limit(_CONNECTIONS_PER_RANK * spec.world_size)
+        grace = stop_grace_env(spec, environ)
         if spec.backend == "local":
-            return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJob(spec), grace).run()
-        job = SlurmJob(run, spec, environ)
+            return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJobControl(spec), grace).run()
+        job = SlurmJobControl(run, spec, environ)
         try:
             supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace, environ)
-            signal.signal(ORPHANED, supervisor.leave_orphaned)
+            signal.signal(ORPHANED_SIGNAL, supervisor.leave_orphaned)
             return supervisor.run(deaths)
         finally:
             job.lease.release()
-    except NoPart as error:
-        # What becomes of the run is for others to write down.
+    except NotInJob as error:
+        # Other jobs record the outcome of the run.
         log.error("%s", error)
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
@@ -88,7 +90,7 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         log.error("%s", error)
         return _fail(run, spec, environ, str(error))
     except Exception as error:
-        if isinstance(error, OSError) and (words := words_of_disk(error, run.path)):
+        if isinstance(error, OSError) and (words := describe_disk_error(error, run.path)):
             log.error("%s", words)
             return _fail(run, spec, environ, words)
         log.exception("the supervisor itself failed")
@@ -97,10 +99,10 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
 
 
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:
-    """Say why this job fails, and write it down, unless it is another one that the run is now."""
+    """Report the failure of this job; record it unless another job owns the run now."""
     print(f"Error: {cause}", file=sys.stderr)
-    own_id = LocalJob(spec).job_id if spec.backend == "local" else own_job_id(environ)
-    record = read_record(run)
+    own_id = LocalJobControl(spec).job_id if spec.backend == "local" else own_job_id(environ)
+    record = read_run_record(run)
     if record.job_id in (None, own_id) or record.finished is not None:
         attempt = max(run.attempts(), default=0)
         run.log_event("finished", attempt, state="FAILED", exit_code=RunFailed.exit_code, cause=cause)

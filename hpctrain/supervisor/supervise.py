@@ -1,72 +1,86 @@
-"""The supervisor: starts the workers, learns how they ended, decides what follows, until the run is over."""
+"""The supervisor: starts the workers, finds out how they ended, and decides what follows."""
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from types import FrameType
 
-from hpctrain.cluster.leftovers import end_leftovers
+from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError
-from hpctrain.jobs.restart import Kind
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import RunDir
-from hpctrain.supervisor.crew import Crew
-from hpctrain.supervisor.decide import Action, Decision, End, Nodes, State, decide, suspects
-from hpctrain.supervisor.diagnosis import Diagnosis, Diagnostician, in_words
-from hpctrain.supervisor.grow import Grower
-from hpctrain.supervisor.history import History
-from hpctrain.supervisor.homecoming import bring_home
-from hpctrain.supervisor.move import Mover, Refused
-from hpctrain.supervisor.node_check import NodeCheck, is_due
-from hpctrain.supervisor.scheduler import Scheduler
-from hpctrain.supervisor.start import Ended, Starter
-from hpctrain.supervisor.step import Event, Launcher, Signalled
-from hpctrain.supervisor.submission import take_turn
-from hpctrain.supervisor.will import Will
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import EndKind
+from hpctrain.supervisor.acquire_run import acquire_run
+from hpctrain.supervisor.drain_step import drain_local_tier
+from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
+from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
+from hpctrain.supervisor.node_check_step import NodeCheckRunner, node_check_is_due
+from hpctrain.supervisor.policy.decide import (
+    Action,
+    Allocation,
+    AttemptEnd,
+    Decision,
+    RunSituation,
+    decide,
+    suspect_nodes,
+)
+from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.policy.job_intent import JobIntent
+from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
+from hpctrain.supervisor.scale_up import ScaleUpMonitor
+from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
+from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
-#: What gives the nodes back.
+#: Number of metrics.jsonl records searched for a loss; those of a validation may have none.
+_RECORDS_SEARCHED = 100
+#: Actions that release the nodes.
 _GIVES_UP = frozenset({Action.REQUEUE, Action.CANCEL, Action.FAIL})
 
 
 class Supervisor:
-    """Sees one job of a run through."""
+    """Supervises one job of a run."""
 
     def __init__(
         self,
         run: RunDir,
         spec: JobSpec,
         launcher: Launcher,
-        scheduler: Scheduler,
+        scheduler: JobControl,
         grace: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._run, self._spec = run, spec
         self._launcher, self._scheduler = launcher, scheduler
         self._environ = environ or {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._crew = Crew(run, spec, launcher)
-        self._starter = Starter(run, spec, launcher, scheduler, self._events, self._crew, grace or {})
-        self._diagnostician = Diagnostician(run, spec, scheduler)
-        self._check = NodeCheck(run, spec, launcher)
-        self._mover = Mover(run, spec, scheduler, self._events)
+        self._events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()
+        self._crew = WorkerGroup(run, spec, launcher)
+        self._starter = AttemptRunner(run, spec, launcher, scheduler, self._events, self._crew, grace or {})
+        self._diagnostician = FailureAnalyzer(run, spec, scheduler)
+        self._check = NodeCheckRunner(run, spec, launcher)
+        self._mover = Requeuer(run, spec, scheduler, self._events)
 
     def run(self, deaths: int = 0) -> int:
-        """Start the workers as often as it takes. Returns the exit code of the job.
+        """Start the workers as often as needed. Returns the exit code of the job.
 
         Args:
-            deaths: how many supervisors of this job were killed before.
+            deaths: number of supervisors of this job that were killed before.
         """
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
-        if (exit_code := take_turn(self._run, self._spec, self._scheduler, deaths)) is not None:
+        if (exit_code := acquire_run(self._run, self._spec, self._scheduler, deaths)) is not None:
             log.info("the run is complete; nothing is left to do")
             return exit_code
         self._leave_out()
@@ -76,10 +90,10 @@ class Supervisor:
             return self._attempts()
 
     def _attempts(self) -> int:
-        last: Kind | None = None
+        last: EndKind | None = None
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
-            if is_due(self._spec, last) and (end := self._look_at_nodes(attempt)) is not None:
+            if node_check_is_due(self._spec, last) and (end := self._look_at_nodes(attempt)) is not None:
                 last, will = end.kind, self._mover.will()
                 seconds = time.monotonic() - begun
                 if (exit_code := self._go_on(attempt, Diagnosis(end), will, seconds)) is not None:
@@ -87,8 +101,8 @@ class Supervisor:
                 continue
             with self._grower(attempt):
                 ended = self._starter.start(attempt)
-            # The ranks of the next attempt look after the other hosts.
-            end_leftovers(str(self._run.path), attempt + 1)
+            # The ranks of the next attempt kill orphans on the other hosts.
+            kill_orphans(str(self._run.path), attempt + 1)
             diagnosis = self._diagnostician.look(ended, self._launcher.hosts)
             will, last = self._mover.will(ended.watch.signals), diagnosis.end.kind
             if (
@@ -96,53 +110,58 @@ class Supervisor:
             ) is not None:
                 return exit_code
 
-    def _look_at_nodes(self, attempt: int) -> End | None:
-        """Why the ranks are not to be started on these nodes, or not now; None where they are."""
+    def _look_at_nodes(self, attempt: int) -> AttemptEnd | None:
+        """Return why the ranks cannot start on these nodes, or must not start now; None if they can."""
         looked = self._check.look(attempt)
         if looked.stopped:
-            return End(self._diagnostician.kind_of_stop(attempt))
+            return AttemptEnd(self._diagnostician.kind_of_stop(attempt))
         if not looked.bad:
             return None
         return self._diagnostician.nodes_at_fault(attempt, looked.bad, self._launcher.hosts)
 
-    def _grower(self, attempt: int) -> Grower:
+    def _grower(self, attempt: int) -> ScaleUpMonitor:
         nodes = len(self._launcher.hosts)
-        return Grower(self._run, self._spec, self._scheduler, self._environ, attempt, nodes)
+        return ScaleUpMonitor(self._run, self._spec, self._scheduler, self._environ, attempt, nodes)
 
     def _take_over(self) -> int | None:
-        """Go on after a supervisor that was killed, whose ranks may still be there. See `_go_on`."""
+        """Continue after a killed supervisor, whose ranks may still run. See `_go_on`."""
         if not (attempts := self._run.attempts()):
             return None
         self._scheduler.end_steps()
-        end_leftovers(str(self._run.path), attempts[-1] + 1)
+        kill_orphans(str(self._run.path), attempts[-1] + 1)
         stop = self._diagnostician.stop_on_record(attempts[-1])
         end = self._diagnostician.supervisor_killed(attempts[-1])
-        # Killed when the ranks had left already: what it was about to do is done.
-        end = end if stop is None else End(stop)
+        # If the supervisor was killed after the ranks had left, complete what it had recorded.
+        end = end if stop is None else AttemptEnd(stop)
         return self._go_on(attempts[-1], Diagnosis(end), self._mover.will(), 0.0)
 
     def _leave_out(self) -> None:
-        """Start on other nodes than those that are left out, where some of them were granted again."""
+        """Start on nodes that are not excluded, if the allocation has enough of them."""
         launcher, excluded = self._launcher, History.of(self._run.read_events()).excluded
-        nodes = Nodes(tuple(launcher.hosts), tuple(launcher.spares))
+        nodes = Allocation(tuple(launcher.hosts), tuple(launcher.spares))
         hosts = list(nodes.usable(excluded))
         if len(hosts) >= self._spec.min_nodes:
             spares = [host for host in launcher.spares if host not in hosts and host not in excluded]
             launcher.hosts, launcher.spares = hosts, spares
 
     def _go_on(
-        self, attempt: int, diagnosis: Diagnosis, will: Will, seconds: float, ended: Ended | None = None
+        self,
+        attempt: int,
+        diagnosis: Diagnosis,
+        will: JobIntent,
+        seconds: float,
+        ended: AttemptResult | None = None,
     ) -> int | None:
-        """Do what follows from an attempt. Returns the job's exit code; None: start the workers again."""
+        """Carry out the decision after an attempt. Returns the job's exit code; None for another start."""
         end = diagnosis.end
-        state, now = self._state(diagnosis, will), time.monotonic()
+        state, now = replace(self._state(diagnosis, will), seconds=seconds), time.monotonic()
         decision = decide(state, end, now)
-        log.info("attempt %d: %s, %s: %s", attempt, end.kind, will.value, decision)
+        log.info("attempt %d ended (%s): %s", attempt, end.kind, decision)
         if decision.exclude:
-            hosts, reason = list(decision.exclude), in_words(decision.exclude)
+            hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", attempt, hosts=hosts, reason=reason)
         if decision.action in _GIVES_UP and not end.kind.is_stop:
-            bring_home(self._run, self._spec, self._launcher, attempt, diagnosis.lost)
+            drain_local_tier(self._run, self._spec, self._launcher, attempt, diagnosis.lost)
         match decision.action:
             case Action.RESTART:
                 self._run.log_event("restart", attempt, cause=end.cause)
@@ -153,7 +172,7 @@ class Supervisor:
             case Action.REQUEUE:
                 left_out = state.history.excluded.union(decision.exclude)
                 moved = self._mover.move(attempt, will, end.kind, seconds, left_out)
-                if isinstance(moved, Refused):
+                if isinstance(moved, RequeueRefused):
                     return self._finish(attempt, "FAILED", f"the state is saved, but {moved.cause}")
                 return moved
             case Action.LEAVE:
@@ -166,16 +185,16 @@ class Supervisor:
                 note = decision.why if end.cause else None
                 return self._finish(attempt, "FAILED", end.cause or decision.why, note)
 
-    def _state(self, diagnosis: Diagnosis, will: Will) -> State:
-        """Where the run stands. Asks the controller only for what matters: after a failure, that is."""
+    def _state(self, diagnosis: Diagnosis, will: JobIntent) -> RunSituation:
+        """Return the state of the run; query the controller only if the decision needs it."""
         policy, history = self._spec.policy, History.of(self._run.read_events())
-        state = State(policy, history, will, lead_s=self._spec.signal_lead_s)
-        if will in (Will.CANCEL, Will.LEAVE) or diagnosis.end.kind is Kind.DONE:
+        state = RunSituation(policy, history, will, lead_s=self._spec.stop_before_limit_s)
+        if will in (JobIntent.CANCEL, JobIntent.LEAVE) or diagnosis.end.kind is EndKind.DONE:
             return state
-        found = suspects(policy, history) if self._scheduler.has_machines else {}
+        found = suspect_nodes(policy, history) if self._scheduler.has_machines else {}
         if not self._scheduler.has_machines:
             state = replace(state, policy=policy.without_exclusions())
-        nodes = Nodes(
+        nodes = Allocation(
             in_use=tuple(self._launcher.hosts),
             spare=tuple(self._launcher.spares),
             lost=diagnosis.lost,
@@ -186,7 +205,7 @@ class Supervisor:
         return replace(state, nodes=nodes, ends_at=ends_at)
 
     def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
-        """Go on with other nodes of the allocation, and have Slurm take back those that are lost."""
+        """Continue on other nodes of the allocation, and return lost nodes to Slurm."""
         launcher = self._launcher
         before, hosts = launcher.hosts, list(decision.hosts)
         gone = {**lost, **decision.exclude}
@@ -197,7 +216,7 @@ class Supervisor:
             nodes_before=len(before),
             hosts=hosts,
             lost=[host for host in before if host not in hosts],
-            cause=in_words(gone),
+            cause=describe_nodes(gone),
         )
         spares = [host for host in launcher.spares if host not in hosts and host not in gone]
         if lost:
@@ -208,7 +227,7 @@ class Supervisor:
         launcher.hosts, launcher.spares = hosts, spares
 
     def _ends_at(self) -> float | None:
-        """When the job's time is over, on the monotonic clock."""
+        """Return the end of the job's time on the monotonic clock; None if unlimited or unknown."""
         try:
             left = self._scheduler.seconds_left()
         except SchedulerError as error:
@@ -216,10 +235,13 @@ class Supervisor:
             return None
         return None if left is None else time.monotonic() + left
 
-    def _doubt(self, ended: Ended | None) -> str | None:
-        """What is odd about a run that has completed."""
+    def _doubt(self, ended: AttemptResult | None) -> str | None:
+        """Return a note on suspicious signs in a completed run; None without any."""
+        return " ".join(filter(None, [self._never_met(ended), loss_not_finite(self._run)])) or None
+
+    def _never_met(self, ended: AttemptResult | None) -> str | None:
         world_size = self._starter.world_size
-        # Where agents start the ranks, these meet at a store of an agent's.
+        # With agents, the ranks meet at the store of an agent.
         if world_size == 1 or ended is None or ended.ranks_met or self._spec.torchrun is not None:
             return None
         return (
@@ -235,9 +257,18 @@ class Supervisor:
         return exit_code
 
     def leave_orphaned(self, _number: int, _frame: FrameType | None) -> None:
-        """The batch script was killed, and Slurm ends the job: have the run go on in another."""
+        """Continue the run in another job: the batch script was killed, and Slurm ends this one."""
         threading.Thread(target=self._mover.save_run, name="hpctrain-orphaned").start()
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
-        # SimpleQueue.put may be interrupted by itself, which is what a signal handler needs.
-        self._events.put(Signalled(signal.Signals(number)))
+        # SimpleQueue.put is reentrant, as a signal handler requires.
+        self._events.put(SignalReceived(signal.Signals(number)))
+
+
+def loss_not_finite(run: RunDir) -> str | None:
+    """Return the note on a run whose last loss is not finite; None for any other."""
+    for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            loss = float(record["loss"])
+            return None if math.isfinite(loss) else f"The last loss is {loss} (step {record.get('step')})."
+    return None

@@ -1,1 +1,1 @@
-"""What a run measures and what it runs on."""
+"""Metrics, events and hardware measurements of a run."""

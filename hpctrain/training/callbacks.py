@@ -1,4 +1,4 @@
-"""What a user may have done at moments of a training, and the one that everybody wants: early stopping."""
+"""Callbacks at certain points of a training, and early stopping."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.errors import UserError
+from hpctrain.text import format_number
 
 if TYPE_CHECKING:
     from hpctrain.training.module import Module
@@ -14,34 +15,35 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need. Every rank calls every method, at the same step and with the same metrics.
+    """Base class of callbacks: override what you need.
 
-    `trainer.end()` ends the training: at once after a validation, else after a step or two more.
-    What `state_dict` returns is kept in the checkpoints.
+    Every rank calls every method, at the same step and with the same metrics. `trainer.end()` ends the
+    training: at once after a validation, else after a step or two more. Checkpoints keep the result of
+    `state_dict`.
     """
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """The newest checkpoint is loaded, if there is one; `trainer.step` steps are done."""
+        """Run after the newest checkpoint, if any, is loaded; `trainer.step` steps are done."""
 
     def on_step_end(self, trainer: Trainer, module: Module, metrics: Mapping[str, float]) -> None:
-        """The metrics of step `trainer.step` are known: one step later, so that no step waits for them."""
+        """Receive the metrics of step `trainer.step`, one step later, so that no step waits for them."""
 
     def on_validation_end(self, trainer: Trainer, module: Module, metrics: Mapping[str, float]) -> None:
-        """The module was validated after step `trainer.step`."""
+        """Run after the validation that follows step `trainer.step`."""
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        """The training has reached its end; a stop that another job continues is none."""
+        """Run at the end of the training, but not at a stop that another job continues."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep: plain values and tensors, the same on all ranks."""
+        """Return the state for a checkpoint: plain values and tensors, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
 
 
 class EarlyStopping(Callback):
-    """Ends a training whose metric does not get better any more.
+    """Callback that ends a training whose metric no longer improves.
 
     Attributes:
         best: the best value so far; None before the first validation.
@@ -56,20 +58,20 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        """End after so many validations in a row without a better value.
+        """End after `patience` validations in a row without a better value.
 
         Args:
             metric: a name that `validation_step` returns.
             patience: validations to wait, at least 1.
-            mode: whether low values are better, or high ones.
-            min_delta: by how much a value has to be better to count.
+            mode: "min" if low values are better, "max" if high ones are.
+            min_delta: minimum improvement that counts.
 
         Raises:
             UserError: an argument is out of its range.
         """
         if not isinstance(metric, str) or not metric:
             raise UserError(f"EarlyStopping has metric={metric!r}; give a name that validation_step returns.")
-        if patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
+        if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
                 f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
                 "it takes a patience of at least 1, 'min' or 'max', and a min_delta of at least 0."
@@ -79,7 +81,7 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:  # noqa: ARG002
-        """End again at once what was ended before, unless there is more patience now."""
+        """End a training at once that had ended before, unless the patience is larger now."""
         self._end_if_due(trainer)
 
     def on_validation_end(
@@ -104,11 +106,9 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
     def no_such(self, given: Set[str]) -> UserError:
-        """What is said where a validation gives other metrics than the one that it goes by."""
-        return UserError(
-            f"EarlyStopping goes by {self.metric!r}, but the validation gave "
-            f"{', '.join(map(repr, sorted(given)))}."
-        )
+        """Return the error for a validation without the monitored metric."""
+        names = ", ".join(sorted(given))
+        return UserError(f"EarlyStopping monitors {self.metric!r}, but validation returned only: {names}.")
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):
@@ -120,15 +120,19 @@ class EarlyStopping(Callback):
 
     def _end_if_due(self, trainer: Trainer) -> None:
         if self.waited >= self.patience:
-            reached = "was no number" if self.best is None else f"did not get better than {self.best:.6g}"
+            reached = (
+                "was no number"
+                if self.best is None
+                else f"did not get better than {format_number(self.best)}"
+            )
             trainer.end(f"{self.metric} {reached} in {self.waited} validations")
 
 
-class Callbacks:
+class CallbackList:
     """All callbacks of a training, in their order."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
-        # A trainer, or a session, which has no callbacks.
+        # The trainer is a `Session` in a custom loop, without callbacks.
         self._callbacks, self._trainer, self._module = callbacks, trainer, module
 
     def __bool__(self) -> bool:
@@ -136,17 +140,17 @@ class Callbacks:
 
     @property
     def hear_steps(self) -> bool:
-        """Whether there is one that wants to hear of every step."""
+        """True if a callback overrides `on_step_end`."""
         return any(map(_hears_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
-        """Look whether each of them can do its work.
+        """Check that each callback can work.
 
         Args:
-            validates: whether there are going to be validations.
+            validates: True if there will be validations.
 
         Raises:
-            UserError: one waits for a validation that will not come.
+            UserError: a callback needs a validation, but there is none.
         """
         for each in self._callbacks:
             if isinstance(each, EarlyStopping) and not (validates or _hears_steps(each)):
@@ -156,19 +160,23 @@ class Callbacks:
                     "it out."
                 )
 
-    def check_names(self, given: Set[str]) -> None:
-        """Look whether a validation gives what each of them goes by.
+    def check_names(self, given: Set[str], accepted: Set[str]) -> None:
+        """Check that a validation returns the metrics that the callbacks monitor.
+
+        Args:
+            given: the names that it returned.
+            accepted: `given`, and the names that they may get next to training metrics.
 
         Raises:
-            UserError: it does not.
+            UserError: a metric is missing.
         """
         for each in self._callbacks:
-            if type(each) is EarlyStopping and each.metric not in given:
+            if type(each) is EarlyStopping and each.metric not in accepted:
                 raise each.no_such(given)
 
     @property
     def ending(self) -> str | None:
-        """Why this rank wants the training to end; None where it does not."""
+        """This rank's reason to end the training, or None."""
         ending: str | None = self._trainer.ending
         return ending
 
@@ -195,13 +203,13 @@ class Callbacks:
             callback.on_fit_end(self._trainer, self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """By class, and by number where there are several of one."""
+        """Return the states by class name, with a number if a class occurs several times."""
         return {
             name: callback.state_dict() for name, callback in zip(self._names(), self._callbacks, strict=True)
         }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give each its state; a callback that is new has none."""
+        """Restore each callback's state; new callbacks have none."""
         for name, callback in zip(self._names(), self._callbacks, strict=True):
             if name in states:
                 callback.load_state_dict(states[name])

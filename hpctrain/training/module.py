@@ -1,4 +1,4 @@
-"""What a user writes: a model that knows how to take one training step."""
+"""Base class for a user's model with a training step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Module(nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """Return the loss, as the mean over the samples of `batch`: a scalar tensor.
 
-        A mapping may carry further scalars beside `"loss"`, also means over the batch; each is averaged
-        over the global batch and logged. The names must be the same on every rank and in every step. With
-        `"num_tokens"` among them, the loss is taken for the mean over so many tokens, whatever the samples.
+        A mapping may contain more scalars than `"loss"`, also means over the batch; each is averaged over the
+        global batch and logged. The names must be the same on every rank and in every step. With
+        `"num_tokens"`, the loss is treated as the mean over that many tokens, independent of the samples.
 
-        With a third parameter, `optimizer_idx`, it is called once for each optimizer, and returns the loss
-        that it lowers; parameters of the others take no gradient meanwhile. None: it sits this step out.
+        With a third parameter, `optimizer_idx`, it is called once per optimizer, and returns the loss for
+        that optimizer; parameters of the others take no gradient during the call. If it returns None, that
+        optimizer skips the step.
 
         Args:
             batch: this rank's share of the global batch, collated, on this rank's device.
@@ -32,10 +33,10 @@ class Module(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no training_step(self, batch, batch_idx).")
 
     def training_step_end(self, outputs: Any) -> torch.Tensor | Mapping[str, torch.Tensor]:
-        """Return the loss, or a mapping with it, from what `training_step` returned; that itself by default.
+        """Return the loss, or a mapping with it, from the result of `training_step`; unchanged by default.
 
         With the strategy `ddp2`, `outputs` are those of all ranks of the node as one batch: tensors joined
-        along their first dimension, which counts samples. With any other they are this rank's.
+        along their first dimension, which counts samples. With any other strategy they are this rank's.
         """
         loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
         return loss
@@ -43,46 +44,46 @@ class Module(nn.Module):
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means over the samples of `batch`: a scalar, logged as `val_loss`, or a mapping of scalars.
 
-        Every sample of the validation set is seen once, by one rank; means are weighted by sample counts.
+        One rank processes each sample of the validation set, once; means are weighted by sample counts.
         """
         raise NotImplementedError(f"{type(self).__name__} has no validation_step(self, batch, batch_idx).")
 
     def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
-        """As `validation_step`, for `Trainer.test`; a lone scalar is logged as `test_loss`."""
+        """Do the same as `validation_step`, for `Trainer.test`; a scalar is logged as `test_loss`."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
-        """Return what `Trainer.predict` collects; the module's output by default."""
+        """Return the output for `Trainer.predict`; the module's output by default."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a pair (optimizer, scheduler), or {"optimizer": …, "lr_scheduler": …}.
 
-        Several optimizers, in a list or tuple, share out the parameters among them, and all step, each after
-        a pass of its own if `training_step` takes `optimizer_idx`; with schedulers: ([optimizers],
-        [schedulers]). A scheduler advances with every optimizer step.
+        Several optimizers, in a list or tuple, have disjoint parameters. All of them step, each after its own
+        pass if `training_step` takes `optimizer_idx`. With schedules, return ([optimizers], [schedulers]). A
+        scheduler advances with every optimizer step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(self).")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put into `checkpoint`, which is empty, what shall be kept besides the module's `state_dict`.
+        """Add values to the empty dict `checkpoint` that the module's `state_dict` lacks.
 
-        Tensors, numbers, text, None, and lists, tuples and dicts of them. Every rank calls this at the step
-        that is saved; the values have to be the same on all ranks.
+        Allowed are tensors, numbers, text, None, and lists, tuples and dicts of them. Every rank calls this
+        at the saved step; the values must be the same on all ranks.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what `on_save_checkpoint` put into `checkpoint`.
+        """Restore the values that `on_save_checkpoint` put into `checkpoint`.
 
-        Every rank calls this after the state of module and optimizers is loaded, unless nothing was put in.
+        Every rank calls this after the state of module and optimizers is loaded, unless there are no values.
         """
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:
-    """A step's output as a mapping of scalar tensors; a lone tensor gets the name `only`.
+    """Return a step's output as a mapping of scalar tensors; a single tensor gets the name `only`.
 
     Raises:
-        UserError: a value is no number, or has more than one element.
+        UserError: a value is not a number, or has more than one element.
     """
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return {only: output}
@@ -108,10 +109,10 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
 
 
 def takes_optimizer_idx(module: Module) -> bool:
-    """Whether the module's training step is about one optimizer at a time.
+    """True if the module's training step takes `optimizer_idx`, for one optimizer at a time.
 
     Raises:
-        UserError: it is to optimize by itself.
+        UserError: the module uses manual optimization.
     """
     if getattr(module, "automatic_optimization", True) is False:
         raise UserError(

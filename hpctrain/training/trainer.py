@@ -1,4 +1,4 @@
-"""Trains a module, so that stopping and resuming it anywhere changes nothing."""
+"""Trainer with the same result if a training is stopped and resumed at any step."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ import torch
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.process_group import join
-from hpctrain.runtime.signals import listen
+from hpctrain.runtime.distributed_context import init_distributed
+from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
+from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
-from hpctrain.training.callbacks import Callbacks
-from hpctrain.training.devices import find_devices, is_launched, on_devices
-from hpctrain.training.evaluation import Evaluation
-from hpctrain.training.fit import Fit
-from hpctrain.training.launch import Result, train_in_processes
+from hpctrain.training.base.device_selection import find_devices, has_launcher, with_devices
+from hpctrain.training.base.rng import seed_all
+from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.loop.evaluation import Evaluation
+from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
+from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
-from hpctrain.training.rng import seed_all
-from hpctrain.training.settings import Settings
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
+from hpctrain.training.trainer_config import TrainerConfig
 
-#: Folders of runs, from the environment, that this process has trained into.
+#: Run folders set by the environment in which this process has trained.
 _TRAINED: set[str] = set()
 
 
-class Trainer(Settings):
-    """Trains a `Module` on any number of ranks with the result of one.
+class Trainer(TrainerConfig):
+    """Trainer of a `Module`, with the same result on any number of ranks.
 
     Make the trainer before the module: it seeds the random generators that initialise the weights.
 
     Attributes:
-        ranks: who this process is.
+        ranks: this process's ranks.
         step: completed optimizer steps.
         metrics: latest results of validation.
-        ending: why the training is to end before its last step; None where it is not.
+        ending: reason to end the training before its last step, or None.
     """
 
     def __post_init__(self) -> None:
@@ -52,24 +53,29 @@ class Trainer(Settings):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.ranks.is_main
 
     def fit(self, module: Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        """Train `module`, from the newest checkpoint of the run where there is one. All ranks must call this.
+        """Train `module`, from the run's newest checkpoint if there is one. All ranks must call this.
 
         Args:
             module: the model; it has the trained weights afterwards, on every rank.
             train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`; tensors
                 or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; or a stream,
                 an `IterableDataset`.
-            val_dataset: likewise, or None to validate nothing.
+            val_dataset: a data set of the same kinds, or None for no validation.
 
         Raises:
-            SystemExit: with code 75, when the job was told to stop and the state is saved.
+            SystemExit: with code 75, after a stop signal, when the state is saved.
             UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
-                of a process in the run's own folder.
+                of a process in the run folder.
         """
+        folder = self.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+        with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
+            self._fit(training, module, train_dataset, val_dataset)
+
+    def _fit(self, training: TrainingMarker, module: Module, train_dataset: Any, val_dataset: Any) -> None:
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
                 f"fit() was given a {type(module).__name__}, which has no configure_optimizers: give a "
@@ -80,52 +86,55 @@ class Trainer(Settings):
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.one_process)):
             self._fit_in_processes(devices, module, train_dataset, val_dataset)
             return
-        # Until the ranks have met, whoever is told to stop leaves at once: so do those that wait for it.
-        team = on_devices(join(self.ranks, os.environ), devices)
-        with listen() as stop:
-            fit = Fit(
+        # Install handlers only after the rendezvous: until then a stop signal ends the process at once,
+        # because the ranks cannot agree on a stop yet.
+        team = with_devices(init_distributed(self.ranks, os.environ), devices)
+        with capture_stop_signals() as stop:
+            fit = TrainingLoop(
                 settings=self,
                 module=module,
                 team=team,
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
-                callbacks=Callbacks(self.callbacks, self, module),
+                callbacks=CallbackList(self.callbacks, self, module),
                 run=self._find_run(),
                 environ=os.environ,
                 stop=stop,
             )
+            training.ends_at(fit.last_step)
             try:
                 fit.run()
             finally:
                 self.step, self.metrics = fit.state.step, fit.state.validation
+                training.step = self.step
 
     def end(self, reason: str = "a callback ended it") -> None:
-        """End the training before its last step. What a `Callback` calls; one rank that does is enough."""
+        """End the training before its last step. Called by a `Callback`; one rank that calls it is enough."""
         self.ending = reason
 
     def validate(self, module: Module, dataset: Any) -> dict[str, float]:
-        """Means of what `validation_step` returns over `dataset`. All ranks must call this.
+        """Return the means of `validation_step` over `dataset`. All ranks must call this.
 
         Raises:
-            UserError: the data set is empty, or the ranks' results do not fit together.
+            UserError: the data set is empty, or the ranks return different names.
         """
         with self._evaluation(module, dataset) as evaluation:
             return evaluation.means("validation_step", "val_loss")
 
     def test(self, module: Module, dataset: Any) -> dict[str, float]:
-        """Means of what `test_step` returns over `dataset`. All ranks must call this.
+        """Return the means of `test_step` over `dataset`. All ranks must call this.
 
         Raises:
-            UserError: the data set is empty, or the ranks' results do not fit together.
+            UserError: the data set is empty, or the ranks return different names.
         """
         with self._evaluation(module, dataset) as evaluation:
             return evaluation.means("test_step", "test_loss")
 
     def predict(self, module: Module, dataset: Any) -> list[Any]:
-        """What `predict_step` returns for each batch of `dataset`, on every rank. All ranks must call this.
+        """Return the outputs of `predict_step` for all batches of `dataset`. All ranks must call this.
 
-        Batches are in the order of a data set with an index, whatever the number of ranks; tensors are on
-        the CPU. They have to fit into each rank's memory.
+        Every rank gets all outputs, so they must fit into its memory; tensors are on the CPU. For a map-style
+        data set, batches are in its order, with any number of ranks.
 
         Raises:
             UserError: the data set is empty.
@@ -135,9 +144,9 @@ class Trainer(Settings):
 
     @contextmanager
     def _evaluation(self, module: Module, dataset: Any) -> Iterator[Evaluation]:
-        # One of our own devices is enough: nothing is started for it.
+        # Without a launcher, one device is enough; no processes are started.
         devices = self._own_devices()[:1]
-        team = on_devices(join(self.ranks, os.environ), devices)
+        team = with_devices(init_distributed(self.ranks, os.environ), devices)
         evaluation = Evaluation(self, module, team, dataset, os.environ)
         try:
             yield evaluation
@@ -145,8 +154,8 @@ class Trainer(Settings):
             evaluation.finish()
 
     def _own_devices(self) -> list[int | None]:
-        """The devices to choose ourselves, for the user has set them; none where ranks were started."""
-        if is_launched(self.ranks):
+        """Return the devices selected by the user's setting; empty if a launcher started the ranks."""
+        if has_launcher(self.ranks):
             if self.devices is not None and self.is_main:
                 print(
                     f"hpctrain: devices={self.devices!r} is not looked at: each rank has the device that its "
@@ -164,7 +173,7 @@ class Trainer(Settings):
     def _fit_in_processes(
         self, devices: list[int | None], module: Module, train_dataset: Any, val_dataset: Any
     ) -> None:
-        result = train_in_processes(
+        result = spawn_ranks(
             devices,
             _be_rank,
             whose="Trainer.fit",
@@ -178,13 +187,13 @@ class Trainer(Settings):
         )
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
-        Callbacks(self.callbacks, self, module).load_state_dict(result.callbacks)
+        CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
 
     def _find_run(self) -> RunDir | None:
-        """The folder to write into: the one that was set, else the run's own, which holds one training.
+        """Return `run_dir`, or else the run folder, which can hold only one training.
 
         Raises:
-            UserError: this process has trained into the run's own folder before.
+            UserError: this process has already trained in the run folder.
         """
         if self.run_dir:
             return RunDir(Path(self.run_dir).absolute())
@@ -208,19 +217,20 @@ def _be_rank(
     module: Module,
     train_dataset: Any,
     val_dataset: Any,
-) -> Result:
-    """What a process does that another process's trainer has started."""
-    # A script has registered them maybe, which is not run again here.
+) -> SpawnResult:
+    """Run one rank in a process that another process's trainer started."""
+    # The script may have registered these classes, but it does not run in this process.
     register_strategy(trainer.strategy)(strategy)
     if isinstance(trainer.algorithm, str):
         register_algorithm(trainer.algorithm)(algorithm)
     trainer.ranks = detect(os.environ)
-    # There is nothing to choose any more, nor to remark on.
+    # The device is already chosen, and a warning about it would be wrong.
     trainer.devices = None
-    trainer.fit(module, train_dataset, val_dataset)
+    # The marker belongs to the call in the parent process.
+    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, train_dataset, val_dataset)
     weights = {
         name: value.cpu() if isinstance(value, torch.Tensor) else value
         for name, value in module.state_dict().items()
     }
-    callbacks = Callbacks(trainer.callbacks, trainer, module).state_dict()
-    return Result(weights, trainer.step, trainer.metrics, callbacks)
+    callbacks = CallbackList(trainer.callbacks, trainer, module).state_dict()
+    return SpawnResult(weights, trainer.step, trainer.metrics, callbacks)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.training.module import Module
-from hpctrain.training.optimization import configured
-from hpctrain.training.state import TrainingState
+from hpctrain.training.optim.optimizer_setup import configure_optimizers_of
+from hpctrain.training.saving.training_state import TrainingState
 
 
 class Net(Module):
@@ -68,7 +68,7 @@ def main() -> None:
         for layer in (module.net[0], module.net[2]):
             fully_shard(layer)
         fully_shard(module)
-    state = TrainingState(module, configured(module), NoFeed())
+    state = TrainingState(module, configure_optimizers_of(module), NoFeed())
     store = CheckpointStore(folder, dist.group.WORLD)
     like = {**state.like(), "table": table(rank, world_size)}
     loaded, broken = store.load_newest(like)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hpctrain.checkpoint import parts, store
-from hpctrain.checkpoint.place import Place
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.checkpoint import store
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 from hpctrain.errors import CheckpointError
 
 SCENARIOS: dict[str, Callable[[Path, int, int], None]] = {}
@@ -44,7 +45,7 @@ def rank_state(rank: int) -> dict[str, torch.Tensor]:
     return {"rng": torch.tensor([rank, 7])}
 
 
-def save(stored: CheckpointStore, step: int, rank: int) -> Saved:
+def save(stored: CheckpointStore, step: int, rank: int) -> CommittedSave:
     return stored.save(step, state(step), rank_state(rank))
 
 
@@ -115,15 +116,15 @@ def broken_on_disk(folder: Path, rank: int, world_size: int) -> None:
 def one_disk_is_full_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     stored = CheckpointStore(folder, dist.group.WORLD)
     save(stored, 1, rank)
-    write = parts.Writing._write
+    write = file_writer.FileWriter._write
 
     def full(writing, part):
         raise OSError(122, "Disk quota exceeded", part.name)
 
     if rank == 1:
-        parts.Writing._write = full
+        file_writer.FileWriter._write = full
     same_on_all(raises(lambda: save(stored, 2, rank), "Disk quota exceeded", "(rank 1)"))
-    parts.Writing._write = write
+    file_writer.FileWriter._write = write
     dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
     save(stored, 3, rank)
@@ -219,17 +220,17 @@ def the_last_rename_hangs_by_a_fake(folder: Path, rank: int, world_size: int) ->
     """No rank waits longer than agreed; what comes of the rename in the end is a whole checkpoint."""
     stored = CheckpointStore(folder, dist.group.WORLD, patience_s=1.0)
     save(stored, 1, rank)
-    goes_on, commit = threading.Event(), Place.commit
+    goes_on, commit = threading.Event(), CheckpointDir.commit
 
     def hang(*args: Any) -> bool:
         goes_on.wait(30)
         return commit(*args)
 
-    Place.commit = hang
+    CheckpointDir.commit = hang
     for step in (2, 3):
         same_on_all(raises(lambda step=step: save(stored, step, rank), "taken nothing for 1 s", "(rank 0)"))
     assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
-    Place.commit = commit
+    CheckpointDir.commit = commit
     goes_on.set()
     save(stored, 4, rank)
     dist.barrier()
@@ -240,7 +241,7 @@ def the_last_rename_hangs_by_a_fake(folder: Path, rank: int, world_size: int) ->
 
 def hold_writing_back(heedless: bool = False) -> Callable[[], None]:
     """Writing goes on until it is told to stop, or, `heedless`, until what is returned is called."""
-    free, write = [False], parts.Writing._write
+    free, write = [False], file_writer.FileWriter._write
 
     def slow(writing, part):
         while not free[0] and (heedless or not writing.stop.is_set()):
@@ -248,10 +249,10 @@ def hold_writing_back(heedless: bool = False) -> Callable[[], None]:
             writing.moved_at = writing.moved_at if heedless else time.monotonic()
         return write(writing, part)
 
-    parts.Writing._write = slow
+    file_writer.FileWriter._write = slow
 
     def let_go() -> None:
-        free[0], parts.Writing._write = True, write
+        free[0], file_writer.FileWriter._write = True, write
 
     return let_go
 
@@ -322,7 +323,7 @@ def copying_works(folder: Path, rank: int) -> None:
 def node_local(folder: Path, rank: int, world_size: int) -> None:
     """Each rank on a node of its own: saved there, copied, and at the end cleaned."""
     stored = with_tier(folder, f"node-{rank}")
-    copied: list[Saved] = []
+    copied: list[CommittedSave] = []
     for step in (1, 2):
         stored.begin(step, state(step), rank_state(rank))
         assert stored.finish(30)

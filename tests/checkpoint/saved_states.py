@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.place import Place
-from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 STATE = {
     "module": {
@@ -25,12 +25,12 @@ STATE = {
 }
 
 
-def save(store: CheckpointStore, step: int, score: float | None = None) -> Saved:
+def save(store: CheckpointStore, step: int, score: float | None = None) -> CommittedSave:
     return store.save(step, STATE, {"torch": torch.get_rng_state()}, score=score)
 
 
 def steps(folder: Path) -> list[int]:
-    return Place(folder).steps()
+    return CheckpointDir(folder).steps()
 
 
 def names(folder: Path) -> list[str]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 LAST_STEP = 5
 
@@ -48,7 +48,7 @@ def save(mode: str, folder: Path) -> None:
             stored.begin(step, state(step), {})
             stored.finish(60)
             for ended in stored.finished():
-                assert isinstance(ended, Saved), ended
+                assert isinstance(ended, CommittedSave), ended
                 os.write(said, b"%d\n" % ended.step)
     stored.close()
     os.write(said, b"end\n")
@@ -64,7 +64,7 @@ def save_for_long(folder: Path) -> None:
         stored.begin(step, state(step), {})
         assert stored.finish(60)
         (ended,) = stored.finished()
-        outcome = "saved" if isinstance(ended, Saved) else str(ended)
+        outcome = "saved" if isinstance(ended, CommittedSave) else str(ended)
         os.write(said, f"{step} {outcome}\n".encode())
         time.sleep(0.05)
     stored.close()

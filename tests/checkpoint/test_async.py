@@ -14,8 +14,9 @@ import torch
 from helpers import environment, wait_for
 from saved_states import names, steps
 
-from hpctrain.checkpoint import capture, parts
-from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.checkpoint import staging
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 from hpctrain.errors import CheckpointError
 
 
@@ -24,7 +25,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        write = parts.Writing._write
+        write = file_writer.FileWriter._write
 
         def wait_and_write(writing, part):
             self.reached.set()
@@ -33,7 +34,7 @@ class Gate:
                 writing.moved_at = time.monotonic()
             return write(writing, part)
 
-        monkeypatch.setattr(parts.Writing, "_write", wait_and_write)
+        monkeypatch.setattr(file_writer.FileWriter, "_write", wait_and_write)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_a_state_of_another_length_goes_into_the_same_memory(tmp_path):
 def test_the_memory_of_a_smaller_state_goes_before_that_of_a_larger_one_comes(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     left = []
-    allocate = capture.allocate
+    allocate = staging.allocate_memory
 
     def look_and_allocate(num_bytes, gpu):
         gc.collect()
@@ -127,7 +128,7 @@ def test_the_memory_of_a_smaller_state_goes_before_that_of_a_larger_one_comes(tm
         return memory
 
     known: list[weakref.ref] = []
-    monkeypatch.setattr(capture, "allocate", look_and_allocate)
+    monkeypatch.setattr(staging, "allocate_memory", look_and_allocate)
     for step, size in enumerate((1, 1 << 20), 1):
         store.begin(step, {"x": torch.ones(size)}, {})
         store.finish(10)
@@ -158,7 +159,7 @@ def test_a_save_is_given_up(tmp_path, gate):
     assert "given up" in str(error)
     assert names(tmp_path) == []
     gate.open.set()
-    assert isinstance(store.save(2, {"x": torch.zeros(2)}, {}), Saved)
+    assert isinstance(store.save(2, {"x": torch.zeros(2)}, {}), CommittedSave)
 
 
 def test_closing_waits_and_with_a_limit_gives_up(tmp_path, gate):
@@ -185,7 +186,7 @@ def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_pat
     script = f"""if True:
         import sys, time, torch
         from pathlib import Path
-        from hpctrain.checkpoint import parts
+        from hpctrain.checkpoint.io import file_writer as parts
         from hpctrain.checkpoint.store import CheckpointStore
         store = CheckpointStore(Path({str(tmp_path)!r}))
         def endless(writing, part):
@@ -193,7 +194,7 @@ def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_pat
                 writing.moved_at = time.monotonic()
                 time.sleep(0.01)
             raise OSError("stopped")
-        parts.Writing._write = endless
+        parts.FileWriter._write = endless
         store.begin(1, {{"x": torch.zeros(2)}}, {{}})
         sys.exit(3)
     """

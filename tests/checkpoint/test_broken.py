@@ -9,9 +9,9 @@ import torch
 import xxhash
 from saved_states import names, save
 
-from hpctrain.checkpoint.manifest import verified
+from hpctrain.checkpoint.format.manifest import read_verified
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import BrokenCheckpoint, CheckpointError
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lengthen", "lose a file", "lose the manifest", "empty"])
@@ -51,10 +51,10 @@ def test_every_flipped_byte_of_every_file_is_noticed(tmp_path):
         whole = path.read_bytes()
         for i, byte in enumerate(whole):
             path.write_bytes(whole[:i] + bytes([byte ^ (1 << i % 8)]) + whole[i + 1 :])
-            with pytest.raises(BrokenCheckpoint, match=path.name):
-                verified(folder)
+            with pytest.raises(CorruptCheckpoint, match=path.name):
+                read_verified(folder)
         path.write_bytes(whole)
-    assert verified(folder).step == 1
+    assert read_verified(folder).step == 1
 
 
 @pytest.mark.long
@@ -95,5 +95,5 @@ def test_what_cannot_be_judged_is_an_error_and_stays_where_it_is(tmp_path, troub
 
 def test_a_checkpoint_under_the_name_of_another_step_is_broken(tmp_path):
     folder = save(CheckpointStore(tmp_path), 5).path
-    with pytest.raises(BrokenCheckpoint, match="manifest of step 5"):
-        verified(folder.rename(folder.with_name("step-00000006")))
+    with pytest.raises(CorruptCheckpoint, match="manifest of step 5"):
+        read_verified(folder.rename(folder.with_name("step-00000006")))

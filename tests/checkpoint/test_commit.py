@@ -14,10 +14,15 @@ from helpers import REPOSITORY
 from saved_states import STATE, equal, names, save, steps
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hpctrain.checkpoint.manifest import committed_steps, verified
-from hpctrain.checkpoint.place import ABANDONED_AFTER_S, Place, hidden_name, this_machine
+from hpctrain.checkpoint.format.manifest import committed_steps, read_verified
+from hpctrain.checkpoint.format.state_tree import join_tree, split_tree
+from hpctrain.checkpoint.io.checkpoint_dir import (
+    ABANDONED_AFTER_S,
+    CheckpointDir,
+    boot_identity,
+    temporary_name,
+)
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.tree import join_tree, split_tree
 from hpctrain.errors import CheckpointError
 
 
@@ -89,7 +94,7 @@ def test_a_state_of_another_shape_follows(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
-    left = tmp_path / hidden_name(10, this_machine(), "0123abcd")
+    left = tmp_path / temporary_name(10, boot_identity(), "0123abcd")
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half of it")
     deleting = tmp_path / ".deleting-step-00000001-0123abcd"
@@ -101,13 +106,13 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
 
 
 def test_what_another_attempt_may_be_writing_on_this_machine_is_left_alone(tmp_path):
-    with Place(tmp_path).opened(hidden_name(10, this_machine(), "0123abcd")) as other:
+    with CheckpointDir(tmp_path).opened(temporary_name(10, boot_identity(), "0123abcd")) as other:
         save(CheckpointStore(tmp_path), 5)
         assert names(tmp_path) == [other.name, "step-00000005"]
 
 
 def test_what_another_machine_began_is_left_alone_while_it_may_be_writing(tmp_path):
-    other = tmp_path / hidden_name(10, "another0", "0123abcd")
+    other = tmp_path / temporary_name(10, "another0", "0123abcd")
     other.mkdir()
     (other / "__0_0.distcp").write_bytes(b"half of it")
     save(CheckpointStore(tmp_path), 5)
@@ -148,7 +153,7 @@ def test_the_manifest_is_json_that_others_can_read(tmp_path):
     assert {entry["name"] for entry in record["files"]} == {
         path.name for path in folder.iterdir() if path.name != "manifest.json"
     }
-    assert verified(folder).step == 7
+    assert read_verified(folder).step == 7
 
 
 @pytest.mark.parametrize(

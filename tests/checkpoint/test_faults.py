@@ -13,8 +13,8 @@ import pytest
 import torch
 from saved_states import names, steps
 
-from hpctrain.checkpoint import parts
-from hpctrain.checkpoint.manifest import verified
+from hpctrain.checkpoint.format.manifest import read_verified
+from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError
 
@@ -56,7 +56,7 @@ def test_a_full_disk(small_disk, background):
     assert "No space left on device" in error
     # What was written of it is gone: it would be in the way of the next one.
     assert names(small_disk / "checkpoints") == ["step-00000001"]
-    verified(small_disk / "checkpoints" / "step-00000001")
+    read_verified(small_disk / "checkpoints" / "step-00000001")
     filler.unlink()
     store.save(3, MEGABYTE, {})
     assert store.load_newest()[0].step == 3
@@ -82,7 +82,7 @@ def test_a_quota_that_is_used_up_by_a_fake(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patched:
-        patched.setattr(parts.os, "fsync", refuse)  # where network file systems tell
+        patched.setattr(file_writer.os, "fsync", refuse)  # where network file systems tell
         with pytest.raises(CheckpointError, match="Disk quota exceeded"):
             store.save(2, SMALL, {})
     assert names(tmp_path) == ["step-00000001"]
@@ -132,7 +132,7 @@ def test_a_folder_that_vanishes_during_a_save(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder)
     store.save(1, SMALL, {})
-    write = parts.Writing._write
+    write = file_writer.FileWriter._write
 
     def write_and_lose(writing, part):
         entry = write(writing, part)
@@ -140,7 +140,7 @@ def test_a_folder_that_vanishes_during_a_save(tmp_path, monkeypatch):
         return entry
 
     with monkeypatch.context() as patched:
-        patched.setattr(parts.Writing, "_write", write_and_lose)
+        patched.setattr(file_writer.FileWriter, "_write", write_and_lose)
         with pytest.raises(CheckpointError, match="No such file or directory"):
             store.save(2, SMALL, {})
     assert steps(tmp_path / "away") == [1]

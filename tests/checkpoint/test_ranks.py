@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from forked import run_forked
 from on_ranks import state
 
-from hpctrain.checkpoint.shares import nbytes, share
+from hpctrain.checkpoint.format.write_plan import item_bytes, plan_writes
 from hpctrain.checkpoint.store import CheckpointStore
 
 #: torch remarks that it loads without peers, which is what is asked for here.
@@ -29,10 +29,10 @@ def test_ranks_write_about_as_much_each_and_together_all(world_size):
     tensors |= {"scalar": torch.tensor(1.0), "wide": torch.zeros(1, 1, 3_000_000)}
     loads, covered = [], dict.fromkeys(tensors, 0)
     for rank in range(world_size):
-        pieces = [piece for piece, _ in share(tensors, rank, world_size)]
-        loads.append(sum(map(nbytes, pieces)))
+        pieces = [piece for piece, _ in plan_writes(tensors, rank, world_size)]
+        loads.append(sum(map(item_bytes, pieces)))
         for piece in pieces:
-            covered[piece.key] += nbytes(piece)
+            covered[piece.key] += item_bytes(piece)
     assert covered == {key: tensor.nbytes for key, tensor in tensors.items()}
     assert max(loads) - min(loads) <= 2_000_000
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from saved_states import names, steps
 
 from hpctrain.checkpoint import listing
+from hpctrain.checkpoint.format.manifest import FileEntry, read_verified
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.listing import list_checkpoints
-from hpctrain.checkpoint.manifest import FileEntry, verified
-from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
@@ -27,7 +27,7 @@ SCORES = {5: 0.9, 10: 0.1, 15: None, 20: 0.5, 25: 0.4, 30: float("nan")}
         (Retention(last=2), [25, 30]),
         (Retention(last=1, every=10), [10, 20, 30]),
         (Retention(last=1, best=2), [10, 25, 30]),
-        (Retention(last=1, best=1, best_mode="max"), [5, 30]),
+        (Retention(last=1, best=1, mode="max"), [5, 30]),
         (Retention(last=2, every=15, best=1), [10, 15, 25, 30]),
     ],
 )
@@ -47,7 +47,7 @@ def test_rules(tmp_path, retention, kept):
         last=st.integers(1, 4),
         every=st.none() | st.integers(1, 9),
         best=st.integers(0, 3),
-        best_mode=st.sampled_from(["min", "max"]),
+        mode=st.sampled_from(["min", "max"]),
     ),
 )
 def test_the_newest_and_the_best_always_stay(scores, retention):
@@ -56,13 +56,11 @@ def test_the_newest_and_the_best_always_stay(scores, retention):
     assert set(sorted(scores)[-retention.last :]) <= kept
     finite = [score for score in scores.values() if score is not None and score == score]
     if retention.best and finite:
-        best = min(finite) if retention.best_mode == "min" else max(finite)
+        best = min(finite) if retention.mode == "min" else max(finite)
         assert any(scores[step] == best for step in kept)
 
 
-@pytest.mark.parametrize(
-    "rule", [{"last": 0}, {"every": 0}, {"best": -1}, {"last": True}, {"best_mode": "most"}]
-)
+@pytest.mark.parametrize("rule", [{"last": 0}, {"every": 0}, {"best": -1}, {"last": True}, {"mode": "most"}])
 def test_a_rule_out_of_its_range_is_refused(rule):
     with pytest.raises(UserError, match=next(iter(rule))):
         Retention(**rule)
@@ -81,7 +79,7 @@ def test_nothing_is_deleted_while_the_new_one_cannot_be_trusted(tmp_path, monkey
     monkeypatch.setattr(type(store._site.place), "commit", commit_and_lose_a_file)
     saved = store.save(2, {"x": torch.zeros(2)}, {})
     assert "No old checkpoint was deleted" in saved.notes[0]
-    assert verified(tmp_path / "step-00000001").step == 1
+    assert read_verified(tmp_path / "step-00000001").step == 1
     assert CheckpointStore(tmp_path).load_newest()[0].step == 1
 
 
@@ -94,7 +92,7 @@ def test_what_a_fake_file_system_does_not_delete_is_said_and_stays_hidden(tmp_pa
             raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("hpctrain.checkpoint.place.shutil.rmtree", refuse)
+        patched.setattr("hpctrain.checkpoint.io.checkpoint_dir.shutil.rmtree", refuse)
         saved = store.save(2, {"x": torch.zeros(2)}, {})
     assert "cannot be deleted: Permission denied" in saved.notes[0]
     assert steps(tmp_path) == [2]
@@ -128,8 +126,8 @@ def test_what_a_run_deletes_while_it_is_listed_is_not_called_broken(tmp_path, mo
 
         monkeypatch.setattr(FileEntry, "verify", delete_and_verify)
     else:
-        steps_there = listing.steps_in(run.checkpoints)
-        monkeypatch.setattr(listing, "steps_in", lambda _: steps_there)
+        steps_there = listing.list_checkpoint_steps(run.checkpoints)
+        monkeypatch.setattr(listing, "list_checkpoint_steps", lambda _: steps_there)
         shutil.rmtree(run.checkpoint(1))
     listed, _ = list_checkpoints(run, verify=verify)
     assert [(one.step, one.problems) for one in listed] == [(2, ()), (3, ())]

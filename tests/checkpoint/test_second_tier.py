@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -11,8 +13,8 @@ import torch
 from forked import run_forked
 from saved_states import names, steps
 
-from hpctrain.checkpoint import parts
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("on_ranks.py")
@@ -74,7 +76,7 @@ def tier(tmp_path) -> Path:
 def slow_copying(monkeypatch) -> threading.Event:
     """Copying to the shared folder waits until this is set."""
     let_go = threading.Event()
-    blocks = parts.of_file
+    blocks = file_writer.write_of_file
 
     def held(path):
         part = blocks(path)
@@ -83,9 +85,9 @@ def slow_copying(monkeypatch) -> threading.Event:
             assert let_go.wait(20)
             yield from part.blocks()
 
-        return parts.Part(part.name, wait_and_read)
+        return file_writer.FileWrite(part.name, wait_and_read)
 
-    monkeypatch.setattr("hpctrain.checkpoint.copying.of_file", held)
+    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.write_of_file", held)
     return let_go
 
 
@@ -128,11 +130,83 @@ def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path, tier):
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
 
 
+def planted(folder: Path, how: str) -> None:
+    """Put at `folder` what another user may have left there."""
+    match how:
+        case "link":
+            (folder.parent / "elsewhere").mkdir(0o700)
+            folder.symlink_to("elsewhere")
+        case "file":
+            folder.touch(0o600)
+        case "mode":
+            folder.mkdir()
+            folder.chmod(0o750)
+        case "owner":
+            if os.geteuid() != 0:
+                pytest.skip("giving a folder away takes root")
+            folder.mkdir(0o700)
+            os.chown(folder, 65534, 65534)
+        case "replaceable":
+            folder.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("link", "is a symbolic link, not a folder. Remove it"),
+        ("file", "is a file, not a folder. Remove it"),
+        ("mode", "has mode 0750, not 0700: others can get in. Remove it"),
+        ("owner", "belongs to user 65534, not to user 0. Have its owner remove it"),
+        ("replaceable", "can be replaced by any user: .* has mode 0777. Have its sticky bit set"),
+    ],
+)
+def test_a_tier_that_other_users_can_get_into_is_refused_and_checkpoints_go_to_the_run(
+    tmp_path, tier, how, words
+):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    first = CheckpointStore(checkpoints, second_tier=tier)
+    first.begin(1, state(1), {})
+    first.finish(20)
+    (folder,) = tier.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    first.close()
+    shutil.rmtree(folder)
+    planted(folder, how)
+    store = CheckpointStore(checkpoints, second_tier=tier)
+    store.begin(2, state(2), {})
+    store.close()
+    (saved,) = store.finished()
+    assert saved.path.parent == checkpoints
+    assert str(folder) in saved.notes[0]
+    assert re.search(words, saved.notes[0])
+    assert "directly" in saved.notes[0]
+    assert not folder.is_dir() or list(folder.iterdir()) == []
+
+
 def test_a_blocking_save_is_in_the_shared_folder(tmp_path, tier):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     assert store.save(1, state(1), {}).path == tmp_path / "run" / "checkpoints" / "step-00000001"
     store.close(clean=True)
     assert names(tier) == []
+
+
+def test_the_removal_of_a_tier_never_shows_a_part_of_a_checkpoint(tmp_path, tier, monkeypatch):
+    """A kill at any moment of it leaves whole checkpoints and hidden folders."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
+    store.begin(1, state(1), {})
+    assert store.finish(60)
+    (folder,) = tier.iterdir()
+    seen = []
+    unlink = os.unlink
+
+    def look(*words, **more):
+        unlink(*words, **more)
+        seen.append(steps(folder))
+
+    monkeypatch.setattr(os, "unlink", look)
+    store.close(clean=True)
+    assert seen == [[]] * len(seen)
+    assert len(seen) > 3
 
 
 def test_two_runs_do_not_meet_in_one_tier(tmp_path, tier):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from saved_states import equal
 
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.format.state_tree import split_tree
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.tree import split_tree
 from hpctrain.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ def test_a_save_that_failed_at_its_last_moment_leaves_no_trace_in_the_next(tmp_p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Place, "commit", full)
+        patched.setattr(CheckpointDir, "commit", full)
         with pytest.raises(CheckpointError, match="No space left"):
             store.save(2, other, {})
     store.save(3, first, {})

@@ -11,7 +11,7 @@ import torch
 from forked import run_forked
 from saved_states import steps
 
-from hpctrain.checkpoint import place
+from hpctrain.checkpoint.io import checkpoint_dir
 from hpctrain.checkpoint.store import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("trouble_on_ranks.py")
@@ -50,7 +50,7 @@ def test_a_folder_in_which_nothing_can_be_looked_for_by_a_fake(tmp_path, monkeyp
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(place, "steps_in", unreadable)
+        patched.setattr(checkpoint_dir, "list_checkpoint_steps", unreadable)
         saved = store.save(2, {"x": torch.zeros(2)}, {})
     assert saved.step == 2
     assert "Input/output error" in saved.notes[0]

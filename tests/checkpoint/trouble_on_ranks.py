@@ -12,9 +12,9 @@ import on_ranks
 import torch.distributed as dist
 from on_ranks import check_loaded, raises, rank_state, same_on_all, scenario, state, with_tier
 
-from hpctrain.checkpoint.copying import Copying
-from hpctrain.checkpoint.place import Place
-from hpctrain.checkpoint.store import CheckpointStore, Saved
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
+from hpctrain.checkpoint.tier.tier_copier import TierCopier
 
 
 def loop(path: Path) -> None:
@@ -64,7 +64,11 @@ def a_tier_that_is_lost_between_two_saves(folder: Path, rank: int, world_size: i
         loop(stored._tier.site.place.folder)
     dist.barrier()
     for step in (2, 3):
-        told = [each for each in quick(stored, step, rank) if isinstance(each, Saved) and each.step == step]
+        told = [
+            each
+            for each in quick(stored, step, rank)
+            if isinstance(each, CommittedSave) and each.step == step
+        ]
         assert [saved.path.parent.name for saved in told] == ["checkpoints"], told
         assert "symbolic links" in told[0].notes[0]
     check_loaded(CheckpointStore(folder / "shared/run/checkpoints", dist.group.WORLD), 3, rank)
@@ -74,19 +78,19 @@ def a_tier_that_is_lost_between_two_saves(folder: Path, rank: int, world_size: i
 def copying_that_fails_on_one_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     """It is told, and the next step is copied."""
     stored = with_tier(folder, f"node-{rank}")
-    own_large_files = Copying._own_large_files
+    own_large_files = TierCopier._own_large_files
     if rank == 1:
-        Copying._own_large_files = unreadable
+        TierCopier._own_large_files = unreadable
     quick(stored, 1, rank)
     stored._tier._copying._thread.join(15)
     assert not stored._tier._copying._thread.is_alive()
-    Copying._own_large_files = own_large_files
+    TierCopier._own_large_files = own_large_files
     dist.barrier()
     ended = [*quick(stored, 2, rank)]
     assert stored.close() == []
     ended += stored.finished()
     assert folder / "shared/run/checkpoints/step-00000002" in [
-        each.path for each in ended if isinstance(each, Saved)
+        each.path for each in ended if isinstance(each, CommittedSave)
     ], ended
 
 
@@ -94,11 +98,11 @@ def copying_that_fails_on_one_by_a_fake(folder: Path, rank: int, world_size: int
 def telling_of_a_copy_fails_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     """Rank 0 cannot look which old checkpoints to delete: that is said, and copying goes on."""
     stored = with_tier(folder, f"node-{rank}")
-    prune = Place.prune
-    Place.prune = unreadable
+    prune = CheckpointDir.prune
+    CheckpointDir.prune = unreadable
     quick(stored, 1, rank)
     stored._tier._copying._thread.join(15)
-    Place.prune = prune
+    CheckpointDir.prune = prune
     dist.barrier()
     quick(stored, 2, rank)
     assert stored.close() == []

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint.export import load_alone
+from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
 from hpctrain.cli.main import cli
 from hpctrain.rundir import RunDir
 
@@ -164,7 +164,7 @@ def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
     assert "a.pt exists; give --force" in refused.stderr
     assert Path("a.pt").read_text() == "precious"
     assert command("export", run, "a.pt", "--force", "--step", "4").exit_code == 0
-    expected = load_alone(RunDir(trained[0]).checkpoint(4)).state["module"]
+    expected = load_on_cpu(RunDir(trained[0]).checkpoint(4)).state["module"]
     assert torch.equal(torch.load("a.pt", weights_only=True)["net.0.weight"], expected["net.0.weight"])
     assert "after step" in command("export", run, "best.pt", "--best").stdout
     for words, why in (
@@ -209,7 +209,7 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
     assert said.exit_code == 0, said.stderr
     assert "each name began with 'module.', as DistributedDataParallel has it" in said.stdout
     assert "no state of an optimizer: it begins anew" in said.stdout
-    loaded = load_alone(RunDir(Path("new")).checkpoint(0))
+    loaded = load_on_cpu(RunDir(Path("new")).checkpoint(0))
     assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
     Path("train.py").write_text("pass")
     submitted = CliRunner().invoke(
@@ -255,7 +255,7 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
     assert f"the state after step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
     assert "hyper_parameters" in said.stdout.split("left out: ")[1].splitlines()[0]
     assert "which samples were trained" in said.stdout
-    state = load_alone(RunDir(Path("new")).checkpoint(5)).state
+    state = load_on_cpu(RunDir(Path("new")).checkpoint(5)).state
     moments = trainer.optimizers[0].state_dict()["state"]
     for index, values in moments.items():
         assert torch.equal(state["optimizers"][0]["state"][index]["exp_avg"], values["exp_avg"])

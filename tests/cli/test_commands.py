@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import assert_no_process_left, environment, wait_for
+from helpers import assert_no_process_left, environment, run_command, wait_for
 
 from hpctrain.cli.common import json_text
 
@@ -38,7 +38,8 @@ def test_help_names_every_command(hpctrain):
         (["init", "no/where.yaml"], "'no/where.yaml' cannot be written"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
         (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, such as 2:4"),
-        (["submit", "--env", "A", "train.py"], "KEY=VALUE"),
+        (["submit", "--env", "=A", "train.py"], "KEY=VALUE"),
+        (["submit", "--env", "NOT_SET", "train.py"], "'NOT_SET' is not set here. Export it"),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
         (["submit", "--sbatch", "--partition=x", "train.py"], "Use --partition"),
@@ -80,6 +81,40 @@ def test_slurm_that_does_not_answer_ends_with_3(hpctrain):
     assert "Slurm does not answer here" in done.stderr
 
 
+def test_a_dry_run_executes_nothing_of_the_project(hpctrain, tmp_path):
+    """Whatever a cloned or unpacked project may bring, only a real submission runs it."""
+    ran = tmp_path / "ran"
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "job.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    (project / "monitor").write_text(f"#!/bin/sh\ntouch {ran}\n")
+    (project / "monitor").chmod(0o755)
+    run_command(["git", "init", "-q", project])
+    run_command(["git", "-C", project, "config", "core.fsmonitor", str(project / "monitor")])
+    attack = f"{{% set x = cycler.__init__.__globals__.os.popen('touch {ran}').read() %}}"
+    (project / "t.sbatch.j2").write_text(attack + '{% extends "cpu.sbatch.j2" %}')
+    touch = f"touch {ran}"
+    for template, code in (("", 0), ("template: ./t.sbatch.j2\n", 2)):
+        (project / "hpctrain.yaml").write_text(
+            f"{template}setup: [{touch}]\nnotify: [{touch}]\nenv: {{BASH_ENV: ./monitor}}\n"
+        )
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "hpctrain",
+            "submit",
+            "--dry-run",
+            "--backend",
+            "local",
+            "job.py",
+        ]
+        done = run_command(command, cwd=project, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("is blocked" in done.stderr) == bool(code)
+        assert not ran.exists()
+
+
 def test_dry_run_prints_the_script_alone_and_creates_nothing(hpctrain, tmp_path):
     done = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "a b", "train.py")
     assert done.returncode == 0
@@ -91,7 +126,7 @@ def test_dry_run_prints_the_script_alone_and_creates_nothing(hpctrain, tmp_path)
 def test_the_whole_way(hpctrain, tmp_path):
     """Submitted, followed to the end, looked at, and continued."""
     args = ["--lr", "0.1", "--", "--help", "$(x)", "a\nb", "--nodes", "9"]
-    options = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2", "--run-dir", "r"]
+    options = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2", "--run-dir", "r"]
     done = hpctrain("submit", *options, "--follow", "train.py", *args)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"args {args!r}\n"
@@ -106,6 +141,9 @@ def test_the_whole_way(hpctrain, tmp_path):
     status = json.loads(hpctrain("status", "r", "--json").stdout)
     assert (status["state"], status["attempt"], status["backend"]) == ("COMPLETED", 0, "local")
     assert "state       COMPLETED" in hpctrain("status", "r").stdout
+    assert hpctrain("status", "--runs-dir=.").stdout.startswith("r  COMPLETED")
+    here = ("--runs-dir=.", "--json")
+    assert hpctrain("status", *here).stdout == hpctrain("list", *here).stdout
     assert hpctrain("logs", "r", "--rank", "3").stdout == f"args {args!r}\n"
     assert "it has ranks 0 to 3" in hpctrain("logs", "r", "--rank", "4").stderr
     assert hpctrain("wait", "r").returncode == 0
@@ -113,7 +151,7 @@ def test_the_whole_way(hpctrain, tmp_path):
     assert [run["run_id"] for run in json.loads(hpctrain("list", "--runs-dir", ".", "--json").stdout)] == [
         "r"
     ]
-    assert "had ended already" in hpctrain("cancel", "r").stdout
+    assert "has already finished" in hpctrain("cancel", "r").stdout
     assert "only a running one" in hpctrain("requeue", "r").stderr
 
     again = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")

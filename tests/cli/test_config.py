@@ -7,8 +7,8 @@ import re
 
 import yaml
 
-from hpctrain.jobs.options import options
-from hpctrain.jobs.starter import starter_file
+from hpctrain.jobs.options.config_template import config_template
+from hpctrain.jobs.options.table import all_options
 
 #: A line of the starter file that only needs its # removed; prose has one blank after it.
 COMMENTED_OUT = re.compile(r"^#(?=\S|  )", re.MULTILINE)
@@ -18,7 +18,7 @@ def test_init_writes_a_file_that_changes_nothing_and_never_overwrites(hpctrain, 
     before = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout
     assert hpctrain("init").stdout.startswith("Wrote hpctrain.yaml. ")
     text = (tmp_path / "hpctrain.yaml").read_text()
-    assert text == starter_file()
+    assert text == config_template()
     assert (
         hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout == before
     )
@@ -30,11 +30,11 @@ def test_init_writes_a_file_that_changes_nothing_and_never_overwrites(hpctrain, 
 
 
 def test_the_file_of_init_has_every_option_and_can_be_uncommented_as_it_is(hpctrain, tmp_path):
-    text = COMMENTED_OUT.sub("", starter_file())
-    in_files = [name for name, option in options().items() if option.about.in_files]
+    text = COMMENTED_OUT.sub("", config_template())
+    in_files = [name for name, option in all_options().items() if option.about.in_files]
     assert list(yaml.safe_load(text)) == [*in_files, "profiles"]
     for name in in_files:
-        assert options()[name].about.help.split()[0] in text
+        assert all_options()[name].about.help.split()[0] in text
     (tmp_path / "hpctrain.yaml").write_text(text)
     command = ["submit", "--backend", "local", "--run-dir", "r", "train.py"]
     plain = hpctrain(*command[:1], "--dry-run", *command[1:])
@@ -98,7 +98,7 @@ def test_a_wrong_file_is_one_sentence_and_the_files_line(hpctrain, tmp_path):
 
 def test_help_shows_every_option_under_its_heading(hpctrain):
     text = hpctrain("submit", "--help").stdout
-    for option in options().values():
+    for option in all_options().values():
         assert option.flag in text
         assert f"\n{option.group}:\n" in text
     assert "SCRIPT\n" not in text.partition("\n")[2]

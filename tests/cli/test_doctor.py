@@ -29,12 +29,20 @@ def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
 
     env = {**slurm.env, "HPCTRAIN_SITE_CONFIG": str(tmp_path / "site.yaml")}
     submit = hpctrain(
-        "submit", "--dry-run", "--no-snapshot", "--time", "30", "--gpus-per-node", "2", "train.py", env=env
+        "submit",
+        "--dry-run",
+        "--no-code-snapshot",
+        "--time",
+        "30",
+        "--gpus-per-node",
+        "2",
+        "train.py",
+        env=env,
     )
     assert submit.returncode == 0, submit.stderr
     assert submit.stderr.splitlines() == [
-        f"Slurm expects to start it at once, on {slurm.nodes[0]}, partition preemptible.",
-        "It may cost up to 1 GPU-hours (1 node × 2 GPUs × 00:30:00), and as much again after each requeue.",
+        f"Estimated start: at once, on {slurm.nodes[0]}, partition preemptible.",
+        "Maximum cost: 1 GPU-hour (1 node × 2 GPUs × 00:30:00) per allocation.",
     ]
 
 

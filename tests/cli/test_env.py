@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from helpers import run_command
 
 from hpctrain.cli.main import cli
-from hpctrain.telemetry import gpus
+from hpctrain.telemetry.sampling import nvml
 
 TORCHRUN = {
     "RANK": "5",
@@ -92,7 +92,7 @@ def test_one_form_at_a_time(hpctrain):
     [(4, 0, "cuda:1"), (2, 2, "4 ranks on this node (LOCAL_WORLD_SIZE), but only 2 GPUs")],
 )
 def test_with_a_faked_driver_the_device_is_the_planned_one(monkeypatch, visible, code, words):
-    monkeypatch.setattr(gpus, "count_gpus", lambda environ: visible)
+    monkeypatch.setattr(nvml, "count_gpus", lambda environ: visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     done = CliRunner().invoke(cli, ["env"], env=TORCHRUN)
     assert done.exit_code == code

@@ -148,7 +148,7 @@ def test_one_process_of_a_job_with_several_tasks_is_remarked(hpctrain):
 def test_it_starts_without_torch():
     done = run_command([sys.executable, "-X", "importtime", "-m", "hpctrain", "exec", "true"])
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hpctrain.cluster.meeting" in imported
+    assert "hpctrain.cluster.rendezvous" in imported
     assert not {"torch", "numpy", "rich", "asyncio"} & imported
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -10,6 +12,8 @@ import sys
 
 import pytest
 from helpers import assert_no_process_left, environment, wait_for
+
+from hpctrain.rundir import RunDir
 
 #: The second rank prints first, by two notes of the time.
 SCRIPT = """
@@ -21,14 +25,14 @@ print("late", rank, "of", attempt, flush=True)
 if rank == 1 and attempt == 0:
     raise ValueError("no such thing")
 """
-TWO_RANKS = ("--backend", "local", "--tasks-per-node", "2", "--run-dir", "r")
+TWO_RANKS = ("--backend", "local", "--ntasks-per-node", "2", "--run-dir", "r")
 
 
 @pytest.fixture
 def crashed(hpctrain, tmp_path):
     """A run that failed once, and then went well."""
     (tmp_path / "crash.py").write_text(SCRIPT)
-    again = ("--restart", "user-error.retries=1")
+    again = ("--restart-policy", "user-error.retries=1")
     done = hpctrain("submit", *TWO_RANKS, *again, "--follow", "crash.py")
     assert done.returncode == 0, done.stderr
     return done
@@ -69,7 +73,7 @@ def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     options = ("--max-failures", "2", "--env", f"PYTHONPATH={shadow}", "--follow")
     done = hpctrain("submit", *TWO_RANKS, *options, "train.py")
     assert done.returncode == 4
-    assert "attempt 0: the workers are started again" in done.stderr
+    assert "attempt 0 failed; restarting" in done.stderr
     words = re.compile(
         r"attempt 1: failure: rank [01] on local-0: exit code 1: ImportError: shadowed \(log: (.*)\)"
     )
@@ -122,7 +126,7 @@ def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrai
         *("[task-9]  task 9 has rank 0", "[task-10] task 10 has rank 0")
     }
     assert "[task-10] no end of the line" in lines
-    assert re.search(r"== the job is [A-Z]+ \(2 tasks: ", done.stderr)
+    assert re.search(r"== job is [A-Z]+ \(2 tasks: ", done.stderr)
     assert "== [task-10] attempt 0: starting, world size 2, nodes 1" in done.stderr
     assert re.search(
         r"== \[task-9\]  attempt 0: failure: rank [01] on .*: AssertionError: nine is bad", done.stderr
@@ -183,3 +187,78 @@ def test_looking_away_from_logs_leaves_the_run_alone(hpctrain, tmp_path):
     hpctrain("cancel", "r")
     wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
     assert_no_process_left(tmp_path / "r")
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link \x9b5n\x1bc\x00\ttab\r\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--errors"]])
+def test_a_terminal_gets_no_escapes_of_a_log_but_colours(hpctrain, tmp_path, options):
+    run = RunDir(tmp_path / "r")
+    run.attempt_logs(0).mkdir(parents=True)
+    run.failures.mkdir()
+    run.spec.touch()
+    run.rank_log(0, 0).write_text(HOSTILE)
+    run.log_event("submitted", 0, job_id="1", backend="local")
+    run.log_event("failure", 0, rank=0, cause=f"x{HOSTILE}", log=str(run.rank_log(0, 0)))
+    run.failure(0, 0).write_text(json.dumps({"rank": 0, "traceback": HOSTILE}))
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "hpctrain", "logs", "r", *options]
+    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=theirs, check=True, timeout=60)
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "\x1b[31mred\x1b[0m link" in shown
+    assert "\ttab" in shown
+    assert not re.search(r"\x1b(?!\[(31|0)m)|[\x00\x07\x9b]|title|http", shown)
+    # A pipe gets what the script printed, for a pager or a file.
+    assert "\x1b]0;title\x07" in hpctrain("logs", "r", *options).stdout
+
+
+CAUSE = """
+import os
+import torch
+import hpctrain
+
+
+class Line(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        if os.environ["RANK"] == "1" and batch_idx == 3:
+            {"a": 1}["smoothing"]
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+data = torch.utils.data.TensorDataset(torch.ones(80, 1))
+hpctrain.Trainer(max_steps=20, global_batch_size=8, seed=1).fit(Line(), data)
+"""
+
+
+def test_the_cause_comes_first_with_the_users_frames_and_its_victims_in_a_line(hpctrain, tmp_path):
+    (tmp_path / "cause.py").write_text(CAUSE)
+    done = hpctrain("submit", *TWO_RANKS, "--max-failures", "1", "--follow", "cause.py")
+    assert done.returncode == 4
+    (victim,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
+    assert victim.startswith("hpctrain: rank 1 on local-0 (KeyError) failed, and this rank with it: Runtime")
+    assert "Traceback" not in done.stdout
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    first = lines.index("Traceback (most recent call last):")
+    assert lines.count("Traceback (most recent call last):") == 1
+    assert lines[first - 1].startswith("== attempt 0: failure: rank 1 on local-0: KeyError: 'smoothing'")
+    trace = lines[first + 1 : lines.index("KeyError: 'smoothing'")]
+    assert [line for line in trace if line.startswith("…")] == [trace[2]]
+    assert '{"a": 1}["smoothing"]' in trace
+    assert not any("torch/" in line for line in trace)
+    rest = lines[lines.index("KeyError: 'smoothing'") :]
+    assert sum("Connection closed by peer" in line for line in rest) == 1
+
+    errors = hpctrain("logs", "r", "--errors").stdout.splitlines()
+    assert errors[0] == "attempt 0: rank 1 on local-0: KeyError: 'smoothing'"
+    assert not any("torch/" in line for line in errors[: errors.index("KeyError: 'smoothing'")])
+    assert [line.startswith("also rank 0: RuntimeError") for line in errors][-1]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import sys
 import time
 
 import pytest
+from helpers import on_a_terminal
 
+from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir
 
 
@@ -43,7 +47,9 @@ def test_waiting_for_a_slurm_that_is_gone_says_what_for(hpctrain, lost):
     words, error = done.stderr.splitlines()
     assert words.startswith("Waiting for run lost: where it stands is unknown for ")
     assert words.endswith("; that does not end it")
-    assert error.startswith("Error: Run lost has not ended within 0.5 s: it is UNKNOWN.")
+    assert error.startswith("Error: Run lost has not ended within 0.5 s: its state is unknown for ")
+    assert "/nowhere/slurm.conf" in error
+    assert error.endswith("). Wait again, or cancel it.")
 
 
 def test_waiting_for_a_slurm_that_never_comes_back_has_an_end(hpctrain, lost):
@@ -78,6 +84,45 @@ def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):
     assert done.stderr == ""
 
 
+def test_a_script_that_reports_no_steps_is_said_to(hpctrain, tmp_path):
+    """The script of the fixture prints a line and trains nothing that hpctrain knows of."""
+    assert hpctrain("submit", "--backend", "local", "--run-dir", "runs/plain", "train.py").returncode == 0
+    done = hpctrain("wait", "plain")
+    words = "not known: this script reports no steps"
+    assert f"run          plain: COMPLETED, step {words}\n" in done.stdout
+    assert f"step        {words}\n" in hpctrain("status", "plain").stdout
+    status = json.loads(hpctrain("status", "plain", "--json").stdout)
+    assert (status["step"], status["reports_steps"]) == (None, False)
+    assert "  not reported  " in hpctrain("list").stdout
+    assert f"step   {words}" in hpctrain("top", "plain").stdout
+    assert "this script reports no steps" in hpctrain("report", "plain", "--format", "md").stdout
+    pages = RunPages(tmp_path / "runs")
+    assert '<td class="n">not reported</td>' in pages.page(None)
+    assert "this script reports no steps" in pages.page("plain")
+
+
+def test_the_list_has_a_header_on_a_terminal_only(hpctrain, tmp_path):
+    for name, loss in (("one", 2.7978244721005296e-12), ("other", math.nan)):
+        run = RunDir(tmp_path / "runs" / name)
+        run.path.mkdir(parents=True)
+        run.spec.touch()
+        run.log_event("submitted", 0, job_id="17", backend="local")
+        run.metrics.write_text(json.dumps({"step": 1200, "loss": loss, "time": time.time()}) + "\n")
+        run.log_event("finished", 0, state="COMPLETED")
+        past = {"time": time.time() - 7260}
+        lines = [json.loads(line) | past for line in run.events.read_text().splitlines()]
+        run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = [sys.executable, "-m", "hpctrain", "list"]
+    header, *lines = on_a_terminal(argv, tmp_path, columns=100).replace("\r", "").splitlines()
+    assert header.split() == ["RUN", "STATE", "JOB", "AGE", "STEP", "LOSS"]
+    for title, cell in (("STATE", "COMPLETED"), ("JOB", "local 17"), ("AGE", "2 h 1 min")):
+        assert header.index(title) == lines[0].index(cell)
+    assert lines[0].split("  ")[-2:] == ["1\u202f200", "2.7978e-12"]
+    assert lines[1].split()[-1] == "NaN"
+    assert hpctrain("list").stdout.splitlines() == lines
+    assert "loss        2.7978e-12\n" in hpctrain("status", "one").stdout
+
+
 def test_a_folder_that_looks_like_an_option_can_be_typed_as_it_is_told(hpctrain, tmp_path):
     done = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
     assert done.returncode == 0
@@ -95,5 +140,6 @@ def test_what_failed_is_said_once(hpctrain, tmp_path):
     assert "\nError: " not in done.stderr
     waited = hpctrain("wait", "r")
     assert (waited.returncode, waited.stderr) == (4, "")
-    assert waited.stdout.count("RuntimeError: boom") == 1
+    # The cause, and the last line of its traceback.
+    assert waited.stdout.count("RuntimeError: boom") == 2
     assert "line 1, in <module>" in waited.stdout

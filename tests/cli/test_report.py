@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, run_command
+from helpers import REPOSITORY, run_command, wait_for
 
 from hpctrain.cli import submit
-from hpctrain.cli.again import command_again
-from hpctrain.jobs.build import build_spec
-from hpctrain.jobs.config import COMMAND_LINE, resolve
-from hpctrain.jobs.options import options as known_options
+from hpctrain.cli.resubmit_command import resubmit_command
+from hpctrain.files import is_locked
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
+from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobs.options.table import all_options as known_options
 from hpctrain.rundir import RunDir
 
 EVENTS = [
@@ -39,7 +43,7 @@ def run(tmp_path) -> RunDir:
 
 def test_a_page_in_the_run_folder(hpctrain, run):
     done = hpctrain("report", "digits")
-    assert done.stdout == "The report is written: runs/digits/report.html\n"
+    assert done.stdout == "Report written to runs/digits/report.html\n"
     assert done.returncode == 0
     assert run.report.read_text().startswith("<!doctype html>")
 
@@ -48,7 +52,7 @@ def test_json_is_one_document(hpctrain, run):
     for option in (["--json"], ["--format", "json"]):
         document = json.loads(hpctrain("report", "digits", *option).stdout)
         assert (document["state"], document["step"], document["loss"]) == ("COMPLETED", 50, 1 / 50)
-        assert sum(row["us"] for row in document["ledger"]) == document["wall_us"] == 100_000_000
+        assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == 100_000_000
 
 
 def test_what_is_no_number_is_no_reason_for_broken_json(hpctrain, run):
@@ -99,15 +103,50 @@ def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
     documents = json.loads(hpctrain("report", "a", "--json").stdout)
     assert [document["run_id"] for document in documents] == ["a/task-0", "a/task-1"]
     assert {document["state"] for document in documents} == {"COMPLETED"}
+    assert hpctrain("report", "a").stdout == "Report written to a/report.html\n"
+    assert "2 runs side by side" in RunDir(tmp_path / "a").report.read_text()
+    done = hpctrain("report", "a", "a/task-1")
+    assert (done.returncode, "Comparing 3 runs needs an output file" in done.stderr) == (2, True)
     assert hpctrain("report", "a/task-1").returncode == 0
     assert RunDir(tmp_path / "a").task(1).report.exists()
+
+
+def test_a_cancelled_run_whose_supervisor_was_killed(hpctrain, tmp_path):
+    """The request to cancel is what is left; it is gone once the run is submitted again."""
+    (tmp_path / "wait.py").write_text("import time\ntime.sleep(60)\n")
+    submit = ("submit", "--backend", "local", "--run-dir", "r")
+    assert hpctrain(*submit, "wait.py").returncode == 0
+    run = RunDir(tmp_path / "r")
+    wait_for(lambda: any(event["kind"] == "started" for event in run.read_events()), 30, "the ranks")
+    run.cancel_request.touch()
+    end_run(run)
+    report = json.loads(hpctrain("report", "r", "--json").stdout)
+    assert (report["state"], report["attempts"][0]["end"]) == ("CANCELLED", "cancelled")
+    assert hpctrain(*submit, "train.py").returncode == 0
+    assert hpctrain("wait", "r").returncode == 0
+    report = json.loads(hpctrain("report", "r", "--json").stdout)
+    ends = [(attempt["end"], attempt["followed_by"]) for attempt in report["attempts"]]
+    assert ends == [("cancelled", "submission"), ("completed", None)]
+    assert "lost job" not in hpctrain("report", "r", "--format", "md").stdout
+
+
+def end_run(run: RunDir) -> None:
+    """Kill supervisor and ranks, as a node that goes down does."""
+    pids = [int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))]
+    for pid in pids:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        pids.extend(map(int, children))
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_locked(run.lock), 30, "the end of the supervisor")
 
 
 def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
     """What `submit` would write into `spec.yaml` on a cluster that has all of it, but for the run's name."""
     given = submit.command.make_context("submit", list(words)).params
     asked = {name: given[name] for name in known_options()}
-    settings = resolve(asked, source=COMMAND_LINE, assignments=(), environ={}, cwd=folder)
+    settings = resolve_options(asked, source=COMMAND_LINE_SOURCE, assignments=(), environ={}, cwd=folder)
     spec = build_spec(
         given["script"],
         given["args"],
@@ -124,8 +163,8 @@ def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
     [
         [],
         ["--nodes", "2", "--gpus-per-node", "h100:4", "--cpus-per-task", "3", "--time", "1-02:03:04"],
-        ["--tasks-per-node", "3", "--name", "a b", "--env", "X=1 2", "--env", "Y=$(touch z)"],
-        ["--module", "cuda", "--setup", "echo 'hi'", "--signal-lead", "33", "--max-failures", "7"],
+        ["--ntasks-per-node", "3", "--name", "a b", "--env", "X=1 2", "--env", "Y=$(touch z)"],
+        ["--module", "cuda", "--setup", "echo 'hi'", "--stop-before-limit", "33", "--max-failures", "7"],
         [
             "--partition",
             "gpu",
@@ -141,12 +180,12 @@ def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
         ],
         ["--time", "unlimited", "--sbatch", "profile=task"],
         ["--launcher", "torchrun", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379"],
-        ["--array", "0-3%2", "--continue-by", "successor", "--gpu-directive", "gpus-per-node"],
+        ["--array", "0-3%2", "--resume-mode", "successor", "--gpu-request-style", "gpus-per-node"],
     ],
 )
 def test_the_command_that_runs_it_again_asks_for_the_same(tmp_path, options):
     first = spec_of([*options, "train.py", "--lr", "0.1", "a 'b' $c", "", "--name=x"], tmp_path)
-    cd, command = command_again(first)[-2:]
+    cd, command = resubmit_command(first)[-2:]
     assert shlex.split(cd) == ["cd", str(tmp_path)]
     assert shlex.split(command)[:2] == ["hpctrain", "submit"]
     assert spec_of(shlex.split(command)[2:], tmp_path) == first
@@ -154,7 +193,7 @@ def test_the_command_that_runs_it_again_asks_for_the_same(tmp_path, options):
 
 @pytest.mark.parametrize("spec", [{}, {"script": 3, "workdir": "/"}, {"script": "/a.py"}])
 def test_there_is_no_command_where_too_little_is_known(spec):
-    assert command_again(spec) == []
+    assert resubmit_command(spec) == []
 
 
 def test_the_benchmark_of_a_large_run_runs():

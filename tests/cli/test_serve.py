@@ -22,7 +22,7 @@ import chromium
 import pytest
 from helpers import environment, wait_for
 
-from hpctrain.cli.serve import Folder
+from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir
 
 START = 1_764_000_000.0
@@ -140,6 +140,24 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_page_has(served)
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert served.ask("/", token=False, Cookie=cookie.split(";")[0])[0] == 200
+
+
+def test_a_link_to_a_run_leads_to_its_page(served):
+    for path in ("/run/digits", "/run/a%20b%26%3Ci%3E"):
+        status, headers, _ = served.ask(f"{path}?token={served.token}", token=False)
+        assert (status, headers["Location"]) == (303, path)
+        cookie = headers["Set-Cookie"].split(";")[0]
+        assert served.ask(headers["Location"], token=False, Cookie=cookie)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/", "/\\\\evil.example", "/run/..%2F..%2Fx", "/run//evil.example", "/x"]
+)
+def test_a_link_with_the_token_leads_to_no_other_place(served, path):
+    status, headers, _ = served.ask(f"{path}?token={served.token}", token=False)
+    location = headers.get("Location")
+    assert status in (303, 404)
+    assert location is None or re.fullmatch(r"/(run/[^/\\]+)?", location)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +303,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
 
 
 def test_a_page_that_takes_long_is_made_once_for_all_who_look_and_not_at_every_change(folder, monkeypatch):
-    pages, made = Folder(folder), []
+    pages, made = RunPages(folder), []
 
     def render(status: object) -> str:
         made.append(status)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
 import sys
-import time
-from subprocess import Popen
 
 import pytest
-from helpers import environment
+from helpers import on_a_terminal
 
 SCRIPT = """
 import json, os, pathlib, time
@@ -30,32 +25,6 @@ def submit(hpctrain, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def on_a_terminal(argv: list[str], cwd, columns: int, limit_s: float = 60.0) -> str:
-    """What a command shows on a terminal of so many columns, to its end."""
-    ours, theirs = pty.openpty()
-    env = environment({"COLUMNS": str(columns), "LINES": "20", "TERM": "xterm", "NO_COLOR": "1"})
-    process = Popen(argv, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown, deadline = b"", time.monotonic() + limit_s
-    try:
-        while True:
-            ready, _, _ = select.select([ours], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no end after {limit_s} s; shown so far: {shown!r}"
-            try:
-                new = os.read(ours, 65536)
-            except OSError:  # Linux's word for the end of a terminal
-                break
-            if not new:
-                break
-            shown += new
-        assert process.wait(10) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    return shown.decode(errors="replace")
-
-
 def test_a_terminal_is_shown_the_run_to_its_end(hpctrain, tmp_path):
     submit(hpctrain, tmp_path)
     argv = [sys.executable, "-m", "hpctrain", "top", "r", "--interval", "0.2"]
@@ -72,7 +41,7 @@ def test_without_a_terminal_one_look_is_printed(hpctrain, tmp_path):
     assert hpctrain("wait", "r").returncode == 0
     for options in ([], ["--once"]):
         done = hpctrain("top", "r", *options)
-        assert done.stdout.startswith("r  COMPLETED, start 0\nstep   20 of 20  ████")
+        assert done.stdout.startswith("r  COMPLETED, attempt 0\nstep   20 of 20  ████")
         assert "\x1b" not in done.stdout
     document = json.loads(hpctrain("top", "r", "--json").stdout)
     assert (document["state"], document["step"], document["loss"]) == ("COMPLETED", 20, 1 / 20)

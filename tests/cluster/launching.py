@@ -21,7 +21,7 @@ from typing import Any
 from helpers import run_command, wait_for
 
 from hpctrain.cluster import detect
-from hpctrain.cluster.ports import port_candidates
+from hpctrain.cluster.port_candidates import port_candidates
 from hpctrain.errors import EnvironmentMismatch
 
 _HERE = Path(__file__).parent

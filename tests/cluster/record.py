@@ -1,6 +1,6 @@
 """Records what launchers set: runs every launch of `launches.py` and keeps what `test_recordings.py` replays.
 
-    python tests/cluster/record.py [--horovodrun PATH] [--sshd PATH] [NAME ...]
+    python tests/cluster/record.py [--horovodrun PATH] [--sshd PATH] [--to FOLDER] [NAME ...]
 
 It starts a sandbox of its own. Launches that it cannot run, since horovodrun or sshd were not named, keep
 their old recording. A recording is one JSON file: the command, the versions of what took part, the variables
@@ -140,6 +140,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--horovodrun", type=Path, help="horovodrun, in a venv with Horovod 0.28.1")
     parser.add_argument("--sshd", help="the path of sshd")
+    parser.add_argument("--to", type=Path, default=RECORDINGS, help="the folder of the recordings")
     parser.add_argument("names", nargs="*", default=list(launches.ALL))
     asked = parser.parse_args(argv)
     words: dict[str, str] = {}
@@ -162,7 +163,7 @@ def main(argv: list[str]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 processes = run(launch, Path(folder), box.env, box.nodes, words)
             text = json.dumps(recording(launch, processes, words, box.env), indent=1)
-            (RECORDINGS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+            (asked.to / f"{name}.json").write_text(text + "\n", encoding="utf-8")
             print(f"{name}: {len(processes)} processes")
 
 

@@ -84,7 +84,10 @@ def test_tasks_per_node_is_no_number(text, counts):
     assert parse_tasks_per_node(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "4(x)", "x2", "4(x2),", "4;3", "-1"])
+@pytest.mark.parametrize(
+    "text",
+    [*("", "4(x)", "x2", "4(x2),", "4;3", "-1"), "2(x99999999999999999999)", "2(x9999999999)", "9" * 5000],
+)
 def test_tasks_per_node_that_slurm_would_not_write(text):
     with pytest.raises(EnvironmentMismatch, match=r"4\(x2\),3"):
         parse_tasks_per_node(text)

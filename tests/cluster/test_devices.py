@@ -11,8 +11,8 @@ from helpers import run_command
 
 from hpctrain import sandbox
 from hpctrain.cluster import Ranks, detect
-from hpctrain.cluster.devices import is_mig, plan_device, sharing_allowed, visible_devices
-from hpctrain.cluster.seats import Seat, check_places, deal_gpus
+from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
+from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.errors import EnvironmentMismatch
 
 
@@ -155,12 +155,12 @@ def test_who_asked_for_it_shares_gpus_in_turn(variables):
     ],
 )
 def test_who_did_not_ask_for_it_does_not_share(variables):
-    assert sharing_allowed(variables) is None
+    assert gpu_sharing_reason(variables) is None
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused():
     with pytest.raises(EnvironmentMismatch, match="HPCTRAIN_SHARE_GPUS is 'yes'"):
-        sharing_allowed({"HPCTRAIN_SHARE_GPUS": "yes"})
+        gpu_sharing_reason({"HPCTRAIN_SHARE_GPUS": "yes"})
 
 
 SHAPES = [
@@ -190,7 +190,7 @@ SHAPES_OF_FOUR = [
 ]
 
 
-def seats_of_step(env: dict[str, str], shape: str, gpus_per_node: int, folder: Path) -> list[Seat]:
+def seats_of_step(env: dict[str, str], shape: str, gpus_per_node: int, folder: Path) -> list[RankPlacement]:
     """Start a step of that shape; what its tasks would tell each other, were Slurm's GPUs real ones."""
     # The suite keeps GPUs out of sight by a variable that a step of --gpu-bind=none would inherit.
     command = ["env", "--unset=CUDA_VISIBLE_DEVICES", "srun", *shape.split(), f"--output={folder}/%t"]
@@ -204,9 +204,9 @@ def seats_of_step(env: dict[str, str], shape: str, gpus_per_node: int, folder: P
         ranks, node = detect(environ), environ["SLURMD_NODENAME"]
         uuids = tuple(f"{node}:{entry}" for entry in seen)
         index = plan_device(ranks, environ, len(seen)).index
-        seats.append(Seat(ranks.rank, ranks.node_rank, ranks.local_rank, node, uuids, index))
+        seats.append(RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, node, uuids, index))
     seats.sort(key=lambda seat: seat.rank)
-    check_places(seats)
+    check_unique_placement(seats)
     return seats
 
 
@@ -235,7 +235,7 @@ def test_tasks_with_several_gpus_each_take_one_that_no_other_takes(
     seats = seats_of_step(node_of_four.env, shape, 4, tmp_path)
     assert {len(seat.gpus) for seat in seats} == {2}
     assert (len({seat.gpu for seat in seats}) == len(seats)) is plan_is_enough
-    deal = deal_gpus(seats, may_share=False)
+    deal = assign_gpus(seats, may_share=False)
     assert len({seat.gpus[deal.indexes[seat.rank]] for seat in seats}) == len(seats)
     if "--gpus-per-task" in shape:
         assert deal.indexes == {0: 0, 1: 0}

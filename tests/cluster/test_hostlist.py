@@ -358,6 +358,12 @@ def test_what_is_compressed_keeps_to_the_limits_of_slurm(slurm, shape):
         assert expand_by_argument(slurm, compressed) == hosts
 
 
+def test_names_with_ever_more_zeros_are_compressed():
+    # Their list has millions of characters: looking at each several times would take minutes.
+    names = ["n" + "0" * length for length in range(1, 3001)]
+    assert expand_hostlist(compress_hostlist(names)) == names
+
+
 @pytest.mark.parametrize("name", ["", "a,b", "a b", "n[1-2]", "n1\n", "é"])
 def test_what_is_no_name_is_not_compressed(name):
     with pytest.raises(UserError, match="cannot be in a node list") as caught:

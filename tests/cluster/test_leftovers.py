@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpctrain.cluster.leftovers import end_leftovers
+from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to look for processes in")
@@ -32,8 +32,8 @@ def start():
 def test_those_of_earlier_attempts_of_this_run_are_ended(start, tmp_path):
     first, second, now = (start(tmp_path / "run", attempt) for attempt in range(3))
     other = start(tmp_path / "other", 0)
-    assert sorted(end_leftovers(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
+    assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
     assert [first.wait(5), second.wait(5)] == [-9, -9]
     assert now.poll() is None
     assert other.poll() is None
-    assert end_leftovers(str(tmp_path / "run"), 2) == []
+    assert kill_orphans(str(tmp_path / "run"), 2) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 import re
 import socket
 import subprocess
@@ -11,16 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from itertools import count, islice
 
 import pytest
 from helpers import run_command
 
-from hpctrain.cluster.meeting import Meeting, meet
-from hpctrain.cluster.meeting.port import Port
-from hpctrain.cluster.ports import port_candidates
+from hpctrain.authentication import new_secret
+from hpctrain.cluster.port_candidates import port_candidates
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.errors import MeetingFailed
+from hpctrain.cluster.rendezvous import RendezvousInfo, rendezvous
+from hpctrain.cluster.rendezvous import server as rendezvous_server
+from hpctrain.cluster.rendezvous.port import ReservedPort
+from hpctrain.cluster.rendezvous.protocol import Handshake
+from hpctrain.errors import RendezvousError
 
 #: Far more than a meeting on one host takes, on a busy machine, too.
 LIMIT_S = 30.0
@@ -51,17 +57,17 @@ def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **mo
 
 def gather(
     *who: Ranks, timeout_s: float = LIMIT_S, environ: dict[str, str] | None = None
-) -> list[Future[Meeting]]:
+) -> list[Future[RendezvousInfo]]:
     """Let all of `who` meet at once; their ends, in that order."""
     with ThreadPoolExecutor(len(who)) as pool:
-        return [pool.submit(meet, ranks, environ or {}, timeout_s=timeout_s) for ranks in who]
+        return [pool.submit(rendezvous, ranks, environ or {}, timeout_s=timeout_s) for ranks in who]
 
 
 def world(key: str, size: int, **more: object) -> list[Ranks]:
     return [ranks_of(key, rank, size, **more) for rank in range(size)]
 
 
-def agreed_port(ends: list[Future[Meeting]]) -> int:
+def agreed_port(ends: list[Future[RendezvousInfo]]) -> int:
     """The port that all agreed on; rank 0 gives it back."""
     meetings = [end.result() for end in ends]
     for meeting in meetings:
@@ -71,11 +77,11 @@ def agreed_port(ends: list[Future[Meeting]]) -> int:
     return port
 
 
-def failures(ends: list[Future[Meeting]]) -> list[str]:
+def failures(ends: list[Future[RendezvousInfo]]) -> list[str]:
     """What each rank says of its failure; fails where one has none."""
     texts = []
     for end in ends:
-        with pytest.raises(MeetingFailed) as error:
+        with pytest.raises(RendezvousError) as error:
             end.result()
         texts.append(str(error.value))
     return texts
@@ -123,7 +129,7 @@ def test_all_meet_whoever_comes_first(key, order):
     started = []
     with ThreadPoolExecutor(4) as pool:
         for rank in order:
-            started.append(pool.submit(meet, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S))
+            started.append(pool.submit(rendezvous, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S))
             time.sleep(0.1)
     assert agreed_port(started) == candidates(key)[0]
     for end in started:
@@ -131,14 +137,14 @@ def test_all_meet_whoever_comes_first(key, order):
 
 
 def test_a_process_that_is_alone_gets_a_port_at_once(key):
-    with contextlib.closing(meet(ranks_of(key, 0, 1), {}).held) as held:
+    with contextlib.closing(rendezvous(ranks_of(key, 0, 1), {}).held) as held:
         assert 20_000 <= held.number < 32_000
 
 
 def test_more_of_them_than_there_are_candidates_have_a_port_each():
     alone = (
-        "from hpctrain.cluster import detect; from hpctrain.cluster.meeting import meet\n"
-        "print(meet(detect({}), {}).port, flush=True); input()"
+        "from hpctrain.cluster import detect; from hpctrain.cluster.rendezvous import rendezvous\n"
+        "print(rendezvous(detect({}), {}).port, flush=True); input()"
     )
     processes = [
         subprocess.Popen(
@@ -191,7 +197,7 @@ def test_two_jobs_with_the_same_candidates_do_not_mix(key):
 
 def test_a_port_that_is_reserved_for_a_program_is_passed_over_and_the_program_gets_it(key):
     number, second, *_ = candidates(key)
-    port = Port(number)
+    port = ReservedPort(number)
     port.reserve()
     assert agreed_port(gather(*world(key, 2))) == second
     with pytest.raises(OSError, match="in use"), contextlib.closing(socket.socket()) as plain:
@@ -226,8 +232,8 @@ def test_a_missing_rank_is_named_to_all_that_have_come(key):
 def test_who_came_first_is_told_too_when_its_time_is_up(key):
     """Rank 0 would wait longer, but a peer that has come would not."""
     with ThreadPoolExecutor(2) as pool:
-        peer = pool.submit(meet, ranks_of(key, 1, 3), {}, timeout_s=SHORT_S)
-        main = pool.submit(meet, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
+        peer = pool.submit(rendezvous, ranks_of(key, 1, 3), {}, timeout_s=SHORT_S)
+        main = pool.submit(rendezvous, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
     for text in failures([peer, main]):
         assert "1 of 2 peers have come" in text
         assert "not rank 2" in text
@@ -302,10 +308,10 @@ def test_two_processes_with_the_same_rank_are_both_named(key, rank):
 
 def test_who_comes_after_the_failure_is_told_of_it_at_once(key):
     with ThreadPoolExecutor(4) as pool:
-        ends = [pool.submit(meet, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S) for rank in (0, 1, 1)]
+        ends = [pool.submit(rendezvous, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S) for rank in (0, 1, 1)]
         wait(ends[1:], timeout=LIMIT_S)
         begun = time.monotonic()
-        (text,) = failures([pool.submit(meet, ranks_of(key, 2, 4), {}, timeout_s=LIMIT_S)])
+        (text,) = failures([pool.submit(rendezvous, ranks_of(key, 2, 4), {}, timeout_s=LIMIT_S)])
         assert time.monotonic() - begun < LIMIT_S / 2
     assert "two processes take themselves for rank 1 of 4" in text
 
@@ -319,7 +325,7 @@ def test_ranks_that_count_differently_are_told_both_numbers(key):
 def test_whoever_else_talks_to_the_port_does_no_harm(key):
     number, *_ = candidates(key)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as connections:
-        main = pool.submit(meet, ranks_of(key, 0, 2), {}, timeout_s=LIMIT_S)
+        main = pool.submit(rendezvous, ranks_of(key, 0, 2), {}, timeout_s=LIMIT_S)
         deep = b"[" * 4000 + b"\n"
         for words in (
             b"",
@@ -351,13 +357,13 @@ def connect(port: int) -> socket.socket:
 def test_a_rank_that_goes_away_and_comes_back_is_one_rank(key):
     """A launcher may start a process again, or a connection may break."""
     with ThreadPoolExecutor(2) as pool:
-        main = pool.submit(meet, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
+        main = pool.submit(rendezvous, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
         come_and_go = (
             "import sys, time; from hpctrain.cluster.ranks import Ranks\n"
-            "from hpctrain.cluster.meeting import meet\n"
-            "from hpctrain.cluster.meeting import visit\n"
-            "visit._hear = lambda c, s, hear=visit._hear: sys.exit(0) if s > 3 else hear(c, s)\n"
-            f"meet(Ranks(1, 3, 1, 3, 0, 1, 'localhost', 0, 'test', {key!r}), {{}}, timeout_s=30)"
+            "from hpctrain.cluster.rendezvous import rendezvous\n"
+            "from hpctrain.cluster.rendezvous import client\n"
+            "client._hear = lambda c, s, hear=client._hear: sys.exit(0) if s > 3 else hear(c, s)\n"
+            f"rendezvous(Ranks(1, 3, 1, 3, 0, 1, 'localhost', 0, 'test', {key!r}), {{}}, timeout_s=30)"
         )
         run_command([sys.executable, "-c", come_and_go])
         rest = gather(ranks_of(key, 1, 3), ranks_of(key, 2, 3))
@@ -369,18 +375,18 @@ def test_more_peers_than_files_may_be_open():
     text = """
 import resource
 from concurrent.futures import ThreadPoolExecutor
-from hpctrain.cluster.meeting import meet
+from hpctrain.cluster.rendezvous import rendezvous
 from hpctrain.cluster.ranks import Ranks
 resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 def rank(number):
     return Ranks(number, 200, number, 200, 0, 1, "127.0.0.1", 0, "test", KEY)
 if ROLE == "main":
-    held = meet(rank(0), {}).held
+    held = rendezvous(rank(0), {}).held
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 else:
     resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1:] * 2)
     with ThreadPoolExecutor(199) as pool:
-        print(len({m.port for m in pool.map(lambda number: meet(rank(number), {}), range(1, 200))}))
+        print(len({m.port for m in pool.map(lambda number: rendezvous(rank(number), {}), range(1, 200))}))
 """
     head = f"KEY = 'many {time.monotonic_ns()}'\n"
     with ThreadPoolExecutor(2) as pool:
@@ -391,17 +397,17 @@ else:
     assert [output.result().stdout for output in outputs] == ["96\n", "1\n"]
 
 
-@pytest.mark.parametrize("hard", [20, 40])
-def test_fewer_files_than_a_meeting_needs_are_said(key, hard):
+@pytest.mark.parametrize("hard", [20, 64])
+def test_fewer_files_than_a_meeting_needs_are_said_and_strangers_make_room(key, hard):
     """The hard limit is below the number of ranks; or strangers take up what there is."""
     text = f"""
 import resource, socket, sys, threading
-from hpctrain.cluster.meeting import meet
+from hpctrain.cluster.rendezvous import rendezvous
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import HpctrainError
 resource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))
 try:
-    meet(Ranks(0, 30, 0, 30, 0, 1, "127.0.0.1", 0, "test", {key!r}), {{}}, timeout_s={LIMIT_S})
+    rendezvous(Ranks(0, 30, 0, 30, 0, 1, "127.0.0.1", 0, "test", {key!r}), {{}}, timeout_s={LIMIT_S})
 except HpctrainError as error:
     print(type(error).__name__, error)
 """
@@ -410,23 +416,67 @@ except HpctrainError as error:
         subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as main,
         contextlib.ExitStack() as strangers,
     ):
-        while hard > 30 and main.poll() is None:
-            with contextlib.suppress(OSError):
-                strangers.enter_context(socket.create_connection(("127.0.0.1", number), timeout=0.2))
-            time.sleep(0.005)
+        if hard > 30:
+            strangers.enter_context(connect(number))
+            for _ in range(100):
+                strangers.enter_context(socket.create_connection(("127.0.0.1", number), timeout=5))
+            ends = gather(*(ranks_of(key, rank, 30) for rank in range(1, 30)))
+            assert {end.result().port for end in ends} == {number}
         said = main.communicate(timeout=LIMIT_S)[0]
     if hard < 30:
         assert said.startswith("HpctrainError 30 connections are needed here")
         assert "only 20 files open" in said
     else:
-        assert "Too many open files, with" in said
-        assert "0 of 29 peers have come" in said
+        assert said == ""
+
+
+def test_a_rank_without_the_secret_of_the_job_does_not_get_in(key):
+    """It knows all ids, which are no secret."""
+    secret = new_secret()
+    with ThreadPoolExecutor(3) as pool:
+        main = pool.submit(rendezvous, ranks_of(key, 0, 2), secret, timeout_s=LIMIT_S)
+        stranger = pool.submit(rendezvous, ranks_of(key, 1, 2), new_secret(), timeout_s=SHORT_S)
+        (text,) = failures([stranger])
+        assert "a server that is not rank 0 of this job" in text
+        peer = pool.submit(rendezvous, ranks_of(key, 1, 2), secret, timeout_s=LIMIT_S)
+    agreed_port([main, peer])
+
+
+def test_a_silent_stranger_is_dropped_and_named(key, monkeypatch):
+    monkeypatch.setattr(rendezvous_server, "_PROOF_LIMIT_S", 0.2)
+    number, *_ = candidates(key)
+    with ThreadPoolExecutor(1) as pool:
+        main = pool.submit(rendezvous, ranks_of(key, 0, 2), {}, timeout_s=2.0)
+        with connect(number) as connection:
+            connection.settimeout(LIMIT_S)
+            assert connection.recv(1) == b""
+    (text,) = failures([main])
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert f"a program of {user} (uid {os.getuid()}) at 127.0.0.1 connected" in text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": 2},
+        {"rank": -1},
+        {"rank": True},
+        {"left_s": float("inf")},
+        {"left_s": float("nan")},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_an_introduction_with_impossible_numbers_is_none(fields):
+    whole = asdict(Handshake(1, 2, "n1", 7))
+    assert Handshake.read(whole) is not None
+    assert Handshake.read({**whole, **fields}) is None
 
 
 def test_what_is_waited_for_is_said_once(key, capfd):
     for rank in (0, 1):
-        with pytest.raises(MeetingFailed):
-            meet(ranks_of(key, rank, 2), {}, timeout_s=1.0, remind_after_s=0.1)
+        with pytest.raises(RendezvousError):
+            rendezvous(ranks_of(key, rank, 2), {}, timeout_s=1.0, remind_after_s=0.1)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
     assert re.match(
@@ -437,7 +487,7 @@ def test_what_is_waited_for_is_said_once(key, capfd):
 
 def test_where_address_and_port_are_given_nobody_is_waited_for(key):
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    meeting = meet(ranks_of(key, 1, 2), given)
+    meeting = rendezvous(ranks_of(key, 1, 2), given)
     assert (meeting.address, meeting.port, meeting.held) == ("localhost", next(port_candidates(key)), None)
 
 

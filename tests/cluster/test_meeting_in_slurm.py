@@ -14,9 +14,9 @@ from helpers import run_command, wait_for
 RANK = """
 import json, os, socket, sys
 from hpctrain import detect
-from hpctrain.cluster.meeting import meet
+from hpctrain.cluster.rendezvous import rendezvous
 ranks = detect(os.environ)
-meeting = meet(ranks, os.environ)
+meeting = rendezvous(ranks, os.environ)
 mine = os.environ["SLURM_JOB_ID"] + "." + os.environ["SLURM_STEP_ID"]
 if ranks.is_main:
     heard = [mine]

@@ -21,14 +21,14 @@ SHORT_S = 2.5
 
 RANK = """
 import json, sys
-from hpctrain.cluster.meeting import meet
+from hpctrain.cluster.rendezvous import rendezvous
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.errors import MeetingFailed
+from hpctrain.errors import RendezvousError
 import os
 fields, timeout_s = json.loads(sys.argv[1])
 try:
-    meeting = meet(Ranks(**fields), os.environ, timeout_s=timeout_s)
-except MeetingFailed as error:
+    meeting = rendezvous(Ranks(**fields), os.environ, timeout_s=timeout_s)
+except RendezvousError as error:
     print(json.dumps({"failed": str(error)}))
 else:
     print(json.dumps({

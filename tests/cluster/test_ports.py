@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from hpctrain.cluster.ports import port_candidates
+from hpctrain.cluster.port_candidates import port_candidates
 
 
 def candidates(key: str, count: int = 100) -> list[int]:

@@ -7,11 +7,14 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import ALL
+from launches import ALL, SLURM
 from launching import RECORDINGS, check, recorded
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EnvironmentMismatch
+
+#: Of a newer Slurm, whose batch scripts and interactive shells have negative step ids.
+NEWER = "slurm-26.05"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -19,11 +22,18 @@ def test_ranks_are_those_that_the_launcher_gave(name):
     check(ALL[name], recorded(name))
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECORDINGS.glob(f"{NEWER}/*.json")))
+def test_ranks_are_those_that_the_launcher_gave_under_slurm_26(name):
+    check(ALL[name], recorded(f"{NEWER}/{name}"))
+
+
 def test_there_is_a_recording_of_every_launch_and_of_no_other():
-    documents = [json.loads(path.read_text()) for path in sorted(RECORDINGS.glob("*.json"))]
-    assert {document["launch"] for document in documents} == ALL.keys()
-    for document in documents:
-        assert document["command"].endswith(ALL[document["launch"]].command), "record it again"
+    documents = {path: json.loads(path.read_text()) for path in RECORDINGS.rglob("*.json")}
+    assert {path.stem for path in RECORDINGS.glob("*.json")} == ALL.keys()
+    assert {path.stem for path in RECORDINGS.glob(f"{NEWER}/*.json")} >= {launch.name for launch in SLURM}
+    for path, document in documents.items():
+        assert document["launch"] == path.stem
+        assert document["command"].endswith(ALL[path.stem].command), "record it again"
 
 
 def answer(variables: dict[str, str]) -> Ranks | None:
@@ -42,7 +52,9 @@ NO_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NO_STEPS, "ssh-session-with-leftovers"])
+@pytest.mark.parametrize(
+    "name", [*NO_STEPS, "ssh-session-with-leftovers", *(f"{NEWER}/{name}" for name in NO_STEPS)]
+)
 @settings(deadline=None)
 @given(data=st.data())
 def test_an_ssh_or_ide_session_with_any_part_of_an_allocations_variables_is_alone(name, data):

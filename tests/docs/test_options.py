@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers import REPOSITORY
 
-from hpctrain.jobs.config_reader import read_file
+from hpctrain.jobs.options.config_reader import read_config_file
 
 
 def test_the_tables_of_options_are_up_to_date() -> None:
@@ -25,4 +25,4 @@ def test_every_file_of_options_that_is_shown_is_valid(tmp_path: Path) -> None:
     assert len(blocks) >= 2
     for block in blocks:
         (tmp_path / "config.yaml").write_text(block)
-        assert read_file(tmp_path / "config.yaml", {}).plain
+        assert read_config_file(tmp_path / "config.yaml", {}).plain

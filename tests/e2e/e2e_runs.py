@@ -18,7 +18,7 @@ from job import dataset
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.sandbox.processes import Process
+from hpctrain.sandbox.processes import ProcessInfo
 
 JOB = Path(__file__).with_name("job.py")
 NUM_EPOCHS, GLOBAL_BATCH_SIZE = 4, 16
@@ -57,7 +57,7 @@ class Run:
         wait_for(lambda: max(self.losses(), default=0) >= step, RUN_LIMIT_S, f"step {step} of {self.path}")
 
     def wait(self) -> int:
-        """Wait for the end of the run, lifting the hold of a requeue; returns the exit code."""
+        """Wait for the end of the run; returns the exit code."""
         try:
             done = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
         except AssertionError as error:
@@ -77,7 +77,7 @@ class Run:
         parts += [f"{process.pid} {' '.join(process.argv)[:200]}" for process in run_processes(self.path)]
         return "\n".join(parts)
 
-    def ranks(self) -> dict[int, Process]:
+    def ranks(self) -> dict[int, ProcessInfo]:
         """The processes of the ranks that are training now."""
         attempt = str(max(self.dir.attempts()))
         return {

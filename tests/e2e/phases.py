@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint.place import Place
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 
 NUM_EPOCHS, NUM_SAMPLES, GLOBAL_BATCH_SIZE = 2, 48, 8
 
@@ -42,7 +42,7 @@ class Small(hpctrain.Module):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-commit = Place.commit
+commit = CheckpointDir.commit
 
 
 def commit_slowly(self, *args, **kwargs):
@@ -52,7 +52,7 @@ def commit_slowly(self, *args, **kwargs):
 
 
 if __name__ == "__main__":
-    Place.commit = commit_slowly
+    CheckpointDir.commit = commit_slowly
     arrive("start")
     data = torch.utils.data.TensorDataset(
         torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))

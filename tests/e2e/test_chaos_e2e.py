@@ -8,7 +8,7 @@ import pytest
 from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
 from helpers import assert_no_process_left
 
-LOCAL = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
 
 
@@ -44,7 +44,7 @@ def test_a_run_on_slurm_that_meets_every_fault(slurm, tmp_path, tmp_path_factory
     reference = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, NODES, step_s=0.0)
     assert reference.wait() == 0
     run = submit(
-        tmp_path / "run", slurm.env, NODES, options=["--hang-limit", "5"], step_s=0.2, slow_attempts=9
+        tmp_path / "run", slurm.env, NODES, options=["--hang-timeout", "5"], step_s=0.2, slow_attempts=9
     )
     faults = ["kill-rank", "stop-rank", "kill-supervisor", "preempt", "requeue", "kill-node-ranks"]
     for number, fault in enumerate(faults):

@@ -17,7 +17,7 @@ WORDS = [str(JOB), "--dropout", "0"]
 def reference(tmp_path_factory) -> Run:
     """How many ranks there are changes nothing but rounding, without dropout."""
     run = Run(tmp_path_factory.mktemp("reference") / "run", {})
-    run.hpctrain("submit", "--backend", "local", "--tasks-per-node", "2", "--run-dir", str(run.path), *WORDS)
+    run.hpctrain("submit", "--backend", "local", "--ntasks-per-node", "2", "--run-dir", str(run.path), *WORDS)
     assert run.wait() == 0
     return run
 
@@ -32,7 +32,7 @@ def cluster(request: pytest.FixtureRequest):
 
 def start(cluster: SeparateSlurm, path) -> RunThere:
     run = RunThere(path, cluster)
-    shape = ["--nodes", "2:3", "--tasks-per-node", "1", "--hang-limit", "4"]
+    shape = ["--nodes", "2:3", "--ntasks-per-node", "1", "--hang-timeout", "4"]
     run.hpctrain("submit", *shape, "--run-dir", str(path), *WORDS, "--step-s", "0.2")
     run.wait_for_step(8)
     return run

@@ -96,7 +96,7 @@ def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tm
     blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
     blocker = run_command(blocking, slurm.env).stdout.strip()
     try:
-        run = submit(tmp_path / "run", slurm.env, [*SHAPE, "--grow-after", "3"], step_s=0.5)
+        run = submit(tmp_path / "run", slurm.env, [*SHAPE, "--scale-up-after", "3"], step_s=0.5)
         run.wait_for_step(3)
     finally:
         run_command(["scancel", blocker], slurm.env)
@@ -120,7 +120,7 @@ def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_n
         "--dropout",
         "0",
     ]
-    run.hpctrain("submit", *SHAPE, "--grow-after", "5", *words)
+    run.hpctrain("submit", *SHAPE, "--scale-up-after", "5", *words)
     run.wait_for_step(8)
     victim = slurm.nodes[3]
     slurm.kill_node(victim)

@@ -12,7 +12,7 @@ import pytest
 from e2e_runs import JOB, LAST_STEP, RUN_LIMIT_S, Run, assert_undisturbed
 from helpers import assert_no_process_left, wait_for
 
-SHAPE = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2"]
+SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2"]
 
 pytestmark = [
     pytest.mark.long,

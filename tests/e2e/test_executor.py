@@ -19,7 +19,7 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from hpctrain import Executor, RunFailed
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.executor import Job, JobCancelled
-from hpctrain.jobs.runs import list_runs
+from hpctrain.jobs.runs.run import list_runs
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,7 +84,7 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
 
 @SLURM_FIRST
 def test_an_exception_comes_back_once_with_its_rank_host_and_log(executor):
-    executor.update_parameters(tasks_per_node=2)
+    executor.update_parameters(ntasks_per_node=2)
     job = executor.submit(functions.fail_on, 3)
     error = job.exception()
     assert isinstance(error, FailedJobError)

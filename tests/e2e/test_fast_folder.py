@@ -39,7 +39,7 @@ def doomed(env, shape: list[str], folder: Path) -> None:
     fast.mkdir()
     script.write_text(SCRIPT)
     run = Run(folder / "run", env)
-    words = ["--max-failures", "1", "--no-snapshot", "--run-dir", str(run.path), str(script), str(fast)]
+    words = ["--max-failures", "1", "--no-code-snapshot", "--run-dir", str(run.path), str(script), str(fast)]
     run.hpctrain("submit", *shape, *words)
     assert run.wait() == 4
     saved = [event["step"] for event in run.events("checkpoint") if event["tier"] == "local"]

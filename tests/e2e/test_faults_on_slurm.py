@@ -13,7 +13,7 @@ import pytest
 from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
 from helpers import assert_no_process_left, mounted_disk, run_processes, wait_for
 
-from hpctrain.sandbox.processes import Process
+from hpctrain.sandbox.processes import ProcessInfo
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
 
@@ -37,7 +37,7 @@ def free_nodes(slurm):
     wait_for(lambda: set(slurm.node_states().values()) == {"idle"}, 90, "idle nodes", 0.2)
 
 
-def supervisors(run: Run) -> list[Process]:
+def supervisors(run: Run) -> list[ProcessInfo]:
     """The process of the batch script, and the supervisor that it has started."""
     found = [process for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv]
     pids = {process.pid for process in found}
@@ -100,7 +100,7 @@ def test_preempted_twice_in_a_row_at_random_moments(slurm, reference, tmp_path):
 @pytest.mark.long
 def test_the_time_limit_three_times_in_a_row(slurm, reference, tmp_path):
     # Slurm counts limits in minutes, and may send its signal up to a minute early.
-    limit = ["--time", "1", "--signal-lead", "15"]
+    limit = ["--time", "1", "--stop-before-limit", "15"]
     run = submit(tmp_path / "run", slurm.env, TWO, options=limit, step_s=3.0, slow_attempts=3)
     wait_for(lambda: run.status() and len(run.events("requeue")) >= 3, 350, "three requeues", 1.0)
     assert_as_undisturbed(run, reference)
@@ -125,7 +125,7 @@ def test_slurmctld_is_down_for_30_seconds_and_a_rank_is_killed_meanwhile(slurm, 
 
 @pytest.mark.long
 def test_a_spare_node_takes_the_place_of_a_dead_one(slurm, reference, free_nodes, tmp_path):
-    run = submit(tmp_path / "run", slurm.env, [*TWO, "--spares", "1"], step_s=0.2)
+    run = submit(tmp_path / "run", slurm.env, [*TWO, "--spare-nodes", "1"], step_s=0.2)
     run.wait_for_step(8)
     first = run.events("started")[0]["hosts"]
     slurm.kill_node(first[1])
@@ -160,7 +160,7 @@ def test_a_rank_that_takes_ten_times_as_long_is_named_and_its_node_left_out(slur
         run = Run(tmp_path / name, slurm.env)
         words = ["--run-dir", str(run.path), str(JOB), "--epochs", str(epochs), "--checkpoint-every", "50"]
         step_s = ["--step-s", "0.03", "--slow-attempts", "9"] if slow else []
-        run.hpctrain("submit", *TWO, "--spares", "1", *words, *slow, *step_s)
+        run.hpctrain("submit", *TWO, "--spare-nodes", "1", *words, *slow, *step_s)
         runs.append(run)
         if slow:
             # It is found in each stretch of twenty seconds, and every third time it counts.
@@ -187,7 +187,9 @@ def lasting(run: Run) -> list[dict[str, object]]:
 @pytest.mark.long
 def test_a_rank_is_killed_while_the_disk_is_full(slurm, reference, tmp_path):
     with mounted_disk(tmp_path / "disk", "size=16m") as disk:
-        run = submit(disk / "run", slurm.env, TWO, options=["--no-snapshot"], step_s=0.2, slow_attempts=2)
+        run = submit(
+            disk / "run", slurm.env, TWO, options=["--no-code-snapshot"], step_s=0.2, slow_attempts=2
+        )
         run.wait_for_step(8)
         with open(disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
             while filler.write(bytes(1 << 12)):
@@ -253,7 +255,7 @@ def test_what_was_submitted_is_what_the_policy_says(slurm, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\nif os.environ['HPCTRAIN_ATTEMPT'] == '0':\n    raise ValueError('once')\n")
     run = Run(tmp_path / "run", slurm.env)
-    options = ["--nodes", "1", "--restart", "user-error.retries=1", "--run-dir", str(run.path)]
+    options = ["--nodes", "1", "--restart-policy", "user-error.retries=1", "--run-dir", str(run.path)]
     run.hpctrain("submit", *options, str(script))
     assert run.wait() == 0
     assert [event["class"] for event in run.events("failure")] == ["user-error"]

@@ -20,7 +20,7 @@ from helpers import REPOSITORY, assert_no_process_left, run_command, wait_for
 #: A stop of Lightning may take half a minute: its own handler of SIGTERM can lock two ranks up.
 pytestmark = pytest.mark.timeout(400)
 
-SHAPE = ["--nodes", "2", "--tasks-per-node", "1"]
+SHAPE = ["--nodes", "2", "--ntasks-per-node", "1"]
 STEPS = ["--save-every", "100", "--max-steps"]
 #: Enough for a disturbance to come long before the end.
 MAX_STEPS = 1500

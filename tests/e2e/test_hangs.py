@@ -8,13 +8,13 @@ import pytest
 from e2e_runs import JOB, Run, assert_undisturbed
 from helpers import assert_no_process_left
 
-LOCAL = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1", "--node-check", "never"]
+LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
 
 
 def submit(path: Path, env: dict[str, str], shape: list[str], *words: str) -> Run:
     run = Run(path, env)
-    options = ["--hang-limit", "3", "--run-dir", str(path)]
+    options = ["--hang-timeout", "3", "--run-dir", str(path)]
     run.hpctrain("submit", *shape, *options, str(JOB), "--checkpoint-every", "6", *words)
     return run
 

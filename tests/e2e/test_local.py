@@ -67,7 +67,9 @@ def test_kill_9_of_any_rank(reference, tmp_path):
 
 @pytest.mark.long
 def test_time_limit(reference, tmp_path):
-    run = submit(tmp_path / "run", {}, SHAPE, options=["--time", "0:40", "--signal-lead", "20"], step_s=0.8)
+    run = submit(
+        tmp_path / "run", {}, SHAPE, options=["--time", "0:40", "--stop-before-limit", "20"], step_s=0.8
+    )
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
     assert len(run.events("requeue")) >= 1
@@ -97,7 +99,7 @@ def test_cancel_saves_and_leaves_no_process_and_the_run_can_be_continued_on_thre
     wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
     assert_no_process_left(run.path)
     stopped = run.events("signal")[0]["step"]
-    three = ["--backend", "local", "--nodes", "1", "--tasks-per-node", "3"]
+    three = ["--backend", "local", "--nodes", "1", "--ntasks-per-node", "3"]
     submit(run.path, {}, three, step_s=0.0, further=exact)
     assert run.wait() == 0
     assert run.events("resumed")[0]["step"] == stopped
@@ -108,12 +110,12 @@ def test_cancel_saves_and_leaves_no_process_and_the_run_can_be_continued_on_thre
 
 
 def test_words_of_any_kind_arrive_untouched_and_none_is_executed(tmp_path):
-    check_words(["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"], {}, tmp_path)
+    check_words(["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"], {}, tmp_path)
 
 
 def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_path):
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
-    run = submit(tmp_path / "run", env, ["--backend", "local", "--tasks-per-node", "2"], step_s=0.0)
+    run = submit(tmp_path / "run", env, ["--backend", "local", "--ntasks-per-node", "2"], step_s=0.0)
     assert run.wait() == 0
     assert sorted(path.name for path in run.dir.attempt_logs(0).glob("rank-*")) == [
         "rank-00000.log",

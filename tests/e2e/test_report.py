@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from itertools import pairwise
 
 import pytest
 from e2e_runs import LAST_STEP, Run, preempt
-from helpers import wait_for
+from helpers import run_processes, wait_for
 
 from hpctrain.files import read_json_lines
-from hpctrain.telemetry.report.words import duration
+from hpctrain.text import format_duration
 
 LIMIT_S = 150.0
 
@@ -77,9 +79,9 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     assert ends[:3] == ["failure", "stop", "stop"]
     assert ends[3] in ("failure", "stop", "vanished")
     assert ends[-1] == "completed"
-    shares = {row["what"]: row["us"] / 1e6 for row in document["ledger"]}
+    shares = {row["what"]: (row["us"] or 0) / 1e6 for row in document["ledger"]}
     events = list(run.dir.read_events())
-    assert sum(row["us"] for row in document["ledger"]) == document["wall_us"]
+    assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"]
     assert document["wall_us"] / 1e6 == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.001)
     by_hand = shares_by_hand(events)
     if ends[3] != "vanished":  # A job that is killed without a word has no event that says when.
@@ -102,7 +104,34 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     # A start over the node that is gone may fail once more before Slurm knows.
     assert re.search(r"Interruptions: \d failures?, 2 stops(, 1 lost job)?\.", told)
     lost = next(row for row in document["ledger"] if row["what"] == "lost work")["us"] / 1e6
-    assert (
-        f"{duration(lost)} of work that was lost, with {document['lost_steps']} steps that had to be trained"
-        in told
+    assert f"{format_duration(lost)} of lost work ({document['lost_steps']} steps repeated)" in told.replace(
+        "\\", ""
     )
+
+
+def test_a_cancelled_run_whose_supervisor_could_not_record_that(slurm, tmp_path):
+    """The supervisor is stopped, as on a machine that is too busy, until Slurm kills it."""
+    run = Run(tmp_path / "run", slurm.env)
+    sleeps, ends = tmp_path / "sleeps.py", tmp_path / "ends.py"
+    sleeps.write_text("import time\ntime.sleep(120)\n")
+    ends.write_text("")
+    submit = ("submit", "--nodes", "1", "--ntasks-per-node", "1", "--run-dir", str(run.path))
+    run.hpctrain(*submit, str(sleeps))
+    wait_for(lambda: run.dir.attempts() and run.ranks(), LIMIT_S, "the rank")
+    for process in run_processes(run.path):
+        if "hpctrain.supervisor" in process.argv:
+            os.kill(process.pid, signal.SIGSTOP)
+    run.hpctrain("cancel", str(run.path))
+    wait_for(lambda: run.status()["state"] == "CANCELLED", LIMIT_S, "the end of the job", interval=1)
+    assert run.events("finished") == []
+    assert run.events("seen")[-1]["job_state"].startswith("CANCELLED")
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    assert [attempt["end"] for attempt in report["attempts"]] == ["cancelled"]
+    run.hpctrain(*submit, str(ends))
+    assert run.wait() == 0
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    ends_of = [(attempt["end"], attempt["followed_by"]) for attempt in report["attempts"]]
+    assert ends_of == [("cancelled", "submission"), ("completed", None)]
+    told = run.hpctrain("report", str(run.path), "--format", "md").stdout
+    assert "It was cancelled and submitted again once." in told
+    assert "lost job" not in told

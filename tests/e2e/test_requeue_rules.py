@@ -61,7 +61,7 @@ def test_a_run_that_is_cancelled_without_grace_saves_and_goes_on_in_a_successor(
 
 @pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
 def test_a_run_that_wants_no_successor_goes_on_when_submitted_again(site, tmp_path):
-    run = submit(tmp_path / "run", site.env, SHAPE, options=["--continue-by", "requeue"], step_s=0.2)
+    run = submit(tmp_path / "run", site.env, SHAPE, options=["--resume-mode", "requeue"], step_s=0.2)
     _preempt(run)
     wait_for(lambda: run.status()["state"] == "FAILED", RUN_LIMIT_S, "the run's end", 0.5)
     stop = run.events("signal")[0]

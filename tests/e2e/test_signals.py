@@ -11,11 +11,11 @@ from e2e_runs import Run, samples_by_epoch
 from helpers import assert_no_process_left, wait_for
 from phases import NUM_EPOCHS, NUM_SAMPLES
 
-from hpctrain.jobs.slurm_command import run_slurm, steps_of
+from hpctrain.slurm.command import list_rank_steps, run_slurm
 
 SCRIPT = Path(__file__).with_name("phases.py")
 SHAPES = {
-    "local": ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"],
+    "local": ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"],
     "slurm": ["--nodes", "2", "--gpus-per-node", "1"],
 }
 
@@ -45,7 +45,7 @@ def preempt(run: Run) -> None:
         os.kill(int(job), signal.SIGUSR2)
         return
     environ = {**os.environ, **run.env}
-    step = wait_for(lambda: steps_of([job], environ), 10, "the step of the ranks")
+    step = wait_for(lambda: list_rank_steps([job], environ), 10, "the step of the ranks")
     run_slurm(["scancel", "--signal=TERM", *step], environ)
 
 

@@ -97,7 +97,7 @@ def test_kill_9_of_any_rank(slurm, reference, tmp_path):
 def test_time_limit(slurm, four_ranks_reference, tmp_path):
     # Slurm counts limits in minutes and sends the signal up to a minute early: on a busy machine the ranks
     # of the first attempt may not have begun to train by then.
-    options = ["--time", "1", "--signal-lead", "25"]
+    options = ["--time", "1", "--stop-before-limit", "25"]
     run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, options=options, step_s=1.2, slow_attempts=2)
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
@@ -129,7 +129,7 @@ def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
 
 
 def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path):
-    check_words(["--nodes", "2", "--tasks-per-node", "1"], slurm.env, tmp_path)
+    check_words(["--nodes", "2", "--ntasks-per-node", "1"], slurm.env, tmp_path)
 
 
 @pytest.mark.long

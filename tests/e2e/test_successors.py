@@ -71,7 +71,7 @@ def test_preempted_by_an_urgent_job(site, reference, tmp_path):
 
 @pytest.mark.long
 def test_time_limit(site, reference, tmp_path):
-    limit = ["--time", "1", "--signal-lead", "25"]
+    limit = ["--time", "1", "--stop-before-limit", "25"]
     run = submit(tmp_path / "run", site.env, SHAPE, options=limit, step_s=0.7)
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
@@ -81,7 +81,7 @@ def test_time_limit(site, reference, tmp_path):
 
 @pytest.mark.long
 def test_by_choice_where_the_site_would_requeue(slurm, reference, tmp_path):
-    run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--continue-by", "successor"], step_s=0.2)
+    run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--resume-mode", "successor"], step_s=0.2)
     run.wait_for_step(5)
     run.hpctrain("requeue", str(run.path))
     run.hpctrain("wait", str(run.path), timeout=RUN_LIMIT_S)

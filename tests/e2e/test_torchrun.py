@@ -81,8 +81,8 @@ def test_requeued_on_slurm(slurm, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_crash_is_named_and_all_start_again(tmp_path):
-    shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "2", "--max-failures", "4"]
-    shape += ["--restart", "user-error.retries=1"]
+    shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2", "--max-failures", "4"]
+    shape += ["--restart-policy", "user-error.retries=1"]
     run = submit(tmp_path, {}, shape, ["raise", "kill"])
     assert run.wait() == 0
     first, second = run.events("failure")
@@ -92,12 +92,14 @@ def test_a_crash_is_named_and_all_start_again(tmp_path):
 
 
 def test_stop_requests_reach_ranks_without_slurm_and_nothing_outlives_an_agent(tmp_path):
-    run = submit(tmp_path, {}, ["--backend", "local", "--tasks-per-node", "2"], ["wait", "wait", "wait"])
+    run = submit(tmp_path, {}, ["--backend", "local", "--ntasks-per-node", "2"], ["wait", "wait", "wait"])
     wait_until_ready(run, 0, 2)
     run.hpctrain("requeue", str(run.path))
     wait_until_ready(run, 1, 2)
     assert run.events("failure") == []
-    (agent,) = [process for process in run_processes(run.path) if "hpctrain.runtime.agent" in process.argv]
+    (agent,) = [
+        process for process in run_processes(run.path) if "hpctrain.runtime.torchrun_agent" in process.argv
+    ]
     os.kill(agent.pid, signal.SIGKILL)
     wait_until_ready(run, 2, 2)
     (failure,) = run.events("failure")

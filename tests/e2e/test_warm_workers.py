@@ -9,7 +9,7 @@ import pytest
 from e2e_runs import Run
 from helpers import assert_no_process_left, run_processes, wait_for
 
-LOCAL = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
 
 #: Trains until it is killed once, and writes down what its process looks like from inside.
 SCRIPT = """
@@ -42,7 +42,7 @@ dist.destroy_process_group()
 #: Variables that differ between any two starts.
 CHANGING = {
     *("HPCTRAIN_ATTEMPT", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASK_PID"),
-    *("SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "SLURM_JOB_END_TIME"),
+    *("SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "SLURM_JOB_END_TIME", "HPCTRAIN_SECRET"),
 }
 
 
@@ -50,14 +50,14 @@ def submit(folder: Path, env: dict[str, str], shape: list[str], text: str = SCRI
     script = folder / "train.py"
     script.write_text(text.replace("__CHANGING__", repr(CHANGING)))
     run = Run(folder / "run", env)
-    words = ["--warm-workers", "1", *options, "--run-dir", str(run.path), str(script), str(folder)]
+    words = ["--standby-workers", "1", *options, "--run-dir", str(run.path), str(script), str(folder)]
     run.hpctrain("submit", *shape, *words)
     return run
 
 
 def wait_ready(run: Run) -> None:
     log = run.dir.supervisor_log
-    wait_for(lambda: log.exists() and "wait ready for attempt 1" in log.read_text(), 60, "workers that wait")
+    wait_for(lambda: log.exists() and "ready for attempt 1" in log.read_text(), 60, "workers that wait")
 
 
 def take_over(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
@@ -66,7 +66,7 @@ def take_over(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
     wait_ready(run)
     run.kill_rank(1)
     assert run.wait() == 0
-    assert "2 workers that waited begin" in run.dir.supervisor_log.read_text()
+    assert "using 2 standby workers" in run.dir.supervisor_log.read_text()
     assert len(run.events("failure")) == 1
     assert_no_process_left(run.path)
     return run
@@ -119,7 +119,7 @@ def test_nobody_waits_where_the_script_sets_variables_before_its_imports(tmp_pat
     )
     run.kill_rank(0)
     assert run.wait() == 0
-    assert "that waited begin" not in log.read_text()
+    assert "using " not in log.read_text()
 
 
 @pytest.mark.long
@@ -135,5 +135,5 @@ def test_a_worker_that_is_killed_while_it_waits_is_not_missed(tmp_path):
     waiting[0].kill()
     run.kill_rank(1)
     assert run.wait() == 0
-    assert "that waited begin" not in run.dir.supervisor_log.read_text()
+    assert "using " not in run.dir.supervisor_log.read_text()
     assert_no_process_left(run.path)

@@ -82,7 +82,7 @@ def test_gpt_loss_falls(tmp_path: Path) -> None:
         run_dir,
         "--nodes",
         "1",
-        "--tasks-per-node",
+        "--ntasks-per-node",
         "2",
         "--follow",
     ]
@@ -103,7 +103,7 @@ def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
     """Stopped in the middle it saves and leaves with 75; the next start ends as an undisturbed run does."""
     run_dir = tmp_path / "run"
     script = [EXAMPLES / "plain_ddp.py", "--max-steps", "2000", "--save-every", "100"]
-    shape = ["--backend", "local", "--nodes", "2", "--tasks-per-node", "1"]
+    shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
     run(*HPCTRAIN, "submit", *shape, "--run-dir", run_dir, *script, cwd=tmp_path)
     wait_for((run_dir / "checkpoints" / "plain_ddp.pt").exists, 30, "the first checkpoint of plain_ddp.py")
     run(*HPCTRAIN, "requeue", run_dir, cwd=tmp_path)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from helpers import environment
 
-from hpctrain.jobs.prepare import Submission, prepare
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.spec.job_spec import JobSpec
 from jobs.fake_slurm import FakeSlurm
 
 _SUPERVISOR = """#!{python}
@@ -19,11 +19,11 @@ import json, os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
 from hpctrain.rundir import RunDir
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.supervisor.submission import own_run
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.acquire_run import run_of_this_job
 
 assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
-run = own_run(RunDir(Path(sys.argv[3])), os.environ)
+run = run_of_this_job(RunDir(Path(sys.argv[3])), os.environ)
 spec = JobSpec.load(run.spec)
 if spec.array is not None:
     # Only the tasks of an array pretend.
@@ -91,15 +91,15 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., Submission]:
+def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., PreparedSubmission]:
     """`prepare` with defaults for what a test does not care for; on the local backend."""
 
-    def call(*args: str, environ: Mapping[str, str] | None = None, **options: Any) -> Submission:
+    def call(*args: str, environ: Mapping[str, str] | None = None, **options: Any) -> PreparedSubmission:
         options.setdefault("backend", "local")
         if "script" not in options:
             # The usual one lies in no repository, which would be said each time.
             options.setdefault("snapshot", False)
-        return prepare(
+        return prepare_submission(
             options.pop("script", script),
             args,
             options,

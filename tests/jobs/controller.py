@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from helpers import run_command
 
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.status import RunStatus
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.slurm.states import RunState
 
 #: What a run may be, by the state of its job. A run that is complete or was cancelled says so itself.
 _MEANING = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers import run_command
 
-from hpctrain.jobs.runs import Run
+from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox import Sandbox
 

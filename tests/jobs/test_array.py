@@ -11,16 +11,16 @@ import pytest
 from helpers import assert_no_process_left, environment, run_processes, wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
-from hpctrain.jobs.follow import follow
-from hpctrain.jobs.reading import Text
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.runs.follow import follow_run
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run_log_reader import LogText
+from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.local_array import LocalArray
-from hpctrain.telemetry import gpus
+from hpctrain.telemetry.sampling import nvml
 
 
 def states(run: Run) -> list[str]:
@@ -42,7 +42,7 @@ def most_at_once(run: Run) -> int:
 @pytest.mark.parametrize(("array", "at_once"), [("0-3", 1), ("0-5%3", 3)])
 def test_tasks_run_in_their_own_folders_and_no_more_at_once_than_allowed(prepared, array, at_once):
     submission = prepared("nap", array=array, run_dir="r")
-    run = hand_over(submission)
+    run = submit_prepared(submission)
     assert run.wait(timeout=30).state is RunState.COMPLETED
     assert most_at_once(run) == at_once
     assert run.dir.tasks() == list(range(len(run.tasks())))
@@ -59,7 +59,7 @@ def test_how_tasks_run_here_is_said(prepared):
 
 
 def test_more_at_once_than_this_machine_has(prepared, monkeypatch):
-    monkeypatch.setattr(gpus, "count_gpus", lambda environ: 3)
+    monkeypatch.setattr(nvml, "count_gpus", lambda environ: 3)
     prepared(array="0-3%3", gpus_per_node=1)
     with pytest.raises(SpecError, match=r"1 × 1 × 4 = 4 GPUs .*--array.* has 3"):
         prepared(array="0-3%4", gpus_per_node=1)
@@ -68,7 +68,7 @@ def test_more_at_once_than_this_machine_has(prepared, monkeypatch):
 
 
 def test_tasks_that_run_at_once_have_gpus_of_their_own(make_spec, monkeypatch):
-    monkeypatch.setattr("hpctrain.supervisor.local.count_gpus", lambda environ: 4)
+    monkeypatch.setattr("hpctrain.supervisor.launch.local.count_gpus", lambda environ: 4)
     spec = make_spec(backend="local", array="0-3%2", nodes=2, gpus_per_node=1)
     array = LocalArray(RunDir(Path(spec.run_dir)), spec, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [array._gpus_of(place) for place in (0, 1)] == [
@@ -78,7 +78,7 @@ def test_tasks_that_run_at_once_have_gpus_of_their_own(make_spec, monkeypatch):
 
 
 def test_a_task_is_cancelled_alone_whether_it_waits_or_runs(prepared):
-    run = hand_over(prepared("sleep", array="0-3%2", run_dir="r"))
+    run = submit_prepared(prepared("sleep", array="0-3%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     first, *_, last = run.tasks()
     assert states(run) == ["RUNNING", "RUNNING", "PENDING", "PENDING"]
@@ -95,7 +95,7 @@ def test_a_task_is_cancelled_alone_whether_it_waits_or_runs(prepared):
 
 
 def test_the_end_of_the_array_itself_ends_its_tasks(prepared):
-    run = hand_over(prepared("sleep", array="0-2%2", run_dir="r"))
+    run = submit_prepared(prepared("sleep", array="0-2%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     os.kill(int(run.dir.lock.read_text()), signal.SIGTERM)
     assert run.wait_for_end(timeout=20).state is RunState.CANCELLED
@@ -103,14 +103,14 @@ def test_the_end_of_the_array_itself_ends_its_tasks(prepared):
 
 
 def test_a_task_that_vanishes_fails_and_the_others_go_on(prepared):
-    run = hand_over(prepared("vanish-1", array="0-2", run_dir="r"))
+    run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     with pytest.raises(RunFailed, match="task-1: its supervisor ended with 9, without a word"):
         run.wait(timeout=20)
     assert states(run) == ["COMPLETED", "FAILED", "COMPLETED"]
 
 
 def test_tasks_whose_turn_never_comes_have_failed(prepared):
-    run = hand_over(prepared("sleep", array="0-1", run_dir="r"))
+    run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
     # Its lock is held already before it has a supervisor of its own.
     wait_for(run.tasks()[0].dir.rank_log(0, 0).exists, 20, "a task to run")
     assert states(run) == ["RUNNING", "PENDING"]
@@ -118,16 +118,16 @@ def test_tasks_whose_turn_never_comes_have_failed(prepared):
     wait_for(lambda: states(run) == ["RUNNING", "FAILED"], 20, "the other to be given up")
     # Its supervisor is alive, so nobody else may start in that folder.
     with pytest.raises(SpecError, match="still going"):
-        hand_over(prepared(array="0-1", run_dir="r"))
+        submit_prepared(prepared(array="0-1", run_dir="r"))
     run.tasks()[0].cancel()
     wait_for(lambda: states(run) == ["CANCELLED", "FAILED"], 20, "the end")
     assert_no_process_left(run.dir.path)
 
 
 def test_some_tasks_of_an_array_are_continued(prepared):
-    run = hand_over(prepared("vanish-1", array="0-2", run_dir="r"))
+    run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     run.wait_for_end(timeout=20)
-    again = hand_over(prepared(array="1,3", run_dir="r"))
+    again = submit_prepared(prepared(array="1,3", run_dir="r"))
     assert again.wait(timeout=20).state is RunState.COMPLETED
     assert [task.status().attempt for task in again.tasks()] == [0, 1, 0, 0]
     old = next(run.dir.read_events())["job_id"]
@@ -136,20 +136,20 @@ def test_some_tasks_of_an_array_are_continued(prepared):
 
 
 def test_an_array_that_is_going_refuses_another(prepared):
-    run = hand_over(prepared("sleep", array="0-1", run_dir="r"))
+    run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
     wait_for(lambda: states(run)[0] == "RUNNING", 20, "a task to run")
     with pytest.raises(SpecError, match="still going"):
-        hand_over(prepared(array="5", run_dir="r"))
+        submit_prepared(prepared(array="5", run_dir="r"))
     assert run.dir.tasks() == [0, 1]
     run.cancel()
     run.wait_for_end(timeout=20)
 
 
 def test_the_script_of_an_array_can_be_started_by_hand(prepared, monkeypatch):
-    run = hand_over(prepared(array="0-1", run_dir="r"))
+    run = submit_prepared(prepared(array="0-1", run_dir="r"))
     run.wait(timeout=20)
     # Nobody is about to record this submission, so nothing is waited for; and it stays in this process.
-    monkeypatch.setattr("hpctrain.supervisor.submission._RECORD_LIMIT_S", 0.0)
+    monkeypatch.setattr("hpctrain.supervisor.acquire_run._RECORD_LIMIT_S", 0.0)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -170,7 +170,7 @@ def test_the_script_of_an_array_can_be_started_by_hand(prepared, monkeypatch):
     ],
 )
 def test_a_run_goes_on_as_what_it_was(prepared, first, then, words):
-    hand_over(prepared(run_dir="r", **first)).wait(timeout=20)
+    submit_prepared(prepared(run_dir="r", **first)).wait(timeout=20)
     with pytest.raises(SpecError, match=words):
         prepared(**{"run_dir": "r", **then})
 
@@ -182,13 +182,13 @@ def test_a_submission_that_fails_takes_away_only_what_it_made(prepared, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
         with pytest.raises(SchedulerError, match="no more processes"):
-            hand_over(prepared(array="0-2", run_dir="r"))
+            submit_prepared(prepared(array="0-2", run_dir="r"))
     assert not (tmp_path / "r").exists()
-    run = hand_over(prepared(array="0-1", run_dir="r"))
+    run = submit_prepared(prepared(array="0-1", run_dir="r"))
     run.wait(timeout=20)
     monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
     with pytest.raises(SchedulerError, match="no more processes"):
-        hand_over(prepared(array="1-2", run_dir="r"))
+        submit_prepared(prepared(array="1-2", run_dir="r"))
     assert states(run) == ["COMPLETED", "COMPLETED"]
     assert not run_processes(run.dir.path)
 
@@ -203,7 +203,7 @@ def test_every_task_of_a_large_array_is_followed(tmp_path):
         task.rank_log(0, 0).write_text("here")
         task.log_event("finished", 0, state="COMPLETED")
     array.log_event("submitted", 0, job_id="17", backend="local")
-    *items, last = follow(Run(array, {}), whole=False)
+    *items, last = follow_run(Run(array, {}), whole=False)
     assert last.tasks == {"COMPLETED": 150}
-    lines = [item.text for item in items if isinstance(item, Text)]
+    lines = [item.text for item in items if isinstance(item, LogText)]
     assert sorted(lines) == sorted(f"{f'[task-{index}]':<10} here\n" for index in range(150))

@@ -10,10 +10,10 @@ import pytest
 from helpers import environment, run_command, wait_for
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.prepare import prepare
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.slurm.states import RunState
 
 #: Its first attempt lasts until somebody ends it; the second tells where it is.
 _SCRIPT = """
@@ -37,7 +37,9 @@ def submit(environ, tmp_path) -> Callable[..., Run]:
 
     def call(**options: object) -> Run:
         given = {"backend": "slurm", "run_dir": "r", **options}
-        return hand_over(prepare(script, (), given, environ=environ, cwd=tmp_path, python=sys.executable))
+        return submit_prepared(
+            prepare_submission(script, (), given, environ=environ, cwd=tmp_path, python=sys.executable)
+        )
 
     return call
 
@@ -49,7 +51,7 @@ def attempts(run: Run) -> list[int]:
 def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, environ, tmp_path):
     """Under a name that is a file name pattern, and with supervisors that only pretend."""
     folder = tmp_path / "a%j %a"
-    run = hand_over(prepared(array="0-38:2%4", run_dir=folder, backend="slurm", environ=environ))
+    run = submit_prepared(prepared(array="0-38:2%4", run_dir=folder, backend="slurm", environ=environ))
     assert run.wait(timeout=60).state is RunState.COMPLETED
     assert run.dir.tasks() == list(range(0, 39, 2))
     for task in run.tasks():
@@ -105,11 +107,13 @@ def test_a_task_is_preempted_alone(submit, environ):
 
 
 def test_a_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
-    array = hand_over(
+    array = submit_prepared(
         prepared(array="0-1", run_dir="a", backend="slurm", sbatch={"hold": ""}, environ=environ)
     )
-    after = hand_over(prepared(run_dir="b", backend="slurm", dependency="afterok:a", environ=environ))
-    one = hand_over(prepared(run_dir="c", backend="slurm", dependency="afterok:a/task-1", environ=environ))
+    after = submit_prepared(prepared(run_dir="b", backend="slurm", dependency="afterok:a", environ=environ))
+    one = submit_prepared(
+        prepared(run_dir="c", backend="slurm", dependency="afterok:a/task-1", environ=environ)
+    )
 
     def dependency(run: Run) -> str:
         return run_command(

@@ -9,17 +9,17 @@ import time
 import pytest
 from helpers import environment, run_command, wait_for
 
-from hpctrain.jobs.prepare import prepare
-from hpctrain.jobs.record import read_record
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.records.run_record import read_run_record
+from hpctrain.slurm.states import RunState
 
 _BY_HAND = re.compile(r"^# By hand:  (?P<command>.*?)   \(script and arguments: spec\.yaml\)$", re.MULTILINE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
-@pytest.mark.parametrize("options", [{"tasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
+@pytest.mark.parametrize("options", [{"ntasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
 def test_a_script_does_by_hand_what_it_says(backend, options, tmp_path, request):
     """The supervisor waits ten seconds for `hpctrain submit` to record the job, and then does it itself."""
     environ = environment(request.getfixturevalue("slurm").env if backend == "slurm" else None)
@@ -27,7 +27,9 @@ def test_a_script_does_by_hand_what_it_says(backend, options, tmp_path, request)
     script.write_text("import os, sys\nprint('attempt', os.environ['HPCTRAIN_ATTEMPT'], sys.argv[1:])\n")
     asked = {"backend": backend, "run_dir": "a run's", **options}
     args = ("--name", "a b", "$(false)")
-    run = hand_over(prepare(script, args, asked, environ=environ, cwd=tmp_path, python=sys.executable))
+    run = submit_prepared(
+        prepare_submission(script, args, asked, environ=environ, cwd=tmp_path, python=sys.executable)
+    )
     run.wait(timeout=60)
     assert "Written by `hpctrain submit` " in run.dir.job_script.read_text()
     command = _BY_HAND.search(run.dir.job_script.read_text())
@@ -50,9 +52,11 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
         "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n time.sleep(0.1)\n"
     )
     asked = {"backend": backend, "run_dir": "run"}
-    run = hand_over(prepare(script, [str(flag)], asked, environ=environ, cwd=tmp_path, python=sys.executable))
+    run = submit_prepared(
+        prepare_submission(script, [str(flag)], asked, environ=environ, cwd=tmp_path, python=sys.executable)
+    )
     try:
-        wait_for(lambda: read_record(run.dir).started, 60, "the first attempt")
+        wait_for(lambda: read_run_record(run.dir).started, 60, "the first attempt")
         before = list(run.dir.read_events())
         if backend == "local":
             refused = run_command(["bash", run.dir.job_script], environ, check=False, timeout=60)
@@ -84,7 +88,9 @@ def test_a_job_by_hand_that_waits_is_cancelled_with_the_run(tmp_path, slurm):
     script = tmp_path / "train.py"
     script.write_text("import os, time\ntime.sleep(0 if os.environ['HPCTRAIN_ATTEMPT'] == '1' else 60)\n")
     asked = {"backend": "slurm", "run_dir": "run"}
-    run = hand_over(prepare(script, [], asked, environ=environ, cwd=tmp_path, python=sys.executable))
+    run = submit_prepared(
+        prepare_submission(script, [], asked, environ=environ, cwd=tmp_path, python=sys.executable)
+    )
     wait_for(lambda: run.status().attempt == 0, 60, "the first attempt")
     sbatch = ["sbatch", "--parsable", f"--dependency=afterany:{run.job_id}", run.dir.job_script]
     waiting = run_command(sbatch, environ).stdout.strip()

@@ -12,25 +12,25 @@ import pytest
 from helpers import run_command
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs import chaos
-from hpctrain.jobs.chaos import Chaos, Fault, check_run, choose, faults_for
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.states import RunState
+from hpctrain.jobs.runs import chaos
+from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, choose_fault, faults_for
+from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
 
 STARTED = {"attempt": 3, "world_size": 6, "hosts": ["n1", "n2", "n5"]}
 
 
 def test_ranks_and_their_nodes_are_chosen_evenly():
     chance = random.Random(1)
-    blows = [choose([Fault.KILL_RANK], STARTED, chance) for _ in range(600)]
+    blows = [choose_fault([Fault.KILL_RANK], STARTED, chance) for _ in range(600)]
     counts = Counter((blow.ranks, blow.host) for blow in blows)
     assert set(counts) == {((rank,), STARTED["hosts"][rank // 2]) for rank in range(6)}
     assert min(counts.values()) > 60
 
 
 def test_all_ranks_of_a_node_are_struck_together():
-    blows = {choose([Fault.KILL_NODE_RANKS], STARTED, random.Random(seed)) for seed in range(50)}
+    blows = {choose_fault([Fault.KILL_NODE_RANKS], STARTED, random.Random(seed)) for seed in range(50)}
     assert {(blow.ranks, blow.host) for blow in blows} == {((0, 1), "n1"), ((2, 3), "n2"), ((4, 5), "n5")}
     assert "kill-node-ranks: ranks 2 to 3 on n2" in map(str, blows)
 
@@ -46,13 +46,13 @@ def test_without_slurm_nothing_is_done_after_which_nobody_starts_the_run_again()
 def test_runs_of_others_and_runs_that_do_not_run_are_left_alone(tmp_path, monkeypatch):
     run = Run(RunDir(tmp_path), {})
     with pytest.raises(SpecError, match="is UNKNOWN; only a running one can be disturbed"):
-        check_run(run)
+        check_disturbable(run)
     (tmp_path / "task-4").mkdir()
     with pytest.raises(SpecError, match=r"is a job array: name one of its tasks, as in .*/task-4"):
-        check_run(run)
+        check_disturbable(run)
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(SpecError, match="belongs to user"):
-        check_run(run)
+        check_disturbable(run)
 
 
 def test_the_command_knows_its_faults():
@@ -83,10 +83,10 @@ def test_a_pretended_run_that_cannot_be_reached_is_given_up_and_one_that_waits_i
     run = PretendedRun(
         RunDir(tmp_path), {"looks": looks("RUNNING", "PENDING", "RUNNING", "PENDING", "COMPLETED")}
     )
-    assert Chaos(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0) == 0
+    assert ChaosRunner(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0) == 0
     run = PretendedRun(RunDir(tmp_path), {"looks": looks(*["UNKNOWN"] * 9)})
     with pytest.raises(SchedulerError, match="is UNKNOWN, but nothing of it could be reached for 120 s"):
-        Chaos(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0)
+        ChaosRunner(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0)
 
 
 def test_a_pretended_run_meets_the_same_faults_with_the_same_seed(tmp_path):
@@ -95,6 +95,6 @@ def test_a_pretended_run_meets_the_same_faults_with_the_same_seed(tmp_path):
     run.dir.log_event("started", 3, world_size=6, hosts=["n1", "n2", "n5"])
     told: list[list[str]] = [[], []]
     for lines in told:
-        assert Chaos(run, faults_for("local", []), 7, lines.append).go_on(4, 60.0, dry_run=True) == 4
+        assert ChaosRunner(run, faults_for("local", []), 7, lines.append).go_on(4, 60.0, dry_run=True) == 4
     assert told[0] == told[1]
     assert len(told[0]) == 4

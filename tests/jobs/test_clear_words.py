@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.config import resolve
 from hpctrain.jobs.executor import Executor
+from hpctrain.jobs.options.resolved_options import resolve_options
 
 
 @pytest.fixture
 def settle(tmp_path):
     def settle(options=None, *assignments):
         environ = {"HPCTRAIN_SITE_CONFIG": ""}
-        return resolve(options or {}, assignments=assignments, cwd=tmp_path, environ=environ).options
+        return resolve_options(options or {}, assignments=assignments, cwd=tmp_path, environ=environ).options
 
     return settle
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.config import COMMAND_LINE, Settings, resolve
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
 
 
 class Places:
@@ -29,10 +29,10 @@ class Places:
         for path in (self.site, self.user.parent, self.cwd, self.repository / ".git"):
             path.mkdir(parents=True)
 
-    def resolve(self, *assignments: str, **options: Any) -> Settings:
-        return resolve(
+    def resolve(self, *assignments: str, **options: Any) -> ResolvedOptions:
+        return resolve_options(
             options,  # type: ignore[arg-type]
-            source=COMMAND_LINE,
+            source=COMMAND_LINE_SOURCE,
             assignments=assignments,
             cwd=self.cwd,
             environ=self.environ,
@@ -44,7 +44,7 @@ def places(tmp_path: Path) -> Places:
     return Places(tmp_path)
 
 
-def sources(settings: Settings) -> dict[str, str]:
+def sources(settings: ResolvedOptions) -> dict[str, str]:
     return {
         key: str(given.source) for key, given in settings.given.items() if given.source.words != "default"
     }
@@ -113,9 +113,9 @@ def test_entries_of_a_group_stand_in_a_mapping_of_their_own(places):
     places.project.write_text("restart:\n  killed:\n    retries: 20\n  gpu.exclude: 0\n")
     settings = places.resolve("restart.oom.exclude=2", restart={"python": {"repeats": 0}, "hang.retries": 4})
     changed = {"oom.retries": "0", "oom.exclude": "2", "killed.retries": "20", "gpu.exclude": "0"}
-    assert settings.options["restart"] == {**changed, "python.repeats": "0", "hang.retries": "4"}
-    assert sources(settings)["restart.killed.retries"] == f"{places.project}:3"
-    assert sources(settings)["restart.oom.retries"] == f"{places.user}:1"
+    assert settings.options["restart_policy"] == {**changed, "python.repeats": "0", "hang.retries": "4"}
+    assert sources(settings)["restart_policy.killed.retries"] == f"{places.project}:3"
+    assert sources(settings)["restart_policy.oom.retries"] == f"{places.user}:1"
 
 
 @pytest.mark.parametrize("how", ["file", "--set"])
@@ -147,16 +147,17 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
         "begin": "2026-12-01",
         "exclusive": "user",
         "env": {"FLAG": "yes", "N": "1.0", "EMPTY": ""},
-        "spares": 0,
-        "grow_after": 600,
+        "runs_dir": "runs",
+        "spare_nodes": 0,
+        "scale_up_after": 600,
         "node_check": "auto",
-        "gpu_directive": "gres",
+        "gpu_request_style": "gres",
         "max_failures": 3,
-        "warm_workers": 30,
-        "hang_limit": 300,
+        "standby_workers": 30,
+        "hang_timeout": 300,
         "notify_stall_after": 900,
-        "continue_by": "auto",
-        "snapshot_limit": 200,
+        "resume_mode": "auto",
+        "code_snapshot_limit": 200,
         "container_runtime": "auto",
         "container_python": "python3",
     }
@@ -223,7 +224,7 @@ def test_a_file_may_be_empty(places, text):
     [
         ("a: b\n", 1, "there is no option 'a'. There are nodes, "),
         ("nodes: 1\ngpu_per_node: 8\n", 2, "no option 'gpu_per_node'. Did you mean 'gpus_per_node'?"),
-        ("gpus-per-node: 8\n", 1, "no option 'gpus-per-node'. Did you mean 'gpus_per_node'?"),
+        ("gpus-per-node: 8\n", 1, "no option 'gpus-per-node'. Use --gpus-per-node"),
         ("profile: {}\n", 1, "'profile' can be given on the command line only, as --profile"),
         ("profilse: {}\n", 1, "Did you mean 'profiles'"),
         (
@@ -232,7 +233,7 @@ def test_a_file_may_be_empty(places, text):
             r".profile a.: there is no option 'nodse'. Did you mean 'nodes'",
         ),
         ("\ncpus_per_task: many\n", 2, "cpus_per_task is 'many', but it takes a whole number"),
-        ("gpu_directive: grse\n", 1, "gpu_directive is 'grse', but it takes gres or gpus-per-node"),
+        ("gpu_request_style: grse\n", 1, "gpu_request_style is 'grse', but it takes gres or gpus-per-node"),
         ("qos: ''\n", 1, "qos is empty"),
         ("run_dir: ''\n", 1, "run_dir is empty"),
         ("qos: [a, b]\n", 1, "qos is a list, but it takes a single value"),
@@ -310,16 +311,16 @@ def test_no_file_has_a_profile(places):
 def test_an_error_tells_which_file_gave_the_options_in_question(
     prepared: Callable[..., Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "hpctrain.yaml").write_text("signal_lead: 90\n# all day\ntime: 1\nqos: x\n")
+    (tmp_path / "hpctrain.yaml").write_text("stop_before_limit: 90\n# all day\ntime: 1\nqos: x\n")
     with pytest.raises(SpecError) as caught:
         prepared()
     path = tmp_path / "hpctrain.yaml"
-    assert str(caught.value).endswith(f"(--signal-lead is from {path}:1; --time is from {path}:3)")
+    assert str(caught.value).endswith(f"(--stop-before-limit is from {path}:1; --time is from {path}:3)")
     with pytest.raises(SpecError, match=r"\(--time is from .*:3\)$"):
-        prepared(signal_lead=80)
+        prepared(stop_before_limit=80)
 
 
 def test_python_and_files_are_joined(prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "hpctrain.yaml").write_text("nodes: 3\ntasks_per_node: 2\nbackend: slurm\n")
-    spec = prepared(tasks_per_node=1, qos=None).spec
-    assert (spec.nodes, spec.tasks_per_node, spec.backend) == (3, 1, "local")
+    spec = prepared(ntasks_per_node=1, qos=None).spec
+    assert (spec.nodes, spec.ntasks_per_node, spec.backend) == (3, 1, "local")

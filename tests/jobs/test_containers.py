@@ -12,14 +12,14 @@ import pytest
 from helpers import REPOSITORY, environment, wait_for
 
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.build import build_spec
-from hpctrain.jobs.container import Container
-from hpctrain.jobs.launcher import Torchrun
-from hpctrain.jobs.prepare import prepare
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.submit import hand_over
-from hpctrain.supervisor.command import command_of
-from hpctrain.supervisor.container import enclose
+from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.spec.container import Container
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.supervisor.launch.container_command import containerize
+from hpctrain.supervisor.launch.worker_command import worker_command
 
 SCRIPT = """
 import json, os, sys, time
@@ -81,7 +81,7 @@ class Place:
 
     def submit(self, env, *args: str, **options) -> Run:
         variables = {**env, "PATH": f"{self.bin}:{os.environ['PATH']}", "B": "host", "C": "host"}
-        submission = prepare(
+        submission = prepare_submission(
             "train.py",
             [str(self.secret), *args],
             {
@@ -96,7 +96,7 @@ class Place:
             cwd=self.project,
             python=sys.executable,
         )
-        return hand_over(submission)
+        return submit_prepared(submission)
 
     def check(self, run: Run, attempt: int, rank: int) -> dict[str, str]:
         """Hold against what they should be the things that a rank saw; returns its variables."""
@@ -119,7 +119,7 @@ def place(tmp_path) -> Place:
 
 
 def test_ranks_run_in_an_apptainer_that_only_pretends(place):
-    run = place.submit({}, "none", backend="local", tasks_per_node=2)
+    run = place.submit({}, "none", backend="local", ntasks_per_node=2)
     run.wait(timeout=60)
     for rank in (0, 1):
         env = place.check(run, 0, rank)
@@ -128,7 +128,7 @@ def test_ranks_run_in_an_apptainer_that_only_pretends(place):
 
 
 def test_a_requeue_in_an_apptainer_that_only_pretends(place):
-    run = place.submit({}, "0", backend="local", tasks_per_node=2)
+    run = place.submit({}, "0", backend="local", ntasks_per_node=2)
     wait_for(lambda: (run.dir.path / "seen-0-1.json").exists(), 60, "the first attempt")
     run.requeue()
     run.wait(timeout=60)
@@ -153,7 +153,7 @@ def test_ranks_run_in_an_apptainer_that_only_pretends_under_slurm(place, slurm):
 
 
 def test_agents_of_torchrun_in_an_apptainer_that_only_pretends(place):
-    run = place.submit({}, "none", backend="local", tasks_per_node=2, launcher="torchrun")
+    run = place.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
     run.wait(timeout=90)
     for rank in (0, 1):
         assert "TORCHELASTIC_RUN_ID" in place.check(run, 0, rank)
@@ -178,7 +178,7 @@ def make(make_spec, tmp_path):
 
 def test_what_pyxis_is_told(make):
     spec = make(mounts=("/scratch:/scratch", "/other:/home/me"), env=("HF_HOME",), gpus_per_node=2)
-    enclosed = enclose(spec, ["true"], ["MASTER_ADDR"], "")
+    enclosed = containerize(spec, ["true"], ["MASTER_ADDR"], "")
     assert enclosed.command == ["true"]
     options = dict(option.split("=", 1) for option in enclosed.srun_options)
     assert options["--container-image"] == "ubuntu"
@@ -191,20 +191,27 @@ def test_what_pyxis_is_told(make):
 
 
 def test_what_singularity_is_told(make, tmp_path):
-    (tmp_path / "singularity").touch(mode=0o755)
+    (tmp_path / "singularity").write_text("#!/bin/sh\nexec /usr/bin/env\n")
+    (tmp_path / "singularity").chmod(0o755)
     spec = make("apptainer", gpus_per_node=1, nodes=2)
-    enclosed = enclose(spec, ["true"], ["A"], str(tmp_path))
+    enclosed = containerize(spec, ["true"], ["A"], str(tmp_path))
     assert enclosed.srun_options == ()
     shell, c, line, _, *words = enclosed.command
     assert (shell, c) == ("/bin/sh", "-c")
-    assert '${A+"SINGULARITYENV_A=$A"}' in line
+    assert "/usr/bin/env" not in line  # a process of its own, whose command line would show the values
     assert words[:3] == [str(tmp_path / "singularity"), "exec", "--nv"]
     assert words[-4:] == ["--pwd", "/home/me", "docker://ubuntu", "true"]
+    done = subprocess.run(enclosed.command, env={"A": "a 'b' $c"}, capture_output=True, text=True, check=True)
+    seen = [line for line in done.stdout.splitlines() if line.startswith("SINGULARITYENV_")]
+    assert seen == ["SINGULARITYENV_A=a 'b' $c"]
 
 
 def test_no_path_of_the_host_reaches_the_interpreter_inside(make):
-    for spec in (make(python="/usr/bin/python3.12"), make(python="/usr/bin/python3.12", torchrun=Torchrun())):
-        command = command_of(spec, 1)
+    for spec in (
+        make(python="/usr/bin/python3.12"),
+        make(python="/usr/bin/python3.12", torchrun=TorchrunConfig()),
+    ):
+        command = worker_command(spec, 1)
         assert command[0] == "/usr/bin/python3.12"
         assert spec.python not in command
         if spec.torchrun:
@@ -281,7 +288,7 @@ def test_a_file_may_say_how_containers_are_run_where_they_are(prepared, tmp_path
     ],
 )
 def test_auto_takes_what_the_site_has(tmp_path, known, image, runtime):
-    from hpctrain.jobs.containers import build_container
+    from hpctrain.jobs.submit.container_builder import build_container
 
     found = build_container(
         {"container_image": image}, backend="slurm", known=known, cwd=tmp_path, environ={}

@@ -7,10 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.array import MOST_TASKS, Array
-from hpctrain.jobs.build import build_spec
-from hpctrain.jobs.directives import directive_lines, directives_of, quote_directive
-from hpctrain.jobs.extra_directives import check_extra
+from hpctrain.jobs.options.extra_directives import check_extra_directives
+from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.slurm.job_array import MAX_TASKS, JobArray
+from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 
 words = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))
 
@@ -65,7 +65,7 @@ def test_directives_of_a_job(make_spec):
         time_limit_s=3600.0,
         directives={"partition": "big", "exclusive": ""},
     )
-    assert directive_lines(directives_of(spec)) == [
+    assert directive_lines(all_directives(spec)) == [
         "#SBATCH --job-name=train",
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=4",
@@ -89,21 +89,21 @@ def test_directives_of_a_job(make_spec):
         ({}, []),
         ({"gpus_per_node": 2}, ["gres=gpu:2"]),
         ({"gpus_per_node": 2, "gpu_type": "h100"}, ["gres=gpu:h100:2"]),
-        ({"gpus_per_node": 2, "gpu_directive": "gpus-per-node"}, ["gpus-per-node=2"]),
+        ({"gpus_per_node": 2, "gpu_request_style": "gpus-per-node"}, ["gpus-per-node=2"]),
         (
-            {"gpus_per_node": 2, "gpu_type": "h100", "gpu_directive": "gpus-per-node"},
+            {"gpus_per_node": 2, "gpu_type": "h100", "gpu_request_style": "gpus-per-node"},
             ["gpus-per-node=h100:2"],
         ),
         ({"directives": {"gres": "nvme:1"}}, ["gres=nvme:1"]),
         ({"gpus_per_node": 2, "directives": {"gres": "nvme:1"}}, ["gres=gpu:2,nvme:1"]),
         (
-            {"gpus_per_node": 2, "gpu_directive": "gpus-per-node", "directives": {"gres": "nvme:1"}},
+            {"gpus_per_node": 2, "gpu_request_style": "gpus-per-node", "directives": {"gres": "nvme:1"}},
             ["gpus-per-node=2", "gres=nvme:1"],
         ),
     ],
 )
 def test_gpus_are_asked_for_as_the_site_wants_it(make_spec, fields, lines):
-    asked = directive_lines(directives_of(make_spec(**fields)))
+    asked = directive_lines(all_directives(make_spec(**fields)))
     assert [line.removeprefix("#SBATCH --") for line in asked if "gpu" in line or "gres" in line] == lines
 
 
@@ -118,7 +118,7 @@ def test_gpus_are_asked_for_as_the_site_wants_it(make_spec, fields, lines):
 def test_no_limit_is_another_thing_than_the_partitions(backend, asked, directives, tmp_path):
     spec = build_spec("x.py", [], asked, backend=backend, cwd=tmp_path, python="/p")
     assert (spec.time_limit_s, spec.directives) == (None, directives)
-    assert directives_of(spec).get("time") == directives.get("time")
+    assert all_directives(spec).get("time") == directives.get("time")
 
 
 def test_a_zero_is_a_value(tmp_path):
@@ -128,7 +128,7 @@ def test_a_zero_is_a_value(tmp_path):
 
 
 def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
-    directives = directives_of(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
+    directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
     assert (directives["array"], directives["output"]) == (
         "0-3%2",
         "/home/me/100%%j/task-%a/logs/slurm.log",
@@ -143,7 +143,7 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
         ({"mail-type": "END"}, "Use --mail-type"),
         ({"array": "0-3"}, "Use --array"),
         ({"cpus-per-gpu": "3"}, "Use --cpus-per-task"),
-        ({"signal": "B:USR1"}, "Use --signal-lead"),
+        ({"signal": "B:USR1"}, "Use --stop-before-limit"),
         ({"gpus": "2"}, "Use --gpus-per-node"),
         ({"test-only": ""}, "Use --dry-run"),
         ({"mail_type": "x"}, "Did you mean 'mail-type'"),
@@ -154,12 +154,17 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
 )
 def test_what_sbatch_is_given_another_way_is_refused_and_names_it(given, words):
     with pytest.raises(SpecError, match=words):
-        check_extra(given)
+        check_extra_directives(given)
 
 
 def test_other_options_of_sbatch_are_passed_on_and_flags_have_no_value():
     given = {"hint": "nomultithread", "hold": "true", "contiguous": "", "profile": "task"}
-    assert check_extra(given) == {"hint": "nomultithread", "hold": "", "contiguous": "", "profile": "task"}
+    assert check_extra_directives(given) == {
+        "hint": "nomultithread",
+        "hold": "",
+        "contiguous": "",
+        "profile": "task",
+    }
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,7 @@ def test_other_options_of_sbatch_are_passed_on_and_flags_have_no_value():
     ],
 )
 def test_tasks_of_an_array(text, indices, throttle):
-    assert Array.parse(text) == Array(indices, throttle)
+    assert JobArray.parse(text) == JobArray(indices, throttle)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +196,10 @@ def test_tasks_of_an_array(text, indices, throttle):
         ("0-3%x", "'x' after % is no number"),
         ("0-3%1%2", "'1%2' after % is no number"),
         ("٣", "no range"),
-        (f"0-{MOST_TASKS}", f"more than {MOST_TASKS} tasks"),
+        (f"0-{MAX_TASKS}", f"more than {MAX_TASKS} tasks"),
         ("0-99999999999", "Slurm counts to"),
     ],
 )
 def test_what_is_no_array(text, words):
     with pytest.raises(SpecError, match=words):
-        Array.parse(text)
+        JobArray.parse(text)

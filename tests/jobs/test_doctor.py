@@ -18,23 +18,23 @@ from helpers import environment, run_command, wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SpecError, UserError
-from hpctrain.jobs.doctor import containers, folder, network
-from hpctrain.jobs.doctor.examine import Report
+from hpctrain.jobs.doctor import container_checks, folder_checks, network_checks
+from hpctrain.jobs.doctor.filesystem_probe import PREFIX
 from hpctrain.jobs.doctor.finding import Finding
-from hpctrain.jobs.doctor.folder_probe import PREFIX
-from hpctrain.jobs.doctor.machine import look_at_gpus, look_at_machine, torch_findings
-from hpctrain.jobs.doctor.program import LookFailed, output, python_facts
-from hpctrain.jobs.doctor.slurm import (
+from hpctrain.jobs.doctor.machine_checks import check_gpus, check_machine, torch_findings
+from hpctrain.jobs.doctor.probe_command import ProbeFailed, command_output, run_python_probe
+from hpctrain.jobs.doctor.profile_writer import write_profile_file
+from hpctrain.jobs.doctor.run_checks import DoctorReport
+from hpctrain.jobs.doctor.sbatch_probes import probe_options
+from hpctrain.jobs.doctor.slurm_checks import (
+    check_accounting,
     config_findings,
-    look_at_accounting,
     partition_findings,
     qos_findings,
 )
-from hpctrain.jobs.doctor.tries import try_options
-from hpctrain.jobs.doctor.write import write
-from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Qos, Site, SlurmConfig
-from hpctrain.jobs.site.read import read_qos, read_site
-from hpctrain.jobs.slurm_command import run_slurm
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.site_discovery import discover_site, query_qos
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, SiteConventions, SlurmConfig
 
 
 def standings(findings: list[Finding]) -> dict[str, str]:
@@ -84,8 +84,8 @@ def site_that_refuses(plugged):
         # Slurm reads it again when its time of change, in whole seconds, is a later one.
         os.utime(script, (max(time.time(), before) + 2,) * 2)
         environ = environment(plugged.env)
-        site, _ = read_site(environ, Site())
-        return try_options(site, environ)
+        site, _ = discover_site(environ, Site())
+        return probe_options(site, environ)
 
     return call
 
@@ -94,18 +94,18 @@ def site_that_refuses(plugged):
 @pytest.mark.parametrize(
     ("condition", "habits", "notes"),
     [
-        ("false", Habits(memory_option="ignored"), {}),
-        ("memory", Habits(memory_option="refused"), {"memory": "note"}),
-        ("not memory", Habits(memory_option="ignored", needs_memory=True), {"memory": "note"}),
-        ("not time", Habits(memory_option="ignored", needs_time=True), {"time limit": "note"}),
+        ("false", SiteConventions(memory_option="ignored"), {}),
+        ("memory", SiteConventions(memory_option="refused"), {"memory": "note"}),
+        ("not memory", SiteConventions(memory_option="ignored", needs_memory=True), {"memory": "note"}),
+        ("not time", SiteConventions(memory_option="ignored", needs_time=True), {"time limit": "note"}),
         (
             "memory or not time",
-            Habits(memory_option="refused", needs_time=True),
+            SiteConventions(memory_option="refused", needs_time=True),
             {"memory": "note", "time limit": "note"},
         ),
         (
             "not memory or not time",
-            Habits(memory_option="ignored", needs_time=True, needs_memory=True),
+            SiteConventions(memory_option="ignored", needs_time=True, needs_memory=True),
             {"memory": "note", "time limit": "note"},
         ),
     ],
@@ -140,11 +140,11 @@ def test_the_way_to_ask_for_gpus_a_fake_sbatch(tmp_path):
     sbatch.chmod(0o755)
     groups = (NodeGroup(names="n1", num=1, cpus=1, memory_mib=1, gpus={"": 2}),)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    tried = try_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
-    assert tried.gpu_directive == "gpus-per-node"
+    tried = probe_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
+    assert tried.gpu_request_style == "gpus-per-node"
     assert tried.findings[-1].value == "asked for by --gpus-per-node; --gres is refused: use the other"
-    assert tried.findings[-1].mend.startswith("Put `gpu_directive: gpus-per-node` into")
-    assert try_options(Site(), environ).findings[-1].value == "no partition has any"
+    assert tried.findings[-1].mend.startswith("Put `gpu_request_style: gpus-per-node` into")
+    assert probe_options(Site(), environ).findings[-1].value == "no partition has any"
 
 
 def test_settings_that_hold_runs_up():
@@ -161,20 +161,20 @@ def test_settings_that_hold_runs_up():
 def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):
     _script(tmp_path / "sacct", "echo 'sacct: error: slurm_persist_conn_open failed' >&2; exit 1")
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    silent = look_at_accounting(SlurmConfig(accounting=True), environ)
+    silent = check_accounting(SlurmConfig(accounting=True), environ)
     assert (silent.standing, silent.value) == (
         "note",
         "slurmdbd does not answer: sacct says: slurm_persist_conn_open failed",
     )
-    assert look_at_accounting(SlurmConfig(), environ).value == "none, so no sacct"
+    assert check_accounting(SlurmConfig(), environ).value == "none, so no sacct"
 
 
 @pytest.mark.slurm
 def test_accounting_that_answers(accounting):
     environ = environment(accounting.env)
-    site, _ = read_site(environ, Site())
-    assert look_at_accounting(site.slurm, environ).standing == "ok"
-    assert "normal" in [qos.name for qos in read_qos(partial(run_slurm, environ=environ))]
+    site, _ = discover_site(environ, Site())
+    assert check_accounting(site.slurm, environ).standing == "ok"
+    assert "normal" in [qos.name for qos in query_qos(partial(run_slurm, environ=environ))]
 
 
 def test_partitions_in_a_line_each():
@@ -218,7 +218,9 @@ def test_only_a_qos_that_changes_something_is_shown():
 
 
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
-    findings = folder.look_at_folder(tmp_path / "not" / "there", environment(), other_machines=False)
+    findings = folder_checks.check_runs_folder(
+        tmp_path / "not" / "there", environment(), other_machines=False
+    )
     assert standings(findings)["locking"] == "ok"
     assert {"file system", "rename", "append", "clock", "free space"} <= standings(findings).keys()
     assert findings[0].value.startswith(f"{tmp_path}: ")
@@ -226,13 +228,13 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
 
 
 def test_a_folder_of_each_node_is_a_problem_where_runs_go_elsewhere():
-    (place, *_) = folder.look_at_folder(Path("/dev/shm"), environment(), other_machines=True)
+    (place, *_) = folder_checks.check_runs_folder(Path("/dev/shm"), environment(), other_machines=True)
     assert place.standing == "problem"
     assert "give --run-dir" in place.mend
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem():
-    writing = folder.look_at_folder(Path("/proc/runs"), environment(), other_machines=False)[-1]
+    writing = folder_checks.check_runs_folder(Path("/proc/runs"), environment(), other_machines=False)[-1]
     assert (writing.name, writing.standing) == ("writing", "problem")
 
 
@@ -256,8 +258,8 @@ def _facts(**changes: object) -> dict[str, object]:
     ],
 )
 def test_what_a_file_system_cannot_do_a_fake_answer(monkeypatch, changes, name, standing):
-    monkeypatch.setattr(folder, "python_facts", lambda *_: _facts(**changes))
-    found = standings(folder.look_at_folder(Path("/x"), {}, other_machines=True))
+    monkeypatch.setattr(folder_checks, "run_python_probe", lambda *_: _facts(**changes))
+    found = standings(folder_checks.check_runs_folder(Path("/x"), {}, other_machines=True))
     assert found == dict.fromkeys(found, "ok") | ({name: standing} if name else {})
 
 
@@ -265,7 +267,7 @@ def test_a_look_that_is_ended_takes_its_folder_away(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
-from hpctrain.jobs.doctor import folder_probe
+from hpctrain.jobs.doctor import filesystem_probe as folder_probe
 def stuck(place):
     Path(sys.argv[2]).touch()
     time.sleep(60)
@@ -287,17 +289,17 @@ folder_probe.main()
 
 def test_a_program_that_does_not_answer_is_ended():
     start = time.monotonic()
-    with pytest.raises(LookFailed, match=r"no answer within 0\.2 s"):
-        output(["sleep", "60"], environment(), 0.2)
-    with pytest.raises(LookFailed, match=r"no answer within 0\.2 s"):
-        output(["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"], environment(), 0.2)
+    with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):
+        command_output(["sleep", "60"], environment(), 0.2)
+    with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):
+        command_output(["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"], environment(), 0.2)
     assert time.monotonic() - start < 30
-    with pytest.raises(LookFailed, match="cannot be run: No such file"):
-        output(["nowhere"], environment(), 1)
-    with pytest.raises(LookFailed, match="ValueError: 3"):
-        python_facts(["-c", "raise ValueError(3)"], environment(), 20)
-    with pytest.raises(LookFailed, match="the answer cannot be read"):
-        python_facts(["-c", "print('no JSON')"], environment(), 20)
+    with pytest.raises(ProbeFailed, match="cannot be run: No such file"):
+        command_output(["nowhere"], environment(), 1)
+    with pytest.raises(ProbeFailed, match="ValueError: 3"):
+        run_python_probe(["-c", "raise ValueError(3)"], environment(), 20)
+    with pytest.raises(ProbeFailed, match="the answer cannot be read"):
+        run_python_probe(["-c", "print('no JSON')"], environment(), 20)
 
 
 def _script(path: Path, text: str) -> None:
@@ -307,21 +309,21 @@ def _script(path: Path, text: str) -> None:
 
 def test_containers_that_a_fake_enroot_srun_and_apptainer_pretend(tmp_path):
     environ = {"PATH": str(tmp_path)}
-    assert containers.look_at_containers(environ)[1] == ()
+    assert container_checks.check_containers(environ)[1] == ()
     _script(tmp_path / "enroot", "echo 3.5.0")
-    found, ways = containers.look_at_containers(environ)
+    found, ways = container_checks.check_containers(environ)
     assert ways == ("enroot",)
     assert [(one.name, one.standing) for one in found] == [("enroot", "ok"), ("pyxis", "note")]
     _script(tmp_path / "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]'")
     _script(tmp_path / "apptainer", "echo broken >&2; exit 1")
-    found, ways = containers.look_at_containers(environ)
+    found, ways = container_checks.check_containers(environ)
     assert ways == ("pyxis", "apptainer", "enroot")
     assert found[1].value.endswith("does not tell its version: broken")
 
 
 @pytest.mark.slurm
 def test_a_real_srun_has_no_pyxis_here(slurm):
-    assert "pyxis" not in containers.look_at_containers(environment(slurm.env))[1]
+    assert "pyxis" not in container_checks.check_containers(environment(slurm.env))[1]
 
 
 @pytest.mark.parametrize(
@@ -339,14 +341,14 @@ def test_the_name_of_this_machine(monkeypatch, addresses, standing, words):
             raise addresses
         return addresses
 
-    monkeypatch.setattr(network, "resolve", resolve)
-    name, interfaces, *_ = network.look_at_network({})
+    monkeypatch.setattr(network_checks, "resolve_host", resolve)
+    name, interfaces, *_ = network_checks.check_network({})
     assert (name.standing, interfaces.name) == (standing, "interfaces")
     assert words in name.value
 
 
 def test_variables_that_choose_an_interface_are_shown():
-    assert network.look_at_network({"NCCL_SOCKET_IFNAME": "ib0"})[-1].value.startswith("ib0 ")
+    assert network_checks.check_network({"NCCL_SOCKET_IFNAME": "ib0"})[-1].value.startswith("ib0 ")
 
 
 _TORCH = {"version": "2.13", "cuda": "13.0", "rocm": None, "usable": True, "num_gpus": 4, "warning": ""}
@@ -367,7 +369,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
             "problem",
             "GPUs here: driver too old",
         ),
-        (LookFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
+        (ProbeFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
     ],
 )
 def test_what_torch_makes_of_the_gpus(facts, gpus_here, gpus_of_site, standing, words):
@@ -382,12 +384,12 @@ def test_a_torch_without_gloo_is_a_problem():
 
 
 def test_this_machine_is_described():
-    assert standings(look_at_machine()).keys() >= {"CPUs", "memory"}
+    assert standings(check_machine()).keys() >= {"CPUs", "memory"}
 
 
 @pytest.mark.gpu
 def test_gpus_of_this_machine_are_named():
-    findings, number = look_at_gpus(dict(os.environ))
+    findings, number = check_gpus(dict(os.environ))
     assert number > 0
     assert standings(findings)["driver"] == "ok"
     assert " × " in findings[0].value
@@ -405,31 +407,31 @@ SITE = Site(
             ),
         ),
     ),
-    habits=Habits(requeue=False),
+    habits=SiteConventions(requeue=False),
 )
 
 
 def test_a_profile_has_what_lasts_and_replaces_only_a_profile(tmp_path):
     path = tmp_path / "etc" / "site.yaml"
     for _ in range(2):
-        write(Report((), SITE, gpu_directive="gpus-per-node"), path)
+        write_profile_file(DoctorReport((), SITE, gpu_request_style="gpus-per-node"), path)
     found = yaml.safe_load(path.read_text())
-    assert found["gpu_directive"] == "gpus-per-node"
+    assert found["gpu_request_style"] == "gpus-per-node"
     assert found["site"]["habits"] == {"requeue": False}
     assert found["site"]["partitions"][0]["groups"] == [
         {"names": "n[1-2],n5", "num": 3, "cpus": 1, "memory_mib": 1},
         {"names": "n3", "num": 1, "cpus": 2, "memory_mib": 1},
     ]
-    write(Report((), replace(SITE, habits=Habits())), path)
-    assert "gpu_directive" not in yaml.safe_load(path.read_text())
+    write_profile_file(DoctorReport((), replace(SITE, habits=SiteConventions())), path)
+    assert "gpu_request_style" not in yaml.safe_load(path.read_text())
     path.write_text("partition: gpu\nsite: {}\n")
     with pytest.raises(SpecError, match=r"holds 'partition' besides the profile"):
-        write(Report((), SITE), path)
+        write_profile_file(DoctorReport((), SITE), path)
     path.write_text("just words")
     with pytest.raises(SpecError, match="besides the profile"):
-        write(Report((), SITE), path)
+        write_profile_file(DoctorReport((), SITE), path)
     path.write_text("a: [")
     with pytest.raises(SpecError, match="cannot be read"):
-        write(Report((), SITE), path)
+        write_profile_file(DoctorReport((), SITE), path)
     with pytest.raises(UserError, match="no Slurm here"):
-        write(Report((), None), tmp_path / "other.yaml")
+        write_profile_file(DoctorReport((), None), tmp_path / "other.yaml")

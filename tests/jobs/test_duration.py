@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.duration import format_duration, parse_duration
+from hpctrain.slurm.duration import format_duration, parse_duration
 
 
 @pytest.mark.parametrize(

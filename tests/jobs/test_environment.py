@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.defaults import with_defaults
-from hpctrain.jobs.environment import outer_environment, sbatch_environment
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.slurm.environment import sbatch_env, strip_job_env
 
 RECORDINGS = Path(__file__).parents[1] / "cluster" / "recordings"
 
@@ -105,17 +105,33 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_what_is_around_the_submission_leaves_no_trace(around):
     environ = {**USERS, **AROUND[around]}
-    assert outer_environment(environ) == USERS
-    assert sbatch_environment(environ, []) == USERS
+    assert strip_job_env(environ) == USERS
+    assert sbatch_env(environ, []) == USERS
 
 
-@pytest.mark.parametrize("recording", sorted(RECORDINGS.glob("*.json")), ids=lambda path: path.stem)
+#: The same in every job. Newer versions name the bootstrap of mpirun.
+OF_EVERY_JOB = {
+    "ENVIRONMENT",
+    "HYDRA_BOOTSTRAP",
+    "HYDRA_LAUNCHER_EXTRA_ARGS",
+    "I_MPI_HYDRA_BOOTSTRAP",
+    "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
+    "OMPI_MCA_plm_slurm_args",
+    "PRTE_MCA_plm_slurm_args",
+}
+
+
+@pytest.mark.parametrize(
+    "recording",
+    sorted(RECORDINGS.rglob("*.json")),
+    ids=lambda path: str(path.relative_to(RECORDINGS).with_suffix("")),
+)
 def test_of_what_launchers_were_seen_to_set_nothing_is_left(recording):
-    """What is left is the shell's, the user's, and the mark that Slurm gives every batch script."""
+    """What is left is the shell's, the user's, and what Slurm gives every batch script."""
     document = json.loads(recording.read_text())
     for process in document["processes"]:
-        left = sbatch_environment({**document["common"], **process["own"]}, [])
-        assert left.keys() <= {"PWD", "ENVIRONMENT", "SLURM_CONF", "CUDA_VISIBLE_DEVICES"}
+        left = sbatch_env({**document["common"], **process["own"]}, [])
+        assert left.keys() <= {"PWD", "SLURM_CONF", "CUDA_VISIBLE_DEVICES", *OF_EVERY_JOB}
 
 
 @pytest.mark.parametrize(
@@ -131,28 +147,28 @@ def test_of_what_launchers_were_seen_to_set_nothing_is_left(recording):
 )
 def test_settings_of_the_users_stay(settings):
     environ = {**USERS, **settings}
-    assert sbatch_environment(environ, []) == environ
+    assert sbatch_env(environ, []) == environ
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"])
 def test_gpus_of_the_job_around_are_not_those_of_the_next_but_of_what_is_started_here(name):
     environ = {"SLURM_JOB_ID": "1", name: "2,3"}
-    assert sbatch_environment(environ, []) == {}
-    assert outer_environment(environ) == {name: "2,3"}
+    assert sbatch_env(environ, []) == {}
+    assert strip_job_env(environ) == {name: "2,3"}
 
 
 def test_what_hpctrain_chose_for_its_ranks_is_not_the_choice_of_a_job_that_they_submit():
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    assert outer_environment(with_defaults({"PATH": "/bin"}, defaults)) == {"PATH": "/bin"}
-    assert outer_environment(with_defaults(USERS, defaults)) == USERS
-    twice = with_defaults(with_defaults({}, {"OMP_NUM_THREADS": "1"}), {"GLOO_SOCKET_IFNAME": "lo"})
-    assert outer_environment(twice) == {}
+    assert strip_job_env(apply_env_defaults({"PATH": "/bin"}, defaults)) == {"PATH": "/bin"}
+    assert strip_job_env(apply_env_defaults(USERS, defaults)) == USERS
+    twice = apply_env_defaults(apply_env_defaults({}, {"OMP_NUM_THREADS": "1"}), {"GLOO_SOCKET_IFNAME": "lo"})
+    assert strip_job_env(twice) == {}
 
 
 def test_torchruns_choice_of_one_thread_does_not_slow_down_the_next_job():
     environ = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
-    assert outer_environment(environ) == {}
-    assert outer_environment({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
+    assert strip_job_env(environ) == {}
+    assert strip_job_env({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_what_the_script_says_wins_over_variables_of_sbatch():
@@ -165,11 +181,11 @@ def test_what_the_script_says_wins_over_variables_of_sbatch():
         "SBATCH_CPUS_PER_GPU": "9",
         "SBATCH_ACCOUNT": "mine",
     }
-    assert sbatch_environment(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
+    assert sbatch_env(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
 
 
 def test_a_memory_in_the_script_overrules_the_variables_of_all_its_kinds():
     environ = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1"}
-    assert sbatch_environment(environ, ["mem-per-cpu"]) == {}
-    assert sbatch_environment(environ, ["switches"]) == environ
-    assert sbatch_environment({"SBATCH_REQ_SWITCH": "1"}, ["switches"]) == {}
+    assert sbatch_env(environ, ["mem-per-cpu"]) == {}
+    assert sbatch_env(environ, ["switches"]) == environ
+    assert sbatch_env({"SBATCH_REQ_SWITCH": "1"}, ["switches"]) == {}

@@ -17,9 +17,9 @@ if os.environ["RANK"] == "1":
 """
 SUBMIT_FROM_PYTHON = """
 import hpctrain
-hpctrain.submit("dump.py", run_dir="from a rank", tasks_per_node=2, cpus_per_task=3, mem="100")
+hpctrain.submit("dump.py", run_dir="from a rank", ntasks_per_node=2, cpus_per_task=3, mem="100")
 """
-SHAPE = ["--tasks-per-node", "2", "--cpus-per-task", "3", "--mem", "100"]
+SHAPE = ["--ntasks-per-node", "2", "--cpus-per-task", "3", "--mem", "100"]
 #: What is the job's own by its nature, or is the shell's.
 OF_EACH_JOB = {
     *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "SLURM_STEP_LAUNCHER_PORT", "SLURM_SRUN_COMM_PORT"),
@@ -31,7 +31,16 @@ OF_EACH_JOB = {
         "SLURMD_NODENAME",
     ),
     *("SLURM_PROCID", "SLURM_LOCALID", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("HPCTRAIN_RUN_DIR", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST"),
+    *(
+        "HPCTRAIN_RUN_DIR",
+        "HPCTRAIN_SECRET",
+        "HOSTNAME",
+        "PWD",
+        "OLDPWD",
+        "SHLVL",
+        "_",
+        "PYTEST_CURRENT_TEST",
+    ),
 }
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpctrain.jobs.error_report import failures_since_submission, report
+from hpctrain.jobs.runs.error_report import failures_since_submission, report_failure
 from hpctrain.rundir import RunDir
 
 LOST = "Connection closed by peer [127.0.0.1]:1234\nmore of it"
@@ -31,7 +31,7 @@ def test_the_cause_comes_in_full_and_its_consequences_in_short(run):
         fail(run, rank, "RuntimeError", LOST, "a traceback that nobody needs")
     fail(run, 4, "SIGKILL", "")
     failure = {"attempt": 0, "rank": 3, "cause": "rank 3 on n1: ValueError: no such thing"}
-    assert list(report(run, failure)) == [
+    assert list(report_failure(run, failure)) == [
         "attempt 0: rank 3 on n1: ValueError: no such thing",
         "Traceback:",
         "  here",
@@ -44,7 +44,7 @@ def test_the_cause_comes_in_full_and_its_consequences_in_short(run):
 
 def test_where_there_is_no_traceback_the_end_of_the_log_may_tell(run):
     fail(run, 1, "SIGSEGV", "")
-    lines = list(report(run, {"attempt": 0, "rank": 1, "cause": "rank 1 on n0: SIGSEGV"}))
+    lines = list(report_failure(run, {"attempt": 0, "rank": 1, "cause": "rank 1 on n0: SIGSEGV"}))
     assert lines[1] == f"the end of log: {run.rank_log(0, 1)}"
     assert lines[2:] == [f"  line {number}" for number in range(11, 31)]
 
@@ -52,7 +52,7 @@ def test_where_there_is_no_traceback_the_end_of_the_log_may_tell(run):
 def test_ranks_that_are_asked_for_come_in_full(run):
     fail(run, 0, "ValueError", "boom", "first traceback")
     fail(run, 1, "RuntimeError", LOST, "second traceback")
-    lines = list(report(run, {"attempt": 0, "rank": 0, "cause": "x"}, ranks=[1]))
+    lines = list(report_failure(run, {"attempt": 0, "rank": 0, "cause": "x"}, ranks=[1]))
     assert lines[1:3] == [
         "rank 1 on n0: RuntimeError: Connection closed by peer [127.0.0.1]:1234",
         "second traceback",
@@ -64,7 +64,7 @@ def test_a_step_that_did_not_start_has_the_log_of_the_job(run):
     run.logs.mkdir()
     run.slurm_log.write_text("srun: error: no such node\n")
     failure = {"attempt": 0, "rank": -1, "cause": "the step did not start", "log": str(run.slurm_log)}
-    assert list(report(run, failure)) == [
+    assert list(report_failure(run, failure)) == [
         "attempt 0: the step did not start",
         f"the end of log: {run.slurm_log}",
         "  srun: error: no such node",
@@ -74,10 +74,10 @@ def test_a_step_that_did_not_start_has_the_log_of_the_job(run):
 def test_a_record_that_cannot_be_read_hides_no_other(run):
     fail(run, 0, "ValueError", "boom", "traceback")
     run.failure(0, 1).write_text("{torn")
-    assert "traceback" in list(report(run, {"attempt": 0, "rank": 0, "cause": "x"}))
+    assert "traceback" in list(report_failure(run, {"attempt": 0, "rank": 0, "cause": "x"}))
 
 
 def test_failures_before_the_last_submission_are_over(run):
     for kind, cause in (("submitted", ""), ("failure", "old"), ("submitted", ""), ("failure", "new")):
-        run.log_event(kind, 0, cause=cause)
+        run.log_event(kind, 0, cause=cause, job_id="1", backend="local")
     assert [failure["cause"] for failure in failures_since_submission(run.read_events())] == ["new"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,20 +15,20 @@ from pathlib import Path
 
 import pytest
 import submitit
-from helpers import environment, wait_for
+from helpers import REPOSITORY, environment, wait_for
+from submitit.slurm.slurm import _make_sbatch_string
 
 from hpctrain import Executor
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, UserError
 from hpctrain.files import is_locked
-from hpctrain.jobs import functions
-from hpctrain.jobs.backends import SubmissionUnclear
+from hpctrain.jobs.backends import SubmissionUnconfirmed
 from hpctrain.jobs.backends.local import LocalBackend
-from hpctrain.jobs.executor import Job, JobFailed
-from hpctrain.jobs.functions import FunctionFailure
-from hpctrain.jobs.runs import find_run
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.pickles import Parcel
+from hpctrain.jobs.executor import Job, JobFailed, function_runs
+from hpctrain.jobs.executor.function_runs import FunctionFailure
+from hpctrain.jobs.runs.run import find_run
 from hpctrain.rundir import RunDir
+from hpctrain.serialization import CallPayload
+from hpctrain.spec.job_spec import JobSpec
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_a_job_is_a_run_in_the_folder_with_the_functions_name(executor, tmp_path
 
 
 def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
-    executor.update_parameters(nodes=2, tasks_per_node=2)
+    executor.update_parameters(nodes=2, ntasks_per_node=2)
     job = executor.submit(add, 1)
     job.wait()
     log = job.run.dir.slurm_log
@@ -98,7 +100,7 @@ def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
 
 
 def test_several_ranks_are_tasks(executor):
-    executor.update_parameters(nodes=2, tasks_per_node=2)
+    executor.update_parameters(nodes=2, ntasks_per_node=2)
     job = executor.submit(add, 1)
     job.wait()
     assert job.num_tasks == 4
@@ -111,17 +113,17 @@ def test_several_ranks_are_tasks(executor):
 
 def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executor):
     executor.update_parameters(
-        timeout_min=90, mem_gb=1.5, slurm_partition="gpu", cpus_per_task=2, name="n", tasks_per_node=2
+        timeout_min=90, mem_gb=1.5, slurm_partition="gpu", cpus_per_task=2, name="n", ntasks_per_node=2
     )
     assert executor.parameters == {
         "backend": "local",
-        "snapshot": False,
+        "code_snapshot": False,
         "time": "01:30:00",
         "mem": "1536M",
         "partition": "gpu",
         "cpus_per_task": 2,
         "name": "n",
-        "tasks_per_node": 2,
+        "ntasks_per_node": 2,
     }
     executor.update_parameters(partition=None, timeout_min=None, mem_gb=None)
     job = executor.submit(add, 1)
@@ -131,13 +133,44 @@ def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executo
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("node", "'nodes'"), ("slurm_partitions", "'partition'"), ("run_dir", "`folder`")]
+    ("name", "hint"),
+    [
+        ("node", "'nodes'"),
+        ("slurm_partitions", "'partition'"),
+        ("gpus", "mean 'gpus_per_node'"),
+        ("run_dir", "`folder`"),
+    ],
 )
 def test_an_unknown_parameter_is_named_with_the_nearest_one(executor, name, hint):
     with pytest.raises(SpecError, match=f"(?s){name}.*{hint}|{hint}"):
         executor.update_parameters(**{name: 1})
     with pytest.raises(SpecError):
         Executor(**{name: 1})
+
+
+def test_the_documentation_lists_the_parameters_of_submitit_that_are_refused(executor):
+    refused = set()
+    for name in inspect.signature(_make_sbatch_string).parameters.keys() - {"command", "folder", "map_count"}:
+        try:
+            executor.update_parameters(**{f"slurm_{name}": None})
+        except SpecError:
+            refused.add(name)
+    text = (REPOSITORY / "docs/python.md").read_text()
+    listed = text.partition("<!-- the refused parameters -->\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == refused
+
+
+def test_errors_name_the_parameters_as_in_python(executor, tmp_path):
+    with pytest.raises(SpecError, match=r"mem 1 and mem_per_cpu 2 exclude each other"):
+        Executor(tmp_path / "runs", backend="local", snapshot=False, mem="1", mem_per_cpu="2").submit(add, 1)
+
+
+def test_the_folder_of_a_jobs_run_is_a_path(executor):
+    job = executor.submit(add, 1, 2)
+    job.wait()
+    folder = Path(job.run.dir)
+    assert (folder / "spec.yaml").exists()
+    assert f"{job.run.dir}" == os.fspath(job.run.dir) == str(folder)
 
 
 def test_what_cannot_be_pickled_is_refused_before_anything_is_written(executor, tmp_path):
@@ -218,10 +251,10 @@ def test_a_refused_array_leaves_no_folder(executor, tmp_path, monkeypatch):
 
 def test_a_folder_under_a_job_that_may_be_queued_stays(executor, tmp_path, monkeypatch):
     def vanish(*_):
-        raise SubmissionUnclear("no answer")
+        raise SubmissionUnconfirmed("no answer")
 
     monkeypatch.setattr(LocalBackend, "submit", vanish)
-    with pytest.raises(SubmissionUnclear):
+    with pytest.raises(SubmissionUnconfirmed):
         executor.submit(add, 1)
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "function.pkl").exists()
@@ -233,7 +266,7 @@ def test_jobs_of_many_programs_in_one_folder_never_mix(executor, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         jobs = list(pool.map(lambda i: executor.submit(add, i), range(4)))
     assert len({job.run.dir.path for job in jobs}) == 4
-    assert [Parcel.read(job.run.dir.function).open().args for job in jobs] == [(0,), (1,), (2,), (3,)]
+    assert [CallPayload.read(job.run.dir.function).open().args for job in jobs] == [(0,), (1,), (2,), (3,)]
     for job in jobs:
         job.wait()
 
@@ -253,7 +286,7 @@ def test_a_job_outlives_its_program(executor, monkeypatch):
 
 
 def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
-    monkeypatch.setattr(functions, "_RESULT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(function_runs, "_RESULT_PATIENCE_S", 0.1)
     job = executor.submit(add, 1)
     with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* has left no result: .*rank-00000\.pkl"):
         job.result()
@@ -302,8 +335,8 @@ def test_a_note_is_told_once(executor, caplog):
     executor.update_parameters(gpus_per_node=1)
     for job in [executor.submit(add, 1), executor.submit(add, 2)]:
         job.wait()
-    assert [record.message for record in caplog.records if "No GPU here" in record.message] != []
-    assert len([record for record in caplog.records if "No GPU here" in record.message]) == 1
+    assert [record.message for record in caplog.records if "No GPU found" in record.message] != []
+    assert len([record for record in caplog.records if "No GPU found" in record.message]) == 1
 
 
 def test_cancel_at_deletion(executor, monkeypatch):

@@ -14,16 +14,16 @@ from helpers import environment, run_command, wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SpecError
-from hpctrain.jobs.site import limits
-from hpctrain.jobs.site.check import check_site
-from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Site, SlurmConfig
-from hpctrain.jobs.site.nodes import node_problems
-from hpctrain.jobs.site.outlook import expected_start, highest_cost
-from hpctrain.jobs.site.paths import path_notes
-from hpctrain.jobs.site.read import read_site
-from hpctrain.jobs.site.request import Request
-from hpctrain.jobs.slurm_command import Question, run_slurm
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.site import partition_limits
+from hpctrain.jobs.site.forecast import estimate_cost, expected_start
+from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.site.node_requirements import node_problems
+from hpctrain.jobs.site.path_visibility import path_notes
+from hpctrain.jobs.site.site_check import check_request
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.slurm.command import SlurmCall, run_slurm
+from hpctrain.slurm.site_discovery import discover_site
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, SlurmConfig
 
 STRICT = [
     "JobRequeue=0",
@@ -92,31 +92,31 @@ pytestmark = pytest.mark.slurm
             {"partition": "short", "time": None},
             r"gives no --time after 00:01:00 \(DefaultTime\), which is not longer than the 120 s",
         ),
-        ({"partition": "short", "nodes": 2}, r"2 nodes are asked for .* gives a job 1 \(MaxNodes\)"),
-        ({"partition": "wide"}, r"1 node is asked for .*, but a job in .* wide has at least 2 \(MinNodes\)"),
+        ({"partition": "short", "nodes": 2}, r"2 nodes requested .* gives a job 1 \(MaxNodes\)"),
+        ({"partition": "wide"}, r"1 node requested .*, but a job in .* wide has at least 2 \(MinNodes\)"),
         (
             {"partition": "wide", "nodes": 2, "mem": "2G"},
             r"2G of memory .* \(--mem\).* 1000M \(MaxMemPerNode\)",
         ),
         (
             {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
-            r"5 CPUs of each node .* 4 \(MaxCPUsPerNode\)",
+            r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
         ),
         ({"partition": "physics", "account": "art"}, r"account 'art' .* is for physics \(AllowAccounts\)"),
         ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* refuses it \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs of a reservation \(ReqResv\)\. Give --reservation"),
         ({"partition": "drained"}, r"takes no jobs for now \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
-        ({"nodes": 3}, r"3 nodes are asked for \(--nodes\), but partition preemptible has 2 \(sinfo\)"),
-        ({"gpus_per_node": 3}, r"3 GPUs a node .*, but no node of partition preemptible has more than 2"),
+        ({"nodes": 3}, r"3 nodes requested \(--nodes\), but partition preemptible has 2 \(sinfo\)"),
+        ({"gpus_per_node": 3}, r"3 GPUs per node .*, but no node of partition preemptible has more than 2"),
         ({"gpus_per_node": "h100:1"}, r"type 'h100' .* has none \(sinfo\)\. Its types are a100\."),
         (
             {"cpus_per_task": 9},
-            r"9 CPUs a node are asked for \(1 rank × 9, --cpus-per-task\), .* more than 8",
+            r"9 CPUs per node requested \(1 rank × 9, --cpus-per-task\), .* more than 8",
         ),
-        ({"gpus_per_node": 2, "cpus_per_task": 5}, r"10 CPUs a node are asked for \(2 ranks × 5"),
-        ({"mem": TOO_MUCH}, r"MiB of memory a node are asked for \(--mem\), but no node"),
-        ({"mem_per_cpu": TOO_MUCH}, r"memory a node are asked for \(--mem-per-cpu\)"),
+        ({"gpus_per_node": 2, "cpus_per_task": 5}, r"10 CPUs per node requested \(2 ranks × 5"),
+        ({"mem": TOO_MUCH}, r"MiB of memory per node requested \(--mem\), but no node"),
+        ({"mem_per_cpu": TOO_MUCH}, r"memory per node requested \(--mem-per-cpu\)"),
         ({"constraint": "fst"}, r"feature 'fst' .* no node of .* has it \(sinfo\)\. Did you mean 'fast'\?"),
         ({"constraint": "fast&slow*2"}, r"feature 'slow' is asked for"),
         ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has 1 \(sinfo\)"),
@@ -166,20 +166,20 @@ def test_all_that_is_wrong_is_said_at_once(submission):
 )
 def test_what_fits_is_not_refused(submission, options):
     (start, cost) = submission(**options).prospects
-    assert start.startswith("Slurm expects to start it at once, on strict-")
-    assert "It may cost up to" in cost
+    assert start.startswith("Estimated start: at once, on strict-")
+    assert "Maximum cost:" in cost
 
 
 def test_start_and_cost_are_foretold(submission):
     assert submission(nodes=2, gpus_per_node=2, time="90").prospects == (
-        f"Slurm expects to start it at once, on strict-{os.getpid()}-[1-2], partition preemptible.",
-        "It may cost up to 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00), and as much again after each requeue.",
+        f"Estimated start: at once, on strict-{os.getpid()}-[1-2], partition preemptible.",
+        "Maximum cost: 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00) per allocation.",
     )
     assert submission(time=None).prospects[1] == (
-        "Nothing is known to bound its cost (1 node × 1 CPU): neither --time nor preemptible sets a limit."
+        "No cost estimate (1 node × 1 CPU): neither --time nor preemptible sets a limit."
     )
     assert (
-        "1 GPU-hours (2 tasks × 1 node × 1 GPU × 00:30:00)"
+        "1 GPU-hour (2 tasks × 1 node × 1 GPU × 00:30:00)"
         in (submission(array="0,5", gpus_per_node=1, time="30").prospects[1])
     )
     # Whoever gets whole nodes pays for all of their GPUs.
@@ -199,9 +199,7 @@ def test_a_job_behind_another_is_foretold_a_later_start(submission, strict):
     try:
         state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
         wait_for(lambda: "RUNNING" in run_command(state, strict.env).stdout, 20, "the other job's start")
-        assert re.match(
-            r"Slurm expects to start it (at \d\d:\d\d|on .* at .*), on", submission().prospects[0]
-        )
+        assert re.match(r"Estimated start: (at \d\d:\d\d|on .* at .*), on", submission().prospects[0])
     finally:
         run_command(["scancel", job], strict.env)
 
@@ -217,16 +215,16 @@ def test_requeues_of_the_site_are_explained(submission):
     requeue, preempted = submission().notes
     assert "(JobRequeue=0): successors are chained" in requeue
     assert "is cancelled at once, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
-    assert "within 5 s (KillWait), and goes on in a successor job" in preempted
+    assert "within 30 s (KillWait), and goes on in a successor job" in preempted
     assert submission(partition="urgent").notes == (requeue,)
-    assert submission(continue_by="successor").notes == (preempted,)
+    assert submission(resume_mode="successor").notes == (preempted,)
 
 
 def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submission):
-    requeue, preempted = submission(continue_by="requeue").notes
+    requeue, preempted = submission(resume_mode="requeue").notes
     assert "only jobs that ask for it (JobRequeue=0). A run does (--requeue)" in requeue
     assert preempted.endswith(
-        "within 5 s (KillWait), and ends as FAILED. Submit it again with the same --run-dir, and it goes on "
+        "within 30 s (KillWait), and ends as FAILED. Submit it again with the same --run-dir, and it goes on "
         "from there."
     )
 
@@ -256,7 +254,7 @@ def test_nodes_out_of_service_are_told(submission, strict):
     try:
         note = submission(nodes=2).notes[0]
         assert note.startswith(
-            "2 nodes asked for, but 1 of the nodes of partition preemptible that fit the job"
+            "2 nodes requested, but 1 of the nodes of partition preemptible that fit the job"
         )
         assert not submission(nodes=1).notes[0].startswith("1 node asked for")
     finally:
@@ -285,7 +283,7 @@ def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
         submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
     with pytest.raises(SpecError, match=r"refuses jobs that give no time limit .* Give --time"):
         submission(env=env, time=None)
-    chained, ending = (submission(env=env, continue_by=way).notes[0] for way in ("auto", "requeue"))
+    chained, ending = (submission(env=env, resume_mode=way).notes[0] for way in ("auto", "requeue"))
     assert chained.startswith("This site lets no job be requeued")
     assert "goes on in a successor job" in chained
     assert "saves, and ends. Submit it again" in ending
@@ -302,15 +300,15 @@ def test_a_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
     environ = environment(accounting.env)
     run_command(["sacctmgr", "-i", "add", "qos", "lifted", "Flags=PartitionTimeLimit"], accounting.env)
     try:
-        site, _ = read_site(environ, Site())
+        site, _ = discover_site(environ, Site())
         short = replace(site.partition("urgent"), default=True, max_time_s=600.0)
-        request = Request.of(make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ)
+        request = JobRequest.of(make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ)
         ask = partial(run_slurm, environ=environ)
         limited = replace(site, partitions=(short,))
         with pytest.raises(SpecError, match=r"allows 00:10:00 \(MaxTime\)"):
-            check_site(request, limited, ask)
+            check_request(request, limited, ask)
         enforcing = replace(site.slurm, enforced=("associations", "limits", "qos"))
-        (note,), _ = check_site(request, replace(limited, slurm=enforcing), ask)
+        (note,), _ = check_request(request, replace(limited, slurm=enforcing), ask)
         assert note.endswith("Only where the job's QOS is lifted does that not hold (PartitionTimeLimit).")
     finally:
         run_command(["sacctmgr", "-i", "delete", "qos", "lifted"], accounting.env)
@@ -328,7 +326,7 @@ def test_files_in_a_folder_of_each_node_are_warned_of(make_spec):
 
 
 def test_a_submission_asks_a_handful_of_questions_a_fake_slurm(fake_slurm, prepared):
-    hand_over(prepared(backend="slurm", environ=fake_slurm.environ))
+    submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ))
     # Nodes and partitions, and with them whether Slurm answers at all; the nodes' hosts, for the script lies
     # in /tmp. The fake does not note that it was asked for its configuration.
     asked = ["sinfo", "scontrol", "sinfo"]
@@ -337,17 +335,17 @@ def test_a_submission_asks_a_handful_of_questions_a_fake_slurm(fake_slurm, prepa
 
 @pytest.fixture
 def request_of(make_spec):
-    return lambda **fields: Request.of(make_spec(**fields), {})
+    return lambda **fields: JobRequest.of(make_spec(**fields), {})
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"gpus_per_node": 8}, "8 GPUs a node .* no node of partition mixed has more than 4"),
+        ({"gpus_per_node": 8}, "8 GPUs per node .* no node of partition mixed has more than 4"),
         ({"gpus_per_node": 4, "nodes": 3}, "3 nodes with 4 GPUs each .* has 2"),
-        ({"gpus_per_node": 4, "gpu_type": "v100"}, "4 v100 GPUs a node .* more than 1"),
+        ({"gpus_per_node": 4, "gpu_type": "v100"}, "4 v100 GPUs per node .* more than 1"),
         ({"gpus_per_node": 1, "gpu_type": "v100", "nodes": 3}, "3 nodes with 1 v100 GPU each .* has 2"),
-        ({"gpus_per_node": 3, "tasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs each, 60 CPUs"),
+        ({"gpus_per_node": 3, "ntasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs each, 60 CPUs"),
         (
             {"gpus_per_node": 1, "directives": {"constraint": "ib&old"}},
             "with 1 GPU each, the features ib&old",
@@ -379,28 +377,28 @@ def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
     closed = [Partition(name="r", root_only=True), Partition(name="g", allow_groups=("nobodys",))]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert [
-        *limits.limit_problems(asked, closed[0], site),
-        *limits.limit_problems(asked, closed[1], site),
+        *partition_limits.limit_problems(asked, closed[0], site),
+        *partition_limits.limit_problems(asked, closed[1], site),
     ] == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (root_only,) = limits.limit_problems(asked, closed[0], site)
+    (root_only,) = partition_limits.limit_problems(asked, closed[0], site)
     assert "is for root alone (RootOnly)" in root_only.words
-    (group,) = limits.limit_problems(asked, closed[1], site)
+    (group,) = partition_limits.limit_problems(asked, closed[1], site)
     assert "is for members of nobodys (AllowGroups), and you are in none of these groups" in group.words
 
 
 def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):
-    site = Site(slurm=SlurmConfig(select="linear"), habits=Habits())
+    site = Site(slurm=SlurmConfig(select="linear"), habits=SiteConventions())
     asked = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
-    assert highest_cost(asked, [], site).startswith(
-        "It may cost up to 38,400 GPU-hours (100 nodes × 8 GPUs × 2-00"
+    assert estimate_cost(asked, [], site).startswith(
+        "Maximum cost: 38\u202f400 GPU-hours (100 nodes × 8 GPUs × 2-00"
     )
-    assert "neither --time nor its partition" in highest_cost(request_of(), [], site)
+    assert "neither --time nor its partition" in estimate_cost(request_of(), [], site)
 
 
 def test_words_that_foretell_nothing(request_of):
     for words, said in (("", "it says nothing"), ("a\n b", "a b")):
-        forecast = Question(["printf", words], os.environ)
+        forecast = SlurmCall(["printf", words], os.environ)
         assert expected_start(request_of(), forecast) == f"Slurm foretells no start: {said}."
-    missing = expected_start(request_of(), Question(["no-such-sbatch"], os.environ))
+    missing = expected_start(request_of(), SlurmCall(["no-such-sbatch"], os.environ))
     assert missing == "Slurm foretells no start: there is no no-such-sbatch on the PATH."

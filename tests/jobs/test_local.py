@@ -15,20 +15,20 @@ from helpers import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.files import is_locked, try_lock
-from hpctrain.jobs import submit as submit_module
 from hpctrain.jobs.backends import local
-from hpctrain.jobs.follow import follow
-from hpctrain.jobs.reading import Notice, Text, describe
-from hpctrain.jobs.runs import find_run, list_runs
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.status import RunStatus
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.runs.follow import follow_run
+from hpctrain.jobs.runs.run import find_run, list_runs
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.submit import submit as submit_module
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.slurm.states import RunState
 
 HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x", "a\\", "%j", "é 😀", "\nx"]
 
 
 def test_a_run_completes_and_tells(prepared):
-    run = hand_over(prepared())
+    run = submit_prepared(prepared())
     status = run.wait(timeout=20)
     assert (status.state, status.step, status.loss, status.attempt) == (RunState.COMPLETED, 7, 0.5, 0)
     assert (status.backend, status.job_id) == ("local", run.job_id)
@@ -38,12 +38,12 @@ def test_a_run_completes_and_tells(prepared):
 
 
 def test_words_arrive_untouched(prepared, tmp_path):
-    from hpctrain.jobs.spec import JobSpec
+    from hpctrain.spec.job_spec import JobSpec
 
     folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
     script = tmp_path / "my $(touch pwned)\n.py"
     script.write_text("")
-    run = hand_over(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
+    run = submit_prepared(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
     run.wait(timeout=20)
     spec = JobSpec.load(run.dir.spec)
     assert spec.args == tuple(HOSTILE)
@@ -53,11 +53,11 @@ def test_words_arrive_untouched(prepared, tmp_path):
 
 
 def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_path):
-    run = hand_over(prepared("sleep", run_dir="r"))
+    run = submit_prepared(prepared("sleep", run_dir="r"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     assert run.status().state is RunState.RUNNING
     with pytest.raises(SpecError, match="still going"):
-        hand_over(prepared(run_dir="r"))
+        submit_prepared(prepared(run_dir="r"))
     with pytest.raises(WaitTimeout, match="RUNNING"):
         run.wait(timeout=0.1)
     run.cancel()
@@ -71,30 +71,30 @@ def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_
 def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, script):
     """The signal would end a job script that still readies things, and the run with it."""
     script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
-    run = hand_over(prepared(python=sys.executable))
+    run = submit_prepared(prepared(python=sys.executable))
     run.requeue()
     assert run.wait(timeout=60).attempt == 1
 
 
 def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
-    run = hand_over(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
+    run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
     run.wait(timeout=60)
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
 
 
 def test_what_a_job_script_leaves_in_the_background_ends_with_the_run(prepared):
-    run = hand_over(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
+    run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
     assert run.wait(timeout=60).state is RunState.COMPLETED
     left = Path("/proc", (run.dir.path / "pid").read_text().strip())
     wait_for(lambda: not (left / "exe").exists(), 10, "its end")
-    again = hand_over(prepared(run_dir="r"))  # which takes the lock
+    again = submit_prepared(prepared(run_dir="r"))  # which takes the lock
     again.wait(timeout=20)
 
 
 def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
-    run = hand_over(prepared(setup=["sleep 60"]))
+    run = submit_prepared(prepared(setup=["sleep 60"]))
     with pytest.raises(SchedulerError, match="being started"):
         run.requeue()
     assert run.status().state is RunState.RUNNING
@@ -104,18 +104,18 @@ def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(pr
 
 
 def test_an_ended_run_is_continued(prepared):
-    run = hand_over(prepared("fail", run_dir="r"))
+    run = submit_prepared(prepared("fail", run_dir="r"))
     with pytest.raises(RunFailed, match=r"rank 3 crashed: RuntimeError: boom\. Log: .*rank-00000.log"):
         run.wait(timeout=20)
     run.dir.cancel_request.touch()
-    again = hand_over(prepared(run_dir="r", nodes=2))
+    again = submit_prepared(prepared(run_dir="r", nodes=2))
     status = again.wait(timeout=20)
     assert (status.attempt, again.dir.cancel_request.exists()) == (1, False)
     assert [event["attempt"] for event in again.dir.read_events() if event["kind"] == "submitted"] == [0, 1]
 
 
 def test_a_supervisor_that_vanishes_is_a_failure_with_a_log(prepared):
-    run = hand_over(prepared("vanish"))
+    run = submit_prepared(prepared("vanish"))
     with pytest.raises(RunFailed, match=r"ended without a word.*slurm\.log"):
         run.wait(timeout=20)
 
@@ -123,7 +123,7 @@ def test_a_supervisor_that_vanishes_is_a_failure_with_a_log(prepared):
 def test_a_supervisor_that_cannot_start_tells_in_the_log(prepared, tmp_path, fake_python):
     submission = prepared()
     script = submission.script.replace(fake_python, "/nowhere/python")
-    run = hand_over(type(submission)(**{**vars(submission), "script": script}))
+    run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
     with pytest.raises(RunFailed, match="ended without a word"):
         run.wait(timeout=20)
     assert "/nowhere/python" in run.dir.slurm_log.read_text()
@@ -135,7 +135,7 @@ def test_a_failed_submission_leaves_nothing(prepared, tmp_path, monkeypatch):
 
     monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
     with pytest.raises(SchedulerError, match="no more processes"):
-        hand_over(prepared(run_dir="r"))
+        submit_prepared(prepared(run_dir="r"))
     assert not (tmp_path / "r").exists()
 
 
@@ -144,7 +144,7 @@ def test_of_two_submissions_at_once_one_is_refused(prepared):
 
     def try_it(submission):
         try:
-            outcomes.append(hand_over(submission))
+            outcomes.append(submit_prepared(submission))
         except SpecError as error:
             outcomes.append(error)
 
@@ -161,31 +161,31 @@ def test_of_two_submissions_at_once_one_is_refused(prepared):
 
 
 def test_following_shows_every_attempt_and_ends_with_the_status(prepared):
-    run = hand_over(prepared("twice"))
-    *items, last = list(follow(run, whole=True))
+    run = submit_prepared(prepared("twice"))
+    *items, last = list(follow_run(run, whole=True))
     assert isinstance(last, RunStatus)
     assert last.state is RunState.COMPLETED
-    text = "".join(item.text for item in items if isinstance(item, Text))
+    text = "".join(item.text for item in items if isinstance(item, LogText))
     assert text == "hello from attempt 0\nhello from attempt 1\n"
-    lines = [item.line for item in items if isinstance(item, Notice)]
+    lines = [item.line for item in items if isinstance(item, EventLine)]
     assert lines == [
         "attempt 0: starting, world size 1, nodes 1",
-        "attempt 0: the workers are started again",
+        "attempt 0 failed; restarting",
         "attempt 1: starting, world size 1, nodes 1",
     ]
 
 
 def test_following_a_continued_run_starts_where_it_was_continued(prepared):
-    first = hand_over(prepared(run_dir="r"))
+    first = submit_prepared(prepared(run_dir="r"))
     first.wait(timeout=20)
-    second = hand_over(prepared(run_dir="r"))
+    second = submit_prepared(prepared(run_dir="r"))
     for whole in (True, False):
-        *items, _ = list(follow(second, whole=whole))
-        assert "".join(item.text for item in items if isinstance(item, Text)) == "hello from attempt 1\n"
+        *items, _ = list(follow_run(second, whole=whole))
+        assert "".join(item.text for item in items if isinstance(item, LogText)) == "hello from attempt 1\n"
 
 
 def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
-    run = hand_over(prepared())
+    run = submit_prepared(prepared())
     run.wait(timeout=20)
     runs_dir = tmp_path / "runs"
     assert find_run(run.run_id, runs_dir, {}).dir == run.dir
@@ -223,7 +223,7 @@ def test_the_python_api_submits_with_this_interpreter(script, tmp_path, monkeypa
     with pytest.raises(SpecError, match="Did you mean 'nodes'"):
         hpctrain.submit(script, nodez=2)
     handed = []
-    monkeypatch.setattr(submit_module, "hand_over", handed.append)
+    monkeypatch.setattr(submit_module, "submit_prepared", handed.append)
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
     assert (handed[0].spec.python, handed[0].spec.args) == (sys.executable, ("--lr", "0.1"))
     assert "--partition changes nothing here" in caplog.text
@@ -244,7 +244,7 @@ def test_whoever_looks_at_a_lock_keeps_nobody_from_taking_it(tmp_path):
 
 
 def test_the_lock_names_the_supervisor(prepared):
-    run = hand_over(prepared("sleep"))
+    run = submit_prepared(prepared("sleep"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     pid = int(run.dir.lock.read_text())
     with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -262,8 +262,8 @@ def test_the_lock_names_the_supervisor(prepared):
 )
 def test_a_stop_claims_no_more_than_was_saved(saved, words):
     event = {"attempt": 1, "kind": "signal", "signal": "SIGTERM", "step": 9, "saved": saved}
-    assert describe(event) == f"attempt 1: told to stop by SIGTERM {words}"
-    assert describe({"attempt": 1, "kind": "requeue"}) == "attempt 1: the job goes back to the queue"
+    assert describe_event(event) == f"attempt 1: told to stop by SIGTERM {words}"
+    assert describe_event({"attempt": 1, "kind": "requeue"}) == "attempt 1: the job goes back to the queue"
 
 
 def test_a_damaged_checkpoint_is_named_while_following():
@@ -273,4 +273,6 @@ def test_a_damaged_checkpoint_is_named_while_following():
         "step": 40,
         "broken": ["step-00000050 is damaged: a byte is gone."],
     }
-    assert describe(event) == "attempt 1: resumed after step 40; step-00000050 is damaged: a byte is gone."
+    assert (
+        describe_event(event) == "attempt 1: resumed after step 40; step-00000050 is damaged: a byte is gone."
+    )

@@ -14,7 +14,7 @@ import pytest
 from helpers import environment, run_command
 
 from hpctrain.files import append_json_line
-from hpctrain.jobs.runs import list_runs, statuses
+from hpctrain.jobs.runs.run import list_runs, query_statuses
 from hpctrain.rundir import RunDir
 
 NUM_RUNS = 1000
@@ -58,7 +58,7 @@ def runs_of(job_ids: list[str], folder: Path) -> None:
 def test_a_thousand_runs_cost_one_squeue(calls, held_jobs, tmp_path):
     environ, log = calls
     runs_of(held_jobs, tmp_path / "runs")
-    states = Counter(status.state for status in statuses(list_runs(tmp_path / "runs", environ)))
+    states = Counter(status.state for status in query_statuses(list_runs(tmp_path / "runs", environ)))
     assert states == {"PENDING": NUM_RUNS}
     assert log.read_text().split() == ["squeue"]
     log.unlink()
@@ -72,7 +72,7 @@ def test_a_thousand_runs_that_nobody_knows_cost_one_question_each_of_all(calls, 
     runs_of([str(50_000_000 + number) for number in range(NUM_RUNS)], tmp_path / "runs")
     for folder in (tmp_path / "runs").iterdir():
         os.utime(folder / "events.jsonl", (0, 1.7e9))
-    states = Counter(status.state for status in statuses(list_runs(tmp_path / "runs", environ)))
+    states = Counter(status.state for status in query_statuses(list_runs(tmp_path / "runs", environ)))
     # Silent for years: these have ended, whatever Slurm remembers.
     assert states == {"FAILED": NUM_RUNS}
     assert sorted(log.read_text().split()) == ["sacct", "scontrol", "scontrol", "squeue"]

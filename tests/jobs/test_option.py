@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.jobs.container import Container
-from hpctrain.jobs.copied_code import DEFAULT_LIMIT_MB
-from hpctrain.jobs.notify import DEFAULT_STALL_S
-from hpctrain.jobs.option import Kind
-from hpctrain.jobs.options import SubmitOptions, options
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.options.option import OptionType
+from hpctrain.jobs.options.table import SubmitOptions, all_options
+from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
+from hpctrain.spec.container import Container
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.notify import DEFAULT_STALL_S
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ from hpctrain.jobs.spec import JobSpec
     ],
 )
 def test_a_value_is_read_by_the_options_type(hint, value, taken):
-    assert Kind.of(hint).take(value) == taken
-    assert type(Kind.of(hint).take(value)) is type(taken)
+    assert OptionType.of(hint).take(value) == taken
+    assert type(OptionType.of(hint).take(value)) is type(taken)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_value_is_read_by_the_options_type(hint, value, taken):
     ],
 )
 def test_another_value_is_refused_and_the_kind_says_what_it_takes(hint, value, words):
-    kind = Kind.of(hint)
+    kind = OptionType.of(hint)
     with pytest.raises(ValueError):
         kind.take(value)
     assert str(kind) == words
@@ -73,22 +73,22 @@ def test_another_value_is_refused_and_the_kind_says_what_it_takes(hint, value, w
 
 def test_whole_numbers_of_numpy_are_whole_numbers():
     numpy = pytest.importorskip("numpy")
-    assert Kind.of(int).take(numpy.int64(3)) == 3
+    assert OptionType.of(int).take(numpy.int64(3)) == 3
 
 
 @given(st.text(min_size=1))
 def test_a_text_is_taken_as_it_is(text):
-    assert Kind.of(str).take(text) == text
+    assert OptionType.of(str).take(text) == text
 
 
 def test_every_option_of_python_is_in_the_table_and_none_else():
-    assert list(options()) == list(get_type_hints(SubmitOptions))
+    assert list(all_options()) == list(get_type_hints(SubmitOptions))
 
 
-@pytest.mark.parametrize("option", options().values(), ids=lambda option: option.name)
+@pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.name)
 def test_an_option_is_described(option):
     about = option.about
-    assert about.help[0].isupper()
+    assert about.help[0].isupper() or about.help.startswith("sbatch ")
     assert about.help.endswith(".")
     assert "`" not in about.help
     assert option.metavar or option.kind.flag
@@ -100,22 +100,23 @@ def test_an_option_is_described(option):
 
 
 def test_defaults_are_those_of_the_specification():
-    defaults = {name: option.about.default for name, option in options().items()}
+    defaults = {name: option.about.default for name, option in all_options().items()}
     fields = JobSpec.__dataclass_fields__
     assert {name: value for name, value in defaults.items() if value is not None} == {
+        "runs_dir": "runs",
         **{
             name: fields[name].default
             for name in (
-                *("nodes", "spares", "node_check", "gpus_per_node", "gpu_directive", "max_failures"),
-                "continue_by",
+                *("nodes", "spare_nodes", "node_check", "gpus_per_node", "gpu_request_style", "max_failures"),
+                "resume_mode",
             )
         },
-        "grow_after": JobSpec.grow_after_s,
-        "warm_workers": fields["warm_workers_s"].default,
-        "hang_limit": fields["hang_limit_s"].default,
+        "scale_up_after": JobSpec.scale_up_after_s,
+        "standby_workers": fields["standby_workers_s"].default,
+        "hang_timeout": fields["hang_timeout_s"].default,
         "backend": "auto",
         "notify_stall_after": DEFAULT_STALL_S,
-        "snapshot_limit": DEFAULT_LIMIT_MB,
+        "code_snapshot_limit": DEFAULT_SNAPSHOT_LIMIT_MB,
         "container_runtime": "auto",
         "container_python": Container.python,
     }

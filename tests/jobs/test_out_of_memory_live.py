@@ -11,9 +11,9 @@ import pytest
 from helpers import environment, wait_for
 
 from hpctrain import sandbox
-from hpctrain.jobs.prepare import prepare
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.slurm.states import RunState
 from jobs.raw_run import Slurm
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -53,8 +53,10 @@ def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
 
     ranks = tmp_path / "ranks.py"
     ranks.write_text(RANK_1_EATS)
-    options = {"tasks_per_node": 2, "mem": "900M", "max_failures": 1, "run_dir": "r", "backend": "slurm"}
-    run = hand_over(prepare(ranks, (), options, environ=limited.environ, cwd=tmp_path, python=sys.executable))
+    options = {"ntasks_per_node": 2, "mem": "900M", "max_failures": 1, "run_dir": "r", "backend": "slurm"}
+    run = submit_prepared(
+        prepare_submission(ranks, (), options, environ=limited.environ, cwd=tmp_path, python=sys.executable)
+    )
     wait_for(lambda: job.status().state.ended, 30, "the end of the job")
     assert (job.status().state, job.status().job_state) == (RunState.FAILED, "OUT_OF_MEMORY")
     assert job.status().cause == "Slurm says OUT_OF_MEMORY, before a rank was started"

@@ -8,10 +8,10 @@ import pytest
 from helpers import environment
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.prepare import prepare
-from hpctrain.jobs.runs import Run
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry import gpus
+from hpctrain.telemetry.sampling import nvml
 
 
 def test_a_plain_submission_needs_only_a_script(prepared, tmp_path, script):
@@ -38,11 +38,11 @@ def test_the_number_of_failures_is_the_users(prepared):
         ({"nodes": "0:2"}, "the least number of nodes is 0"),
         ({"nodes": "2-4"}, "'2-4' is neither a number nor a range"),
         ({"nodes": "two"}, "'two' is neither a number nor a range"),
-        ({"tasks_per_node": 0}, "--tasks-per-node is 0"),
-        ({"gpus_per_node": 2, "tasks_per_node": 3}, "3 ranks .* 2 GPUs"),
-        ({"signal_lead": 0}, "--signal-lead is 0"),
+        ({"ntasks_per_node": 0}, "--ntasks-per-node is 0"),
+        ({"gpus_per_node": 2, "ntasks_per_node": 3}, "3 ranks .* 2 GPUs"),
+        ({"stop_before_limit": 0}, "--stop-before-limit is 0"),
         ({"max_failures": 0}, "max_failures is 0 .--max-failures"),
-        ({"time": "1", "signal_lead": 60}, "60 s .*--time.* 60 s"),
+        ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a duration"),
         ({"partition": ""}, "partition .* is empty"),
         ({"sbatch": {"partition": "b"}}, "Use --partition"),
@@ -66,17 +66,17 @@ def test_the_number_of_failures_is_the_users(prepared):
     ],
 )
 def test_bad_input_is_refused_in_words_and_leaves_nothing(prepared, tmp_path, options, words):
-    from hpctrain.jobs.submit import hand_over
+    from hpctrain.jobs.submit.submit import submit_prepared
 
     with pytest.raises(SpecError, match=words):
-        hand_over(prepared(**options))
+        submit_prepared(prepared(**options))
     assert os.listdir(tmp_path) == ["train.py"]
 
 
 def test_options_reach_the_specification(prepared):
     spec = prepared(
         gpus_per_node="h100:1",
-        gpu_directive="gpus-per-node",
+        gpu_request_style="gpus-per-node",
         exclusive="user",
         mem=100,
         nice=-3,
@@ -84,7 +84,7 @@ def test_options_reach_the_specification(prepared):
         sbatch={"hold": "", "hint": "compute_bound"},
         time=90,
     ).spec
-    assert (spec.gpu_type, spec.gpus_per_node, spec.gpu_directive) == ("h100", 1, "gpus-per-node")
+    assert (spec.gpu_type, spec.gpus_per_node, spec.gpu_request_style) == ("h100", 1, "gpus-per-node")
     assert spec.time_limit_s == 5400
     assert spec.directives == {
         "mem": "100",
@@ -101,7 +101,9 @@ def test_options_reach_the_specification(prepared):
 def test_an_interpreter_that_has_gone_is_missed(tmp_path, script):
     for python in (tmp_path / "bin" / "python", script, tmp_path):
         with pytest.raises(SpecError, match=r"no interpreter .* that could be run"):
-            prepare(script, (), {"backend": "local"}, environ=environment(), cwd=tmp_path, python=str(python))
+            prepare_submission(
+                script, (), {"backend": "local"}, environ=environment(), cwd=tmp_path, python=str(python)
+            )
 
 
 def test_slurm_by_name_has_to_answer(prepared, tmp_path):
@@ -114,17 +116,17 @@ def test_auto_falls_back_and_says_so(prepared, tmp_path):
     submission = prepared(backend="auto", environ={"PATH": str(tmp_path)})
     assert submission.spec.backend == "local"
     assert submission.notes == (
-        "No Slurm here (there is no sbatch on the PATH): the run goes to this machine itself.",
+        "Slurm not available (there is no sbatch on the PATH); running on this machine.",
     )
 
 
 def test_ranks_run_on_the_cpu_of_a_machine_without_gpus(prepared, monkeypatch):
-    monkeypatch.setattr(gpus, "count_gpus", lambda environ: 0)
-    assert "4 ranks run on this machine's CPU" in prepared(nodes=2, gpus_per_node=2).notes[0]
+    monkeypatch.setattr(nvml, "count_gpus", lambda environ: 0)
+    assert "running 4 ranks on CPU" in prepared(nodes=2, gpus_per_node=2).notes[0]
 
 
 def test_more_gpus_than_this_machine_has(prepared, monkeypatch):
-    monkeypatch.setattr(gpus, "count_gpus", lambda environ: 3)
+    monkeypatch.setattr(nvml, "count_gpus", lambda environ: 3)
     assert prepared(nodes=1, gpus_per_node=3).notes == ()
     with pytest.raises(SpecError, match=r"2 × 2 = 4 GPUs .* has 3"):
         prepared(nodes=2, gpus_per_node=2)
@@ -137,28 +139,37 @@ def test_options_that_mean_nothing_locally_are_said(prepared):
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({"spares": 1}, "--spares changes nothing here: the run goes to this machine itself."),
+        ({"spares": 1}, "--spare-nodes changes nothing here: the run goes to this machine itself."),
         (
-            {"continue_by": "requeue"},
-            "--continue-by changes nothing here: the run goes to this machine itself.",
+            {"resume_mode": "requeue"},
+            "--resume-mode changes nothing here: the run goes to this machine itself.",
         ),
         (
-            {"nodes": "1:2", "grow_after": 1},
-            "--grow-after changes nothing here: the run goes to this machine",
+            {"nodes": "1:2", "scale_up_after": 1},
+            "--scale-up-after changes nothing here: the run goes to this machine",
         ),
-        ({"signal_lead": 5}, "--signal-lead changes nothing here: there is no time limit (--time)."),
-        ({"notify_on": ["stall"]}, "--notify-on changes nothing here: nobody is told (--notify)."),
-        ({"notify_stall_after": 9}, "--notify-stall-after changes nothing here: nobody is told (--notify)."),
+        (
+            {"stop_before_limit": 5},
+            "--stop-before-limit changes nothing here: there is no time limit (--time).",
+        ),
+        ({"notify_on": ["stall"]}, "--notify-on changes nothing here: there are no targets (--notify)."),
+        (
+            {"notify_stall_after": 9},
+            "--notify-stall-after changes nothing here: there are no targets (--notify).",
+        ),
         (
             {"notify": "true", "notify_on": "finish", "notify_stall_after": 9},
-            "--notify-stall-after changes nothing here: nobody is told of a stall (--notify-on).",
+            "--notify-stall-after changes nothing here: stall is not among the events (--notify-on).",
         ),
         (
-            {"snapshot": False, "snapshot_limit": 9},
-            "--snapshot-limit changes nothing here: nothing is copied",
+            {"snapshot": False, "code_snapshot_limit": 9},
+            "--code-snapshot-limit changes nothing here: nothing is copied",
         ),
-        ({"launcher": "torchrun", "warm_workers": 9}, "--warm-workers changes nothing here: torchrun starts"),
-        ({"gpu_directive": "gres"}, "--gpu-directive changes nothing here:"),
+        (
+            {"launcher": "torchrun", "standby_workers": 9},
+            "--standby-workers changes nothing here: torchrun starts",
+        ),
+        ({"gpu_request_style": "gres"}, "--gpu-request-style changes nothing here:"),
     ],
 )
 def test_an_option_that_changes_nothing_is_said(prepared, options, note):
@@ -169,14 +180,43 @@ def test_an_option_that_changes_nothing_is_said(prepared, options, note):
 @pytest.mark.parametrize(
     "options",
     [
-        {"time": 9, "signal_lead": 5},
+        {"time": 9, "stop_before_limit": 5},
         {"notify": "true", "notify_on": "stall", "notify_stall_after": 9},
         {"launcher": "torchrun", "rdzv_backend": "c10d"},
-        {"warm_workers": 9, "hang_limit": 9, "node_check": "always"},
+        {"standby_workers": 9, "hang_timeout": 9, "node_check": "always"},
     ],
 )
 def test_of_an_option_that_changes_something_nothing_is_said(prepared, options):
     assert prepared(**options).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"time": "1"},
+            [
+                "The time limit of 60 s (--time, submit()) less 20 s to save (--stop-before-limit, default: ",
+                " may leave 40 s to start and train. Three attempts without a new checkpoint end the run. ",
+                "Give --time 00:07:00 or more.",
+            ],
+        ),
+        (
+            {"time": "8", "stop_before_limit": 400},
+            [
+                "less 400 s to save (--stop-before-limit, submit()) may leave 80 s",
+                "Give --time 00:12:00 or more.",
+            ],
+        ),
+    ],
+)
+def test_a_time_limit_that_leaves_too_little_is_said_with_where_it_came_from(prepared, options, words):
+    (note,) = prepared(**options).notes
+    assert all(part in note for part in words)
+
+
+def test_a_time_limit_that_is_long_enough_is_not_remarked_on(prepared):
+    assert prepared(time="7").notes == ()
 
 
 def test_a_file_may_give_what_other_jobs_need(prepared, tmp_path):
@@ -189,7 +229,9 @@ def test_a_file_may_give_what_other_jobs_need(prepared, tmp_path):
 @pytest.mark.parametrize("args", ["notalist", ["--steps", None], ["--steps", ["60"]]])
 def test_arguments_are_a_list_of_texts_numbers_and_paths(script, args, tmp_path):
     with pytest.raises(SpecError, match="have to be a list of texts"):
-        prepare(script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python")
+        prepare_submission(
+            script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python"
+        )
 
 
 def test_what_a_run_is_shown_as_tells_no_secret(tmp_path):

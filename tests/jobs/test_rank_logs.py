@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.jobs import tail
-from hpctrain.jobs.rank_logs import RankLogs
+from hpctrain.jobs.runs.rank_logs import RankLogReader
+from hpctrain.records import log_tail
 from hpctrain.rundir import RunDir
 
 
@@ -33,11 +33,11 @@ class Attempt:
             with open(self.run.log_times(0, node), "a") as file:
                 file.write(json.dumps(note) + "\n")
 
-    def logs(self, *ranks: int) -> RankLogs:
-        return RankLogs(self.run, 0, ranks)
+    def logs(self, *ranks: int) -> RankLogReader:
+        return RankLogReader(self.run, 0, ranks)
 
 
-def past(logs: RankLogs) -> str:
+def past(logs: RankLogReader) -> str:
     return "".join([*logs.read_past(), *logs.read_rest()])
 
 
@@ -93,7 +93,7 @@ def test_ranks_that_begin_later_are_found(tmp_path, monkeypatch):
     logs = attempt.logs()
     assert list(logs.read_past()) == ["[0] here\n"]
     attempt.prints(1, "here, too\n")
-    monkeypatch.setattr("hpctrain.jobs.rank_logs._RANKS_EVERY_S", 0.0)
+    monkeypatch.setattr("hpctrain.jobs.runs.rank_logs._RANKS_EVERY_S", 0.0)
     logs._next_listing = 0.0
     assert list(logs.read_new()) == ["[1] here, too\n"]
 
@@ -156,7 +156,7 @@ def test_many_ranks_cost_a_bounded_number_of_looks_and_no_open_files(tmp_path, m
 
         monkeypatch.setattr(module, name, counted)
 
-    count(tail.os, "stat")
+    count(log_tail.os, "stat")
     count(builtins, "open")
     logs._next_listing = float("inf")
     for _ in range(20):

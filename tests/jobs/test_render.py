@@ -12,11 +12,11 @@ from helpers import REPOSITORY, environment, run_command
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.launcher import Torchrun
-from hpctrain.jobs.render import SUFFIX, render, rendered_by_jinja, shipped_templates
-from hpctrain.jobs.shell import Shell
-from hpctrain.jobs.shipped_scripts import SCRIPTS
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.submit.render import TEMPLATE_SUFFIX, render, rendered_by_jinja, shipped_templates
+from hpctrain.jobs.submit.shipped_scripts import SCRIPTS
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.shell_setup import ShellSetup
 from jobs.golden_scripts import FOLDER, JOBS, golden_file, golden_spec, golden_text
 
 HOSTILE = [
@@ -73,7 +73,7 @@ def test_by_hand_means_the_backend_of_the_run(make_spec):
 
 def test_the_shipped_templates_are_translated_as_they_are_now():
     module = runpy.run_path(str(REPOSITORY / "scripts" / "compile_templates.py"))
-    there = (REPOSITORY / "hpctrain" / "jobs" / "shipped_scripts.py").read_text()
+    there = (REPOSITORY / "hpctrain" / "jobs" / "submit" / "shipped_scripts.py").read_text()
     assert there == module["text"](), "run .venv/bin/python scripts/compile_templates.py"
     assert {"cpu", "ddp"} <= set(SCRIPTS)
 
@@ -94,7 +94,7 @@ def modules_after(code):
     lines = [
         "import sys",
         "from jobs.golden_scripts import golden_spec",
-        "from hpctrain.jobs.render import render",
+        "from hpctrain.jobs.submit.render import render",
         code,
         "print(*sys.modules)",
     ]
@@ -103,16 +103,16 @@ def modules_after(code):
 
 
 def test_a_shipped_template_that_somebody_changed_counts(make_spec, monkeypatch, tmp_path):
-    for path in shipped_templates().glob(f"*{SUFFIX}"):
+    for path in shipped_templates().glob(f"*{TEMPLATE_SUFFIX}"):
         (tmp_path / path.name).write_text(path.read_text().replace("pipefail", "pipefail -u"))
-    monkeypatch.setattr("hpctrain.jobs.render.shipped_templates", lambda: tmp_path)
+    monkeypatch.setattr("hpctrain.jobs.submit.render.shipped_templates", lambda: tmp_path)
     assert "set -eo pipefail -u\n" in render(make_spec())
 
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_no_name_is_ever_executed(make_spec, tmp_path, word):
-    run_dir = tmp_path / word
-    run_dir.mkdir()
+    run_dir = tmp_path / word.replace("\\", "")  # a backslash is refused there
+    run_dir.mkdir(exist_ok=True)
     python = tmp_path / f"python {word}"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$3"\n')
     python.chmod(0o755)
@@ -143,8 +143,8 @@ def test_blocks_can_be_replaced_one_by_one(make_spec, tmp_path):
         "{% block modules %}\nmodule purge\n{{ super() }}{% endblock %}\n"
         "{% block environment %}\nsource my-env\n{% endblock %}\n"
     )
-    shell = Shell(modules=("cuda",), setup=("ulimit -c 0",))
-    lines = render(make_spec(template=str(mine), shell=shell, torchrun=Torchrun())).splitlines()
+    shell = ShellSetup(modules=("cuda",), setup=("ulimit -c 0",))
+    lines = render(make_spec(template=str(mine), shell=shell, torchrun=TorchrunConfig())).splitlines()
     order = ["module purge", "module load cuda", "source my-env", "ulimit -c 0"]
     assert [line for line in lines if line in order] == order
     assert lines[-1].startswith("exec ")
@@ -155,10 +155,10 @@ def test_blocks_can_be_replaced_one_by_one(make_spec, tmp_path):
 @pytest.mark.parametrize(
     ("shell", "words"),
     [
-        (Shell(modules=("a b",)), "leaves out 'a b' (--module)"),
-        (Shell(conda="torch"), "leaves out torch (--conda)"),
-        (Shell(venv="/v"), "leaves out /v/bin/activate (--venv)"),
-        (Shell(setup=("ulimit -c 0",)), "leaves out ulimit -c 0 (--setup)"),
+        (ShellSetup(modules=("a b",)), "leaves out 'a b' (--module)"),
+        (ShellSetup(conda="torch"), "leaves out torch (--conda)"),
+        (ShellSetup(venv="/v"), "leaves out /v/bin/activate (--venv)"),
+        (ShellSetup(setup=("ulimit -c 0",)), "leaves out ulimit -c 0 (--setup)"),
     ],
 )
 def test_a_template_that_leaves_out_what_is_asked_for_is_refused(make_spec, tmp_path, shell, words):
@@ -178,7 +178,7 @@ def ranks_view(prepared, script, python, environ=None, **options):
     """`sys.prefix` and the variables of the only rank."""
     script.write_text(DUMP)
     submission = prepared(python=python, environ=environment(environ), **options)
-    run = hand_over(submission)
+    run = submit_prepared(submission)
     run.wait(timeout=60)
     return json.loads(run.dir.rank_log(0, 0).read_text())
 
@@ -201,7 +201,7 @@ def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
 
 def test_a_setup_line_that_fails_ends_the_job(prepared):
     with pytest.raises(RunFailed, match=r"ended without a word.*slurm\.log"):
-        hand_over(prepared(setup=["cat /nowhere"])).wait(timeout=20)
+        submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=20)
 
 
 def test_modules_are_loaded_in_order_by_a_function_that_only_pretends(prepared, script):
@@ -219,6 +219,19 @@ def test_an_environment_is_activated_by_a_conda_that_only_pretends(prepared, scr
         prepared, script, sys.executable, {"CONDA_EXE": str(conda)}, conda="my torch"
     )
     assert (prefix, variables["ASKED"]) == (sys.prefix, "activate my torch")
+
+
+def test_the_name_of_a_conda_environment_is_looked_up(prepared, tmp_path):
+    environ = environment({"PATH": str(tmp_path)})
+    with pytest.raises(SpecError, match=r"There is no conda for environment 'mine' \(--conda\).*--module"):
+        prepared(conda="mine", environ=environ)
+    assert prepared(conda="mine", module=["miniconda"], environ=environ)
+    conda = tmp_path / "conda"
+    conda.write_text(f'#!{sys.executable}\nprint(\'{{"envs": ["/opt/conda", "/opt/conda/envs/mine"]}}\')\n')
+    conda.chmod(0o755)
+    assert prepared(conda="mine", environ=environ)
+    with pytest.raises(SpecError, match=r"no environment 'yours' \(--conda\). It has base, conda, mine\."):
+        prepared(conda="yours", environ=environ)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +265,38 @@ def test_a_broken_template_is_named(make_spec, tmp_path, source, words):
     assert "mine.j2" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ cycler.__init__.__globals__.os.popen('touch ran').read() }}",
+        "{% set f = need.func.__globals__ %}{{ f.os.system('touch ran') }}",
+        "{{ spec.__class__.__mro__ }}",
+        "{{ '{0.__class__}'.format(spec) }}",
+        "{{ (spec.entry | attr('__class__')).__name__ }}",
+        "{% set _ = spec.env.update({'A': 'b'}) %}",
+    ],
+)
+def test_a_template_runs_no_python_and_changes_nothing(make_spec, tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.j2").write_text(source + "\nexec python -m hpctrain.supervisor x\n")
+    spec = make_spec(template=str(tmp_path / "mine.j2"))
+    with pytest.raises(SpecError, match=r"mine.j2.*is blocked: access to attribute .* is unsafe. .*sandbox"):
+        render(spec)
+    assert spec.env == {}
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ spec.save('x') }}", "{{ 1 + 'a' }}"]
+)
+def test_a_template_with_a_wrong_expression_is_named(make_spec, tmp_path, source):
+    (tmp_path / "mine.j2").write_text(source)
+    with pytest.raises(SpecError, match=r"mine.j2' \(--template\) cannot be rendered: \S+"):
+        render(make_spec(template=str(tmp_path / "mine.j2")))
+
+
 def test_templates_ship_with_their_suffix():
-    assert {path.name.removesuffix(SUFFIX) for path in shipped_templates().iterdir()} == {
+    assert {path.name.removesuffix(TEMPLATE_SUFFIX) for path in shipped_templates().iterdir()} == {
         "base",
         "cpu",
         "ddp",

@@ -10,12 +10,12 @@ import yaml
 from helpers import environment
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.config import resolve
-from hpctrain.jobs.site import words
-from hpctrain.jobs.site.facts import Habits, NodeGroup, Partition, Site, SlurmConfig
-from hpctrain.jobs.site.mounts import is_per_node, mount_of
-from hpctrain.jobs.site.profile import write_profile
-from hpctrain.jobs.site.read import parse_config, read_site
+from hpctrain.jobs.options.resolved_options import resolve_options
+from hpctrain.jobs.site.mounts import find_mount, is_node_local
+from hpctrain.jobs.site.site_profile import write_profile
+from hpctrain.slurm import parsing
+from hpctrain.slurm.site_discovery import discover_site, parse_config
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, SlurmConfig
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ from hpctrain.jobs.site.read import parse_config, read_site
     ],
 )
 def test_gpus_are_read_out_of_generic_resources(gres, gpus):
-    assert words.gpus(gres) == gpus
+    assert parsing.parse_gpus(gres) == gpus
 
 
 @pytest.mark.parametrize(
     ("word", "mib"), [("64G", 65536), ("1000", 1000), ("1.5T", 1572864), ("100K", 1), ("0", 0), ("x", None)]
 )
 def test_sizes_of_memory(word, mib):
-    assert words.size_mib(word) == mib
+    assert parsing.parse_size_mib(word) == mib
 
 
 def test_times_without_a_limit():
-    assert [words.seconds(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
-    assert words.seconds("1-12:00:00") == 36 * 3600
+    assert [parsing.parse_time_limit(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
+    assert parsing.parse_time_limit("1-12:00:00") == 36 * 3600
 
 
 def test_configuration_of_a_site_with_everything_in_slurms_words():
@@ -93,7 +93,7 @@ SLURM_VERSION           = 24.11.5
 
 
 def test_a_real_site_is_read_whole(slurm):
-    site, gaps = read_site(environment(slurm.env), Site())
+    site, gaps = discover_site(environment(slurm.env), Site())
     assert gaps == []
     assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
     assert (site.slurm.kill_wait_s, site.slurm.slurmd_timeout_s) == (5, 3)
@@ -116,7 +116,7 @@ def test_what_slurm_does_not_tell_is_taken_from_the_profile(tmp_path):
         slurm=SlurmConfig(cluster="c"),
         partitions=(Partition(name="p", groups=(NodeGroup(names="n1", num=1, cpus=4, memory_mib=1),)),),
     )
-    site, gaps = read_site({"PATH": str(tmp_path)}, known)
+    site, gaps = discover_site({"PATH": str(tmp_path)}, known)
     assert site == known
     assert gaps == [
         "The nodes cannot be read (there is no sinfo on the PATH)",
@@ -141,14 +141,14 @@ SITE = Site(
         ),
         Partition(name="cpu"),
     ),
-    habits=Habits(memory_option="refused", needs_time=True, containers=("pyxis",)),
+    habits=SiteConventions(memory_option="refused", needs_time=True, containers=("pyxis",)),
 )
 
 
 def _read(tmp_path: Path, text: str) -> Site:
     path = tmp_path / "site.yaml"
     path.write_text(text)
-    return resolve({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).site
+    return resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).site
 
 
 def test_a_profile_is_read_back_as_it_was_written(tmp_path):
@@ -162,7 +162,7 @@ def test_later_files_add_to_the_sites(tmp_path):
     folder.mkdir()
     (folder / "1.yaml").write_text(yaml.safe_dump({"partition": "gpu", "site": write_profile(SITE)}))
     (folder / "2.yaml").write_text("site:\n  habits: {requeue: no}\n")
-    settings = resolve({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(folder)})
+    settings = resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(folder)})
     assert settings.options["partition"] == "gpu"
     assert settings.site == replace(SITE, habits=replace(SITE.habits, requeue=False))
 
@@ -210,11 +210,11 @@ fs /shared/tmp lustre rw 0 0
 def test_the_file_system_of_a_path(tmp_path, path, point, shared):
     table = tmp_path / "mounts"
     table.write_text(MOUNTS)
-    mount = mount_of(path, table)
+    mount = find_mount(path, table)
     assert (mount.point, mount.is_shared) == (point, shared)
 
 
 def test_folders_that_each_node_has_for_itself():
-    assert is_per_node("/dev/shm/x")
-    assert not is_per_node("/home/me")
-    assert not is_per_node("/tmpfoo")
+    assert is_node_local("/dev/shm/x")
+    assert not is_node_local("/home/me")
+    assert not is_node_local("/tmpfoo")

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.slurm_command import Question, answers_to, run_slurm
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
 from jobs.fake_slurm import queued, recorded
 
 
@@ -24,7 +24,7 @@ def test_a_refusal_is_in_slurms_own_words_and_leaves_no_folder(fake_slurm, prepa
     with pytest.raises(
         SchedulerError, match="invalid partition specified: big; Batch job submission failed: no"
     ):
-        hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     assert not (tmp_path / "r").exists()
 
 
@@ -37,7 +37,7 @@ def test_where_the_answer_is_lost_the_job_may_be_queued(fake_slurm, prepared, tm
     else:
         fake_slurm.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {how}\n", code=1)
     with pytest.raises(SchedulerError, match="may be queued: look with `squeue --me --name='a b'`"):
-        hand_over(submission)
+        submit_prepared(submission)
     assert (tmp_path / "r" / "spec.yaml").exists()
     assert (tmp_path / "r" / "job.sbatch").exists()
 
@@ -48,26 +48,26 @@ def test_a_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tm
 
     monkeypatch.setattr(RunDir, "log_event", fail)
     with pytest.raises(SchedulerError, match=r"Job 17 is submitted, but .*No space left"):
-        hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     assert (tmp_path / "r" / "spec.yaml").exists()
 
 
 def test_a_job_in_the_queue_is_still_going(fake_slurm, prepared):
-    hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", queued("17", "PENDING", reason="Priority"))
     with pytest.raises(SpecError, match="still going"):
-        hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", stderr="Unable to contact slurm controller", code=1)
     with pytest.raises(SchedulerError, match="cannot be told"):
-        hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("sacct", recorded("17", "FAILED"))
-    hand_over(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
 
 
 def test_a_cancellation_that_slurm_refuses_does_not_come_to_pass_later(fake_slurm, prepared):
     """Where the request stayed, the supervisor would end the run at its next preemption."""
-    run = hand_over(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
+    run = submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
     fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
     fake_slurm.answer("scancel", stderr="scancel: error: Kill job error on job id 17: Busy\n", code=1)
     with pytest.raises(SchedulerError, match="Busy"):
@@ -80,7 +80,7 @@ def test_a_cancellation_that_slurm_refuses_does_not_come_to_pass_later(fake_slur
 
 def test_sbatch_of_several_clusters_names_one(fake_slurm, prepared):
     fake_slurm.answer("sbatch", "sbatch: lua: hello\n17;north\n")
-    assert hand_over(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
+    assert submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
 
 
 def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
@@ -93,16 +93,16 @@ def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
 
 def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ended():
     def asked(commands):
-        return [Question(command, dict(os.environ)) for command in commands]
+        return [SlurmCall(command, dict(os.environ)) for command in commands]
 
     begun = time.monotonic()
     commands = [["false"], ["sleep", "60"], ["no-such-command"]]
     with pytest.raises(SchedulerError, match="false says: exit code 1"):
-        answers_to(asked(commands), probe_s=30)
+        run_all(asked(commands), probe_s=30)
     with pytest.raises(SchedulerError, match=r"sleep gave no answer within 0\.1 s"):
-        answers_to(asked([["sleep", "60"], *commands]), probe_s=0.1)
+        run_all(asked([["sleep", "60"], *commands]), probe_s=0.1)
     assert time.monotonic() - begun < 50, "all are waited for, so one that is not ended takes its minute"
-    answers = answers_to(asked([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
+    answers = run_all(asked([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
     assert [str(answer) for answer in answers] == [
         "a\n",
         "false says: exit code 1",
@@ -111,14 +111,14 @@ def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ende
 
 
 def test_a_question_that_nobody_waits_for_is_ended(tmp_path):
-    question = Question(["sleep", "60"], dict(os.environ))
+    question = SlurmCall(["sleep", "60"], dict(os.environ))
     process = question._process
     del question
     assert process.returncode == -signal.SIGKILL
 
 
 def test_an_answer_that_came_in_time_is_read_however_late():
-    question = Question(["echo", "a"], dict(os.environ), timeout_s=0.2)
+    question = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
     time.sleep(0.3)
     assert question.answer() == ("a\n", "")
 
@@ -130,5 +130,5 @@ def test_a_command_that_cannot_be_run_is_named():
 
 def test_a_question_may_be_long_and_read_late():
     text = "x" * 10**6
-    question = Question(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
+    question = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
     assert question.answer() == (f"{len(text)}\n", "")

@@ -12,9 +12,9 @@ import pytest
 from helpers import environment, run_command, wait_for
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.snapshot import Snapshot
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.jobs.submit import hand_over
+from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.spec.job_spec import JobSpec
 
 NAMES = ["a b", "a'b", "$(touch pwned)", "é 😀", "new\nline", "-m"]
 
@@ -54,7 +54,7 @@ def repo(tmp_path) -> Path:
 
 def copied(prepared, repo: Path, **options) -> Path:
     """The copy that a submission makes."""
-    run = hand_over(prepared(script=repo / "train.py", **options))
+    run = submit_prepared(prepared(script=repo / "train.py", **options))
     run.wait(timeout=20)
     code = JobSpec.load(run.dir.spec).code
     assert code is not None
@@ -182,7 +182,7 @@ def test_a_continued_run_gets_a_copy_of_its_own(prepared, repo):
 
 
 def test_tasks_of_an_array_share_one_copy(prepared, repo):
-    run = hand_over(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
+    run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
     run.wait(timeout=20)
     codes = {JobSpec.load(run.dir.task(index).spec).code for index in (0, 1)} | {
         JobSpec.load(run.dir.spec).code
@@ -194,7 +194,7 @@ def test_tasks_of_an_array_share_one_copy(prepared, repo):
 
 def test_an_ignored_script_is_copied_all_the_same(prepared, repo):
     (repo / "data" / "train.py").touch()
-    run = hand_over(prepared(script=repo / "data" / "train.py"))
+    run = submit_prepared(prepared(script=repo / "data" / "train.py"))
     run.wait(timeout=20)
     code = JobSpec.load(run.dir.spec).code
     assert code is not None
@@ -207,7 +207,7 @@ def test_without_a_repository_it_is_said(prepared, script):
     assert submission.snapshot is None
     (note,) = [note for note in submission.notes if "not copied" in note]
     assert "lies in no git repository" in note
-    run = hand_over(submission)
+    run = submit_prepared(submission)
     run.wait(timeout=20)
     spec = JobSpec.load(run.dir.spec)
     assert (spec.code, spec.entry) == (None, str(script))
@@ -227,21 +227,21 @@ def test_who_wants_no_copy_gets_none_and_no_note(prepared, repo, script):
 def test_too_much_is_refused_with_the_largest_file(prepared, repo):
     (repo / "weights.bin").write_bytes(bytes(3_000_000))
     with pytest.raises(
-        SpecError, match=r"3\.0 MB in 10 files.*2 MB.*'weights.bin' with 3\.0 MB.*--no-snapshot"
+        SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' with 3 MB.*--no-code-snapshot"
     ):
-        prepared(script=repo / "train.py", snapshot_limit=2)
-    assert prepared(script=repo / "train.py", snapshot_limit=4).snapshot.size_bytes > 3_000_000
-    assert prepared(script=repo / "train.py", snapshot_limit=2, snapshot=False).snapshot is None
+        prepared(script=repo / "train.py", code_snapshot_limit=2)
+    assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
+    assert prepared(script=repo / "train.py", code_snapshot_limit=2, snapshot=False).snapshot is None
     with pytest.raises(SpecError, match="takes at least 1"):
-        prepared(script=repo / "train.py", snapshot_limit=0)
+        prepared(script=repo / "train.py", code_snapshot_limit=0)
 
 
 def test_very_many_small_files_are_too_much_too(prepared, repo):
     (repo / "many").mkdir()
     for index in range(300):
         (repo / "many" / f"{index}").touch()
-    with pytest.raises(SpecError, match=r"1\.3 MB in 309 files"):
-        prepared(script=repo / "train.py", snapshot_limit=1)
+    with pytest.raises(SpecError, match=r"1\.\d+ MB in 309 files"):
+        prepared(script=repo / "train.py", code_snapshot_limit=1)
 
 
 def test_a_repository_around_the_submission_is_no_matter(prepared, repo, tmp_path):
@@ -267,7 +267,7 @@ def test_a_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatc
     monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", start)
     for submission in submissions:
         with pytest.raises(SchedulerError, match="no more processes"):
-            hand_over(submission)
+            submit_prepared(submission)
     assert files_in(tmp_path / "r" / "code") == before
     assert not (tmp_path / "other run").exists()
 
@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_copied_is_named_before_anything_is_submitted(
     submission = prepared(script=repo / "train.py", run_dir="r")
     (repo / "new.py").unlink()
     with pytest.raises(SpecError, match=r"new\.py"):
-        hand_over(submission)
+        submit_prepared(submission)
     assert not (tmp_path / "r").exists()
 
 
@@ -312,7 +312,7 @@ def test_a_requeued_run_runs_the_code_that_was_submitted(prepared, repo):
         python=sys.executable,
         run_dir="runs/r",
     )
-    run = hand_over(submission)
+    run = submit_prepared(submission)
     seen = [run.dir.path / f"seen-{attempt}.json" for attempt in (0, 1)]
     wait_for(seen[0].exists, 60, "the first attempt")
     for name in sources:
@@ -347,8 +347,8 @@ def test_packages_that_are_installed_as_editable_come_from_the_copy(tmp_path):
         "import os, sys\n"
         f"sys.path[:0] = [{str(tmp_path)!r}, {str(source / 'src')!r}, {str(source / 'only_here')!r}]\n"
         "import __editable___flat_finder\n"
-        "from hpctrain.runtime.code_copy import import_from_copy\n"
-        "import_from_copy(os.environ)\n"
+        "from hpctrain.runtime.snapshot_imports import redirect_imports\n"
+        "redirect_imports(os.environ)\n"
         "import flat, layout\n"
         "print(flat.value, layout.value, sys.path[2], os.environ['PYTHONPATH'].split(':')[0])\n"
     )
@@ -369,10 +369,10 @@ def test_a_neighbour_that_git_ignores_is_named_where_its_import_fails(tmp_path):
     probe = (
         "import os, sys\n"
         f"sys.path.insert(0, {str(copy / 'src')!r})\n"
-        "from hpctrain.runtime.code_copy import missing_in_copy\n"
+        "from hpctrain.runtime.snapshot_imports import describe_missing_import\n"
         "for name in ('lib2x', 'nowhere_at_all'):\n"
         "    try: __import__(name)\n"
-        "    except ImportError as error: print(missing_in_copy(error, os.environ) or 'unknown')\n"
+        "    except ImportError as error: print(describe_missing_import(error, os.environ) or 'unknown')\n"
     )
     variables = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
     hint, unknown = run_command([sys.executable, "-c", probe], variables).stdout.splitlines()
@@ -383,5 +383,5 @@ def test_a_neighbour_that_git_ignores_is_named_where_its_import_fails(tmp_path):
 
 def test_the_plan_writes_nothing(repo):
     before = {path: path.stat().st_mtime_ns for path in repo.rglob("*")}
-    Snapshot.plan(str(repo / "train.py"), 100, environment())
+    CodeSnapshot.plan(str(repo / "train.py"), 100, environment())
     assert {path: path.stat().st_mtime_ns for path in repo.rglob("*")} == before

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.launcher import Torchrun
-from hpctrain.jobs.restart import read_changes
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.restart_policy import parse_rule_changes
 
 # What a process can be given: everything but NUL and lone surrogates.
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
@@ -22,9 +22,9 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         script="/" + script,
         args=tuple(args),
         env={"VALUE": value, "NO": "1e3"},
-        restart={"gpu-oom": {"retries": 0, "exclude": 2}},
+        restart_policy={"gpu-oom": {"retries": 0, "exclude": 2}},
         time_limit_s=limit,
-        signal_lead_s=1 if limit is None else 0,
+        stop_before_limit_s=1 if limit is None else 0,
         name="n",
         run_id="r",
         run_dir="/r",
@@ -44,24 +44,28 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"nodes": 0}, "at least 1 node, but nodes is 0"),
         ({"nodes": -1}, "nodes is -1"),
         ({"gpus_per_node": -1}, "gpus_per_node is -1"),
-        ({"gpus_per_node": 2, "tasks_per_node": 4}, "4 ranks .* and 2 GPUs"),
+        ({"gpus_per_node": 2, "ntasks_per_node": 4}, "4 ranks .* and 2 GPUs"),
         ({"cpus_per_task": 0}, "cpus_per_task is 0"),
         ({"max_failures": 0}, "max_failures is 0"),
-        ({"spares": -1}, "spare nodes cannot be negative, but it is -1"),
-        ({"restart": {"omm": {"retries": 0}}}, "no kind of end 'omm'"),
-        ({"restart": {"oom": {"retry": 0}}}, "restart.oom has no field 'retry'"),
-        ({"restart": {"oom": {"retries": -1}}}, "restart.oom.retries is -1"),
+        ({"spare_nodes": -1}, "spare nodes cannot be negative, but it is -1"),
+        ({"restart_policy": {"omm": {"retries": 0}}}, "Unknown kind of failure 'omm'"),
+        (
+            {"restart_policy": {"oom": {"": 0}}},
+            "restart.oom needs a field .* FIELD is one of retries, repeats",
+        ),
+        ({"restart_policy": {"oom": {"retry": 0}}}, "restart.oom has no field 'retry'"),
+        ({"restart_policy": {"oom": {"retries": -1}}}, "restart.oom.retries is -1"),
         ({"backend": "cloud"}, "no backend 'cloud'"),
-        ({"time_limit_s": 60.0, "signal_lead_s": 60}, "60 s .* 60 s"),
-        ({"signal_lead_s": 70000}, "70000 s"),
+        ({"time_limit_s": 60.0, "stop_before_limit_s": 60}, "60 s .* 60 s"),
+        ({"stop_before_limit_s": 70000}, "70000 s"),
         ({"env": {"A B": "1"}}, "'A B'"),
         ({"env": {"A": "\x00"}}, "NUL"),
         ({"args": ("x" * 60_000,) * 3}, "arguments of the script take 1800.. bytes .* 131071 can"),
         (
-            {"args": ('"' * 40_000,), "torchrun": Torchrun()},
+            {"args": ('"' * 40_000,), "torchrun": TorchrunConfig()},
             "arguments of the script take 1600.. bytes",
         ),
-        ({"env": {"A": "é" * 70_000}}, "variable A .* takes 140002 bytes, and 131071"),
+        ({"env": {"A": "é" * 70_000}}, "variable A .* takes 140002 bytes, and 131058"),
         ({"env": {f"A{i}": "x" * 100_000 for i in range(11)}}, "take 1100034 bytes together"),
         ({"args": ("\x00",)}, "NUL"),
         ({"args": ("\udcff",)}, "UTF-8"),
@@ -71,11 +75,11 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"name": ""}, "empty"),
         ({"template": "/a\nb.j2"}, "template"),
         ({"directives": {"comment": "a\n#SBATCH --uid=0"}}, "value of --comment"),
-        ({"gpu_directive": "gpus"}, "no gpu-directive 'gpus' .* gres, gpus-per-node"),
+        ({"gpu_request_style": "gpus"}, "no gpu-request-style 'gpus' .* gres, gpus-per-node"),
         ({"gpus_per_node": 1, "gpu_type": "h:1"}, "'h:1' is no type of GPU"),
         ({"gpu_type": "h100"}, "type h100 are asked for, but their number is 0"),
         ({"array": "x"}, "no job array"),
-        ({"array": "0-3", "run_dir": "/a\\b"}, "has a backslash"),
+        ({"run_dir": "/a\\b"}, "has a backslash in its path, which Slurm does not keep"),
         ({"directives": {"mem": "1", "mem-per-cpu": "2"}}, "--mem 1 and --mem-per-cpu 2 exclude each other"),
         ({"directives": {"mem": "1", "mem-per-gpu": "2"}}, "--mem 1 and --mem-per-gpu 2"),
         ({"directives": {"mem-per-cpu": "1", "mem-per-gpu": "2"}}, "--mem-per-cpu 1 and --mem-per-gpu 2"),
@@ -109,15 +113,17 @@ def test_a_task_of_an_array_is_a_run_of_its_own(make_spec):
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
 def test_a_change_of_the_table_takes_a_number(text):
     with pytest.raises(SpecError, match=r"restart\.oom\.retries is"):
-        read_changes({"oom.retries": text})
-    assert read_changes({"oom.retries": "0", "oom.exclude": "2"}) == {"oom": {"retries": 0, "exclude": 2}}
+        parse_rule_changes({"oom.retries": text})
+    assert parse_rule_changes({"oom.retries": "0", "oom.exclude": "2"}) == {
+        "oom": {"retries": 0, "exclude": 2}
+    }
 
 
 def test_defaults_depend_on_what_is_given(make_spec):
     assert make_spec(nodes=2, gpus_per_node=4).world_size == 8
     assert make_spec(nodes=3).world_size == 3
-    assert make_spec().signal_lead_s == 120
-    assert make_spec(time_limit_s=60.0).signal_lead_s == 20
+    assert make_spec().stop_before_limit_s == 120
+    assert make_spec(time_limit_s=60.0).stop_before_limit_s == 20
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nodes: [", "nodez: 1", "script: /x"])

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs import chain, not_saved
 from hpctrain.jobs.backends.slurm import SlurmBackend
-from hpctrain.jobs.doubt import Doubt
-from hpctrain.jobs.record import Job
-from hpctrain.jobs.runs import Run, statuses
-from hpctrain.jobs.states import JobView, RunState, from_slurm
+from hpctrain.jobs.runs.run import Run, query_statuses
+from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
+from hpctrain.records import checkpoint_health, successor
+from hpctrain.records.run_record import JobRecord
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import JobStateView, RunState, parse_job_state
 from jobs.fake_slurm import NO_ACCOUNTING, NOT_THERE, OUT_OF_REACH, FakeSlurm, queued, recorded, shown
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 
 
-def look(fake_slurm: FakeSlurm, *jobs: str, **fields: object) -> list[JobView]:
+def look(fake_slurm: FakeSlurm, *jobs: str, **fields: object) -> list[JobStateView]:
     folder = RunDir(Path("/home/me/runs/r"))
-    asked = [Job(job, folder, **{"submitted": time.time(), **fields}) for job in jobs]
+    asked = [JobRecord(job, folder, **{"submitted": time.time(), **fields}) for job in jobs]
     return SlurmBackend(fake_slurm.environ).look(asked)
 
 
@@ -45,6 +45,23 @@ def silence(run: Run, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("squeue", "sacct"),
+    [
+        (queued("17", "RUNNING", workdir="/a\0b"), ""),
+        ("", recorded("17", "COMPLETED", workdir="/a\0b")),
+        ("", recorded("17", "COMPLETED", workdir="", submit="0001-01-01T00:00:00")),
+        (queued("17", "PENDING", 1, "BeginTime", eligible_at="9999-12-31T23:59:59"), ""),
+    ],
+)
+def test_odd_folders_and_times_of_slurm_are_no_error(fake_slurm, squeue, sacct):
+    fake_slurm.answer("squeue", squeue)
+    fake_slurm.answer("sacct", sacct)
+    fake_slurm.controller()
+    (view,) = look(fake_slurm, "17")
+    assert view.state in (UNKNOWN, PENDING)
+
+
+@pytest.mark.parametrize(
     ("words", "state"),
     [
         ("RUNNING", RunState.RUNNING),
@@ -61,7 +78,7 @@ def silence(run: Run, seconds: float) -> None:
     ],
 )
 def test_states_of_slurm(words, state):
-    assert from_slurm(words) is state
+    assert parse_job_state(words) is state
 
 
 def test_jobs_are_asked_for_at_once(fake_slurm):
@@ -75,12 +92,17 @@ def test_jobs_are_asked_for_at_once(fake_slurm):
     ]
     fake_slurm.answer("squeue", "".join(rows))
     assert look(fake_slurm, "17", "18", "19", "20", "21", "22") == [
-        JobView(RUNNING, job_state="RUNNING"),
-        JobView(PENDING, "BeginTime: its time to begin has not come", held=True, job_state="PENDING"),
-        JobView(PENDING, "QOSMaxJobsPerUserLimit", job_state="PENDING"),
-        JobView(RunState.FAILED, "Slurm says OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),
-        JobView(RUNNING, "COMPLETING", job_state="COMPLETING"),
-        JobView(UNKNOWN, "Slurm says QUANTUM", job_state="QUANTUM"),
+        JobStateView(RUNNING, job_state="RUNNING"),
+        JobStateView(
+            PENDING,
+            "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes",
+            held=True,
+            job_state="PENDING",
+        ),
+        JobStateView(PENDING, "QOSMaxJobsPerUserLimit", job_state="PENDING"),
+        JobStateView(RunState.FAILED, "Slurm says OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),
+        JobStateView(RUNNING, "COMPLETING", job_state="COMPLETING"),
+        JobStateView(UNKNOWN, "Slurm says QUANTUM", job_state="QUANTUM"),
     ]
     assert fake_slurm.calls == ["squeue"]
 
@@ -97,16 +119,16 @@ def test_parts_of_a_job_are_joined_or_told_apart(fake_slurm):
     components = [queued("30+0", "RUNNING", raw="30"), queued("30+1", "COMPLETED", raw="31")]
     fake_slurm.answer("squeue", "".join(tasks + components))
     whole, first, second, by_number, het = look(fake_slurm, "17", "17_1", "17_2", "18", "30")
-    assert whole == JobView(
+    assert whole == JobStateView(
         RUNNING, "2 parts: 1 RUNNING, 1 PENDING; Priority: others come first", job_state="RUNNING"
     )
-    assert first == by_number == JobView(RUNNING, job_state="RUNNING")
+    assert first == by_number == JobStateView(RUNNING, job_state="RUNNING")
     assert second.state is PENDING
     assert (het.state, het.words) == (RUNNING, "2 parts: 1 RUNNING, 1 COMPLETED; Slurm says COMPLETED")
 
 
 @pytest.mark.parametrize(
-    ("restarts", "in_s", "held"), [(0, 100, False), (1, 100, True), (1, 1, False), (1, None, True)]
+    ("restarts", "in_s", "held"), [(0, 100, False), (1, 100, True), (1, 5, False), (1, None, True)]
 )
 def test_only_the_delay_of_a_requeue_is_a_hold(fake_slurm, restarts, in_s, held):
     begin = "N/A" if in_s is None else time.strftime("%FT%T", time.localtime(time.time() + in_s))
@@ -119,7 +141,7 @@ def test_a_controller_out_of_reach_means_unknown_never_dead(fake_slurm, trouble)
     """SkyPilot deletes a live cluster over one failed squeue."""
     fake_slurm.answer("squeue", stderr=trouble, code=1)
     (view,) = look(fake_slurm, "17", submitted=0.0)
-    assert view == JobView(UNKNOWN, f"squeue says: {trouble.strip()}")
+    assert view == JobStateView(UNKNOWN, f"squeue says: {trouble.strip()}")
     assert "scontrol" not in fake_slurm.calls  # it would only wait for the same
 
 
@@ -151,14 +173,14 @@ def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fak
 def test_an_empty_queue_is_no_evidence(fake_slurm):
     """Exit code 0 and no line: a job that somebody still knows is alive."""
     fake_slurm.controller(shown("17", "RUNNING"))
-    assert look(fake_slurm, "17", submitted=0.0) == [JobView(RUNNING, job_state="RUNNING")]
+    assert look(fake_slurm, "17", submitted=0.0) == [JobStateView(RUNNING, job_state="RUNNING")]
     assert fake_slurm.calls == ["squeue", "sacct", "scontrol"]
 
 
 def test_an_empty_answer_of_everybody_is_no_evidence_either(fake_slurm):
     fake_slurm.controller(stderr="", code=0)
     (view,) = look(fake_slurm, "17", submitted=0.0)
-    assert view == JobView(UNKNOWN, "squeue does not list it, and scontrol answered nothing")
+    assert view == JobStateView(UNKNOWN, "squeue does not list it, and scontrol answered nothing")
 
 
 def test_accounting_that_has_not_heard_of_the_requeue_is_not_believed(fake_slurm):
@@ -170,7 +192,9 @@ def test_accounting_that_has_not_heard_of_the_requeue_is_not_believed(fake_slurm
     fake_slurm.controller(shown("17", "PENDING"))
     assert look(fake_slurm, "17")[0].state is PENDING
     fake_slurm.controller()
-    assert look(fake_slurm, "17") == [JobView(RunState.FAILED, "Slurm says PREEMPTED", job_state="PREEMPTED")]
+    assert look(fake_slurm, "17") == [
+        JobStateView(RunState.FAILED, "Slurm says PREEMPTED", job_state="PREEMPTED")
+    ]
 
 
 def test_of_several_records_of_a_job_the_newest_submission_counts(fake_slurm):
@@ -186,7 +210,9 @@ def test_of_several_records_of_a_job_the_newest_submission_counts(fake_slurm):
 def test_a_job_that_left_the_queue_is_in_accounting(fake_slurm):
     fake_slurm.answer("squeue", stderr=NOT_THERE, code=1)
     fake_slurm.answer("sacct", recorded("17", "TIMEOUT"))
-    assert look(fake_slurm, "17") == [JobView(RunState.FAILED, "Slurm says TIMEOUT", job_state="TIMEOUT")]
+    assert look(fake_slurm, "17") == [
+        JobStateView(RunState.FAILED, "Slurm says TIMEOUT", job_state="TIMEOUT")
+    ]
 
 
 def test_tasks_that_have_not_started_share_a_record(fake_slurm):
@@ -218,7 +244,7 @@ def test_words_that_name_no_job_do_not_spoil_the_question_for_others(run, fake_s
     odd.dir.path.mkdir()
     odd.dir.log_event("submitted", 0, job_id="--help", backend="slurm")
     fake_slurm.answer("squeue", queued("17", "RUNNING"))
-    assert [status.state for status in statuses([odd, run])] == [UNKNOWN, RUNNING]
+    assert [status.state for status in query_statuses([odd, run])] == [UNKNOWN, RUNNING]
     assert "--help" not in (fake_slurm.folder / "calls").read_text()
 
 
@@ -353,7 +379,7 @@ def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     known = run.status()
-    doubt = Doubt(limit_s=100)
+    doubt = UnknownStateTracker(limit_s=100)
     unknown = replace(known, state=UNKNOWN, words="squeue is silent", unknown_s=5000.0)
     assert doubt.left_s == float("inf")
     assert "unknown for 5000 s (squeue is silent)" in doubt.words(unknown)
@@ -398,7 +424,7 @@ def test_a_successor_that_has_done_all_while_it_was_looked_for_is_not_recorded_a
         its.log_event("finished", 1, state="COMPLETED", exit_code=0, cause=None)
         return "18"
 
-    monkeypatch.setattr(chain, "find_successor", find_late)
+    monkeypatch.setattr(successor, "find_successor", find_late)
     status = run.status()
     assert (status.state, status.job_id) == (RunState.COMPLETED, "18")
 
@@ -416,6 +442,6 @@ def test_a_run_that_goes_on_but_cannot_save_says_since_when_and_why(fake_slurm, 
     full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     assert run.status().not_saved == f"no checkpoint yet: disk full at {run.dir.path}"
-    monkeypatch.setattr(not_saved, "committed_steps", lambda folder: {3, 7})
+    monkeypatch.setattr(checkpoint_health, "committed_steps", lambda folder: {3, 7})
     run.dir.checkpoint(7).mkdir(parents=True)
     assert run.status().not_saved.startswith("no checkpoint since step 7 (20")

@@ -13,11 +13,11 @@ from helpers import environment, wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
-from hpctrain.jobs.dependency import resolve_dependency
-from hpctrain.jobs.record import Job
-from hpctrain.jobs.runs import Run, statuses
-from hpctrain.jobs.states import RunState
-from hpctrain.jobs.status import RunStatus
+from hpctrain.jobs.runs.run import Run, query_statuses
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.submit.dependency import resolve_dependency
+from hpctrain.records.run_record import JobRecord
+from hpctrain.slurm.states import RunState
 from jobs.controller import Truth, assert_true
 from jobs.raw_run import Slurm
 
@@ -84,8 +84,11 @@ def requeued(slurm: Slurm, run: Run) -> Steps:
     slurm.command("scontrol", "requeue", run.job_id)
     yield "PENDING"
     yield lambda: run.status().held
-    assert run.status().words.startswith("BeginTime: ")
-    assert run.lift_hold()
+    command = "`hpctrain requeue requeued` ends the wait"
+    assert run.status().words == (
+        f"BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes; {command}"
+    )
+    assert run.requeue().state is RunState.PENDING
     yield "COMPLETED"
 
 
@@ -124,7 +127,8 @@ def node_dies_and_slurm_requeues(slurm: Slurm, run: Run) -> Steps:
     yield "PENDING"
     slurm.box.start_node(slurm.box.nodes[3])
     yield lambda: run.status().held or run.status().state is RunState.COMPLETED
-    run.lift_hold()
+    if run.status().held:
+        run.requeue()
     yield "COMPLETED"
 
 
@@ -196,7 +200,7 @@ def play(slurm: Slurm, scenarios: dict[str, Scenario], folder: Path, limit_s: fl
     truth = Truth(slurm.environ)
     while waiting:
         assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
-        before, last = truth, dict(zip(runs, statuses(list(runs.values())), strict=True))
+        before, last = truth, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
         truth = Truth(slurm.environ)
         for name, status in last.items():
             checked[name] += assert_true(status, before, truth, runs[name])
@@ -255,7 +259,7 @@ def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) 
     truth, checked = Truth(run.environ), 0
     while True:
         assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"
-        before, (whole, *parts) = truth, statuses([run, *run.tasks()])
+        before, (whole, *parts) = truth, query_statuses([run, *run.tasks()])
         truth = Truth(run.environ)
         for part, task in zip(parts, run.tasks(), strict=True):
             checked += assert_true(part, before, truth, task)
@@ -279,7 +283,7 @@ def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
     words = set()
     for whole in follow_tasks(run, 60, {7: "PENDING RUNNING FAILED"}):
         assert whole.state in (RunState.PENDING, RunState.RUNNING, RunState.FAILED)
-        words |= {status.words for status in statuses(run.tasks()[-1:])}
+        words |= {status.words for status in query_statuses(run.tasks()[-1:])}
     assert whole.tasks == {"FAILED": 1, "COMPLETED": 19}
     assert whole.state is RunState.FAILED
     assert whole.cause == "r/task-7: Slurm says FAILED, before a rank was started"
@@ -309,7 +313,7 @@ def test_a_task_of_an_array_is_preempted_alone(cluster, tmp_path):
                 now = run.status()
                 assert now.tasks == {"RUNNING": 3, "PENDING": 1}
                 assert now.held
-                assert run.lift_hold()
+                victim.requeue()
             if (victim.dir.path / "started-1").exists():
                 release.touch()
     finally:
@@ -372,6 +376,6 @@ def test_a_task_is_requeued_alone_while_others_wait(slurm, tmp_path):
         assert first.status().state is RunState.RUNNING
         assert [path.name for path in run.dir.path.iterdir() if path.name.isdigit()] == ["1"]
         with pytest.raises(SchedulerError, match="No rank of job"):
-            SlurmBackend(cluster.environ).requeue([Job(second.job_id, second.dir)])
+            SlurmBackend(cluster.environ).requeue([JobRecord(second.job_id, second.dir)])
     finally:
         run.cancel()

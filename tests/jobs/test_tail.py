@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 
-from hpctrain.jobs.tail import RecordTail, Tail, last_records
+from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
 
 
 def test_tail_reads_on_and_does_not_split_characters(tmp_path):
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = FileTail(path)
     assert tail.read() == ""
     with open(path, "ab") as file:
         file.write("aé".encode()[:2])
@@ -34,7 +34,7 @@ def test_last_records_come_backwards_over_block_borders(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [{"step": i, "text": "x" * (i % 977)} for i in range(2000)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
-    assert list(last_records(path)) == records[::-1]
+    assert list(read_last_records(path)) == records[::-1]
 
 
 def test_the_end_of_a_huge_file_is_found_without_reading_it(tmp_path):
@@ -43,8 +43,8 @@ def test_the_end_of_a_huge_file_is_found_without_reading_it(tmp_path):
         file.truncate(1 << 40)
         file.seek(0, 2)
         file.write(b'\n{"step": 5}\n')
-    assert next(last_records(path)) == {"step": 5}
+    assert next(read_last_records(path)) == {"step": 5}
 
 
 def test_a_file_that_is_not_there_has_no_records(tmp_path):
-    assert list(last_records(tmp_path / "nothing")) == []
+    assert list(read_last_records(tmp_path / "nothing")) == []

@@ -10,9 +10,9 @@ import pytest
 from helpers import environment, wait_for
 
 from hpctrain import sandbox
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.states import RunState
+from hpctrain.jobs.runs.run import Run
 from hpctrain.sandbox.processes import processes
+from hpctrain.slurm.states import RunState
 from jobs.raw_run import Slurm
 
 pytestmark = pytest.mark.slurm

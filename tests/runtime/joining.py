@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from hpctrain import detect
-from hpctrain.runtime.process_group import join
+from hpctrain.runtime.distributed_context import init_distributed
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (60, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 ranks = detect(os.environ)
-team = join(ranks, os.environ)
+team = init_distributed(ranks, os.environ)
 numbers = torch.tensor([float(ranks.rank), 1.0])
 if team.is_distributed:
     dist.all_reduce(numbers)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from base64 import b64encode
+from pathlib import Path
 
-from hpctrain.runtime.agent import torchrun_options
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from hpctrain.runtime.signed_rendezvous import ForgedState, SignedBackend, register
+from hpctrain.runtime.torchrun_agent import torchrun_options
 
 PLAN = {"nodes": 2, "ranks_per_node": 4, "backend": "c10d", "endpoint": None, "worker": ["python", "x"]}
 ENVIRON = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "SLURM_JOB_ID": "7", "HPCTRAIN_ATTEMPT": "3"}
@@ -18,7 +26,7 @@ ENVIRON = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "SLURM_JOB_ID": "7
     ],
 )
 def test_agents_meet_where_the_plan_says(plan, endpoint, conf):
-    options = torchrun_options(PLAN | plan, ENVIRON)
+    options = torchrun_options(PLAN | plan, ENVIRON, "some-backend")
     assert {
         f"--rdzv-endpoint={endpoint}",
         f"--rdzv-conf={conf}",
@@ -27,5 +35,41 @@ def test_agents_meet_where_the_plan_says(plan, endpoint, conf):
         "--nnodes=2",
         "--nproc-per-node=4",
         "--max-restarts=0",
+        "--rdzv-backend=some-backend",
     } <= set(options)
     assert options[-3:] == ["--no-python", "python", "x"]
+
+
+class Evil:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_that_a_stranger_puts_into_the_store_is_not_read(tmp_path):
+    """Without the code of the state, torch unpickles it in each agent."""
+    store, secret = HashStore(), b"secret"
+    signed = SignedBackend(C10dRendezvousBackend(store, "run"), secret)
+    assert signed.get_state() is None
+    state, token, has_set = signed.set_state(b"first")
+    assert (state, has_set, signed.get_state()) == (b"first", True, (b"first", token))
+    assert signed.set_state(b"second", token)[0] == b"second"
+    assert signed.set_state(b"late", token) == (*signed.get_state(), False)
+    store.set("torch.rendezvous.run", b64encode(pickle.dumps(Evil(tmp_path / "evil"))).decode())
+    for operate in (signed.get_state, lambda: signed.set_state(b"third", token)):
+        with pytest.raises(ForgedState):
+            operate()
+    assert not (tmp_path / "evil").exists()
+
+
+def test_agents_use_the_signed_state_with_all_backends_that_pickle(tmp_path):
+    assert register("etcd", b"") == "etcd"
+    name = register("c10d", b"secret")
+    params = RendezvousParameters(name, str(tmp_path / "store"), "run", 1, 1, store_type="file")
+    params.config["endpoint"] = ""
+    handler = rendezvous_handler_registry.create_handler(params)
+    assert isinstance(handler._state_holder._backend, SignedBackend)

@@ -13,10 +13,12 @@ import torch
 from helpers import environment
 from torch.distributed import HashStore
 
+from hpctrain.authentication import new_secret
 from hpctrain.cluster import Ranks
-from hpctrain.errors import HpctrainError
-from hpctrain.runtime import device as module
-from hpctrain.runtime.device import Agreement, agree_on_device, choose_device, visible_uuids
+from hpctrain.errors import HpctrainError, RendezvousError, Unauthenticated
+from hpctrain.runtime import device_assignment as module
+from hpctrain.runtime.device_assignment import DeviceAssignment, assign_device, choose_device, visible_uuids
+from hpctrain.runtime.signed_store import SignedStore
 
 
 def ranks(rank: int, world_size: int, **fields: object) -> Ranks:
@@ -34,14 +36,14 @@ def ranks(rank: int, world_size: int, **fields: object) -> Ranks:
     return Ranks(**{**values, **fields})
 
 
-def agree(everybody: list[Ranks], environs: list[dict[str, str]]) -> list[Agreement | HpctrainError]:
-    """What each rank gets out of `agree_on_device`, all of them at once."""
+def agree(everybody: list[Ranks], environs: list[dict[str, str]]) -> list[DeviceAssignment | HpctrainError]:
+    """What each rank gets out of `assign_device`, all of them at once."""
     store = HashStore()
-    results: dict[int, Agreement | HpctrainError] = {}
+    results: dict[int, DeviceAssignment | HpctrainError] = {}
 
     def one(index: int) -> None:
         try:
-            results[index] = agree_on_device(everybody[index], environs[index], store)
+            results[index] = assign_device(everybody[index], environs[index], store)
         except HpctrainError as error:
             results[index] = error
 
@@ -67,13 +69,13 @@ def gpus(*letters: str, **more: str) -> list[dict[str, str]]:
 def test_without_gpus_it_is_the_cpu():
     environs = [{"SLURMD_NODENAME": "n1"}] * 3
     agreed = agree([ranks(i, 3) for i in range(3)], environs)
-    assert agreed == [Agreement(torch.device("cpu"), False)] * 3
+    assert agreed == [DeviceAssignment(torch.device("cpu"), False)] * 3
     assert choose_device(ranks(0, 3), {}) == torch.device("cpu")
 
 
 def test_with_a_faked_driver_every_rank_takes_the_gpu_of_its_local_rank(fake_driver):
     agreed = agree([ranks(i, 3) for i in range(3)], gpus("abc", "abc", "abc"))
-    assert agreed == [Agreement(torch.device("cuda", i), False) for i in range(3)]
+    assert agreed == [DeviceAssignment(torch.device("cuda", i), False) for i in range(3)]
     assert choose_device(ranks(2, 3), *gpus("abc")) == torch.device("cuda", 2)
 
 
@@ -93,7 +95,7 @@ def test_with_a_faked_driver_two_ranks_on_one_gpu_are_told_to_all(fake_driver):
 @pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
 def test_with_a_faked_driver_gpus_are_shared_where_it_is_asked_for(fake_driver, variables):
     agreed = agree([ranks(i, 3) for i in range(3)], gpus("a", "b", "a", **variables))
-    assert agreed == [Agreement(torch.device("cuda", 0), True)] * 3
+    assert agreed == [DeviceAssignment(torch.device("cuda", 0), True)] * 3
 
 
 def test_with_a_faked_driver_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
@@ -113,23 +115,33 @@ def test_two_processes_of_one_rank_are_told_apart():
     with pytest.raises(
         HpctrainError, match=r"Process 7 on n9 and process \d+ on n1 both take themselves for rank 1"
     ):
-        agree_on_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
+        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
+
+
+@pytest.mark.parametrize("entry", ["", "0" * 64, "[" * 60_000, '{"pid": 7, "host": "n9"}'], ids=len)
+@pytest.mark.parametrize("key", ["seats/1", "answers/1"])
+def test_an_entry_of_a_process_without_the_secret_is_refused_unread(key, entry):
+    store = HashStore()
+    store.set(key, f"{'0' * 64} {entry}")
+    with pytest.raises(Unauthenticated, match=key):
+        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, SignedStore.of(store, new_secret()))
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):
     monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(HpctrainError, match=r"rank \[1-2\] of 3 did not come within 0 s of rank 0"):
-        agree_on_device(ranks(0, 3), {}, store)
+    with pytest.raises(RendezvousError, match=r"rank \[1-2\] of 3 did not come within 0 s of rank 0"):
+        assign_device(ranks(0, 3), {}, store)
 
 
 def test_both_of_two_processes_at_one_place_learn_of_it_before_either_leaves(tmp_path):
     """Rank 0 hosts the store, so it must not leave first."""
     script = (
-        "import os; from hpctrain.cluster import detect; from hpctrain.runtime.process_group import join\n"
+        "import os; from hpctrain.cluster import detect\n"
+        "from hpctrain.runtime.distributed_context import init_distributed\n"
     )
-    script += "join(detect(os.environ), os.environ)"
+    script += "init_distributed(detect(os.environ), os.environ)"
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
@@ -159,11 +171,11 @@ def test_both_of_two_processes_at_one_place_learn_of_it_before_either_leaves(tmp
 
 @pytest.mark.gpu
 def test_the_uuid_is_the_drivers():
-    from hpctrain.telemetry.gpus import count_gpus, installed_gpus
+    from hpctrain.telemetry.sampling.nvml import count_gpus, list_gpu_uuids
 
     seen = visible_uuids(os.environ)
     assert len(seen) == count_gpus(os.environ)
-    assert set(seen) <= set(installed_gpus())
+    assert set(seen) <= set(list_gpu_uuids())
 
 
 @pytest.mark.gpu

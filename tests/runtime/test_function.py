@@ -16,13 +16,13 @@ from helpers import environment
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
-from hpctrain.pickles import Call, Parcel
 from hpctrain.rundir import RunDir
-from hpctrain.runtime import function
-from hpctrain.runtime.process_group import Team
-from hpctrain.runtime.signals import LeftAtOnce
+from hpctrain.runtime import function_worker
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining
+from hpctrain.serialization import CallPayload, FunctionCall
 
-PARCEL = Parcel(b"", ("/of the program",))
+PARCEL = CallPayload(b"", ("/of the program",))
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def run(tmp_path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def team(world_size: int = 1) -> Team:
+def team(world_size: int = 1) -> DistributedContext:
     ranks = dataclasses.replace(detect({}), world_size=world_size, local_world_size=world_size)
-    return Team(ranks, torch.device("cpu"), None)
+    return DistributedContext(ranks, torch.device("cpu"), None)
 
 
 class Following:
@@ -56,27 +56,33 @@ class Checkpointable:
         return Following(self, lr / 2) if self.following else None
 
 
-@pytest.mark.parametrize(("code", "world_size"), [(SystemExit, 1), (SystemExit, 2), (LeftAtOnce, 1)])
+@pytest.mark.parametrize(
+    ("code", "world_size"), [(SystemExit, 1), (SystemExit, 2), (StoppedBeforeTraining, 1)]
+)
 def test_what_checkpoint_returns_is_called_next_time(run, code, world_size):
     with pytest.raises(code):
-        function._result_of(Call(Checkpointable(code(75)), (8.0,)), PARCEL, run, team(world_size))
-    following = Parcel.read(run.continuation)
+        function_worker._result_of(
+            FunctionCall(Checkpointable(code(75)), (8.0,)), PARCEL, run, team(world_size)
+        )
+    following = CallPayload.read(run.continuation)
     assert following.sys_path == ("/of the program",)
     call = following.open()
     assert (call.function.step, call.args) == (1, (4.0,))
 
 
 def test_several_ranks_that_left_anywhere_are_not_asked(run, capsys):
-    with pytest.raises(LeftAtOnce):
-        function._result_of(Call(Checkpointable(LeftAtOnce(75)), (8.0,)), PARCEL, run, team(2))
+    with pytest.raises(StoppedBeforeTraining):
+        function_worker._result_of(
+            FunctionCall(Checkpointable(StoppedBeforeTraining(75)), (8.0,)), PARCEL, run, team(2)
+        )
     assert not run.continuation.exists()
     assert "hpctrain.should_stop()" in capsys.readouterr().out
 
 
 def test_checkpoint_may_end_the_run(run, capsys):
     with pytest.raises(SystemExit):
-        function._result_of(
-            Call(Checkpointable(SystemExit(75), following=False), (8.0,)), PARCEL, run, team()
+        function_worker._result_of(
+            FunctionCall(Checkpointable(SystemExit(75), following=False), (8.0,)), PARCEL, run, team()
         )
     assert run.cancel_request.exists()
     assert "checkpoint() returned None" in capsys.readouterr().out
@@ -87,7 +93,7 @@ def test_a_function_without_checkpoint_leaves_nothing(run):
         raise SystemExit(75)
 
     with pytest.raises(SystemExit):
-        function._result_of(Call(leave), PARCEL, run, team())
+        function_worker._result_of(FunctionCall(leave), PARCEL, run, team())
     assert not run.continuation.exists()
 
 
@@ -95,7 +101,7 @@ def test_submitits_own_name_for_checkpoint_goes_first():
     call = functools.partial(print)
     call.__submitit_checkpoint__ = "this"
     call.checkpoint = "that"
-    assert function._checkpoint_of(Call(call)) == "this"
+    assert function_worker._checkpoint_of(FunctionCall(call)) == "this"
 
 
 @pytest.mark.parametrize(
@@ -109,22 +115,22 @@ def test_submitits_own_name_for_checkpoint_goes_first():
     ],
 )
 def test_which_errors_another_start_cannot_mend(run, error, final):
-    assert function._is_final(error, PARCEL, run) is final
+    assert function_worker._is_final(error, PARCEL, run) is final
 
 
 def test_with_something_to_go_on_from_another_start_gets_further(run):
-    assert function._is_final(ValueError(), PARCEL, run)
-    assert not function._is_final(ValueError(), Parcel(b"", (), again=True), run)
+    assert function_worker._is_final(ValueError(), PARCEL, run)
+    assert not function_worker._is_final(ValueError(), CallPayload(b"", (), again=True), run)
     checkpoint = run.checkpoint(5)
     checkpoint.mkdir(parents=True)
-    assert function._is_final(ValueError(), PARCEL, run)
+    assert function_worker._is_final(ValueError(), PARCEL, run)
     (checkpoint / "manifest.json").write_text("{}")
-    assert not function._is_final(ValueError(), PARCEL, run)
+    assert not function_worker._is_final(ValueError(), PARCEL, run)
     shutil.rmtree(checkpoint)
-    assert function._is_final(ValueError(), PARCEL, run)
+    assert function_worker._is_final(ValueError(), PARCEL, run)
     (run.checkpoints / "mine.pt").touch()
-    assert not function._is_final(ValueError(), PARCEL, run)
-    assert function._is_final(UserError("another start cannot help"), PARCEL, run)
+    assert not function_worker._is_final(ValueError(), PARCEL, run)
+    assert function_worker._is_final(UserError("another start cannot help"), PARCEL, run)
 
 
 ASKING = """

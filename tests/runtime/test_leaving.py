@@ -9,7 +9,7 @@ import pytest
 
 EXCHANGES = """
 import atexit, torch, torch.distributed as dist
-from hpctrain.runtime.leaving import leave_group, let_gloo_rest
+from hpctrain.runtime.stopping.gloo_shutdown import shut_down_process_group, drain_gloo_threads
 {leave}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(100):
@@ -17,7 +17,9 @@ for _ in range(100):
 """
 
 
-@pytest.mark.parametrize("leave", ["atexit.register(leave_group)", "atexit.register(let_gloo_rest)"])
+@pytest.mark.parametrize(
+    "leave", ["atexit.register(shut_down_process_group)", "atexit.register(drain_gloo_threads)"]
+)
 def test_tensors_that_only_the_exchange_still_holds_abort_nothing(leave):
     for _ in range(2):
         script = EXCHANGES.format(leave=leave)
@@ -27,6 +29,7 @@ def test_tensors_that_only_the_exchange_still_holds_abort_nothing(leave):
 
 def test_without_torch_nothing_is_waited_for():
     script = (
-        "import sys; from hpctrain.runtime.leaving import *; leave_group(); sys.exit('torch' in sys.modules)"
+        "import sys; from hpctrain.runtime.stopping.gloo_shutdown import *\n"
+        "shut_down_process_group(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -14,8 +14,8 @@ from hpctrain.files import read_json_lines
 _RANK = """
 import os, sys
 from pathlib import Path
-from hpctrain.runtime.log_times import note_log_times
-note_log_times(Path(sys.argv[1]), 3, interval_s=0.02)
+from hpctrain.runtime.log_index import start_log_index
+start_log_index(Path(sys.argv[1]), 3, interval_s=0.02)
 for line in sys.stdin:
     os.write(1, line.encode())
 """

@@ -7,8 +7,8 @@ import pytest
 from hpctrain.cluster import detect
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.node_check import errors_before, of_gpu, own_gpus
-from hpctrain.telemetry.gpu_reading import GpuReading
+from hpctrain.runtime.node_check import check_gpu, own_gpus, previous_memory_errors
+from hpctrain.telemetry.sampling.gpu_reading import GpuReading
 
 
 def ranks(local: int, per_node: int):
@@ -42,18 +42,20 @@ def test_memory_errors_count_since_the_job_looked_first(tmp_path):
     run = RunDir(tmp_path)
     (tmp_path / "checks").mkdir()
     old = [GpuReading(ecc_errors=5), GpuReading(ecc_errors=None)]
-    assert errors_before(run, "n1", 0, "7/0", old) == [5, 0]
+    assert previous_memory_errors(run, "n1", 0, "7/0", old) == [5, 0]
     new = [GpuReading(ecc_errors=7), GpuReading(ecc_errors=None)]
-    assert errors_before(run, "n1", 0, "7/0", new) == [5, 0]
-    assert of_gpu(0, new[0], 5) == ["GPU 0 has had 2 memory errors that were not corrected since the start"]
-    assert of_gpu(0, old[0], 5) == []
-    assert errors_before(run, "n1", 0, "7/1", new) == [7, 0], "a job that was requeued begins anew"
+    assert previous_memory_errors(run, "n1", 0, "7/0", new) == [5, 0]
+    assert check_gpu(0, new[0], 5) == [
+        "GPU 0 has had 2 memory errors that were not corrected since the start"
+    ]
+    assert check_gpu(0, old[0], 5) == []
+    assert previous_memory_errors(run, "n1", 0, "7/1", new) == [7, 0], "a job that was requeued begins anew"
 
 
 def test_a_gpu_that_somebody_uses_is_said():
-    assert of_gpu(1, GpuReading(processes=1, memory=1 << 20), 0) == [
+    assert check_gpu(1, GpuReading(processes=1, memory=1 << 20), 0) == [
         "GPU 1 is in use: 1 processes, 1048576 bytes"
     ]
-    assert of_gpu(1, GpuReading(processes=0, memory=1 << 40), 0) != []
-    assert of_gpu(1, GpuReading(processes=0, memory=1 << 29), 0) == []
-    assert of_gpu(1, GpuReading(processes=3), 0, shared=True) == []
+    assert check_gpu(1, GpuReading(processes=0, memory=1 << 40), 0) != []
+    assert check_gpu(1, GpuReading(processes=0, memory=1 << 29), 0) == []
+    assert check_gpu(1, GpuReading(processes=3), 0, shared=True) == []

@@ -11,8 +11,8 @@ from torch._C import _distributed_c10d as c10d
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import RunDir
-from hpctrain.runtime import telling
-from hpctrain.runtime.pulse import Pulse
+from hpctrain.runtime import heartbeat
+from hpctrain.runtime.rank_activity import RankActivity
 
 
 class PretendedLine:
@@ -25,7 +25,7 @@ class PretendedLine:
 
 def tell(tmp_path) -> tuple[RunDir, list[dict]]:
     line = PretendedLine()
-    telling.tell(RunDir(tmp_path), 2, detect({}), line)
+    heartbeat.report_diagnostics(RunDir(tmp_path), 2, detect({}), line)
     return RunDir(tmp_path), line.sent
 
 
@@ -54,9 +54,9 @@ def test_a_pretended_flight_recorder_that_has_recorded_nothing(tmp_path, monkeyp
 
 
 def test_the_stacks_of_all_threads_and_the_place_of_the_main_thread(tmp_path, monkeypatch):
-    pulse = Pulse()
+    pulse = RankActivity()
     pulse.enter("step")
-    monkeypatch.setattr(telling, "pulse", pulse)
+    monkeypatch.setattr(heartbeat, "activity", pulse)
     told = {}
 
     def beside() -> None:
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_written_does_not_keep_a_rank_from_telling(tmp_p
 
 def test_a_wait_for_other_ranks_is_known_by_its_module():
     frame = sys._getframe()
-    assert telling.place_of(frame)["waits"] is False
+    assert heartbeat.describe_frame(frame)["waits"] is False
     scope = {"__name__": "torch.distributed.distributed_c10d", "sys": sys}
     exec("def wait():\n    return sys._getframe()\nframe = wait()", scope)
-    assert telling.place_of(scope["frame"])["waits"] is True
+    assert heartbeat.describe_frame(scope["frame"])["waits"] is True

@@ -42,8 +42,8 @@ def start(run: RunDir, text: str, *args: str, **more) -> subprocess.Popen[bytes]
     return subprocess.Popen(command, env=env, **more)
 
 
-def log(run: RunDir) -> str:
-    return run.rank_log(4, 1).read_text()
+def log(run: RunDir, rank: int = 1) -> str:
+    return run.rank_log(4, rank).read_text()
 
 
 def test_the_script_sees_its_words_its_folder_and_its_ranks(run):
@@ -97,8 +97,61 @@ def test_a_stop_signal_while_nobody_listens_leaves_with_75(run, number):
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(number)
         assert process.wait(30) == 75
-    assert signal.Signals(number).name in log(run)
+    assert signal.Signals(number).name not in log(run), "rank 0 alone prints it"
     assert not run.failure(4, 1).exists()
+
+
+RANK_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+UNUSED = "This script has not used hpctrain's Trainer, so hpctrain saved nothing. "
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "words"),
+    [
+        (signal.SIGUSR2, "", f"SIGUSR2 (the time limit is near); exiting. {UNUSED}"),
+        (signal.SIGTERM, "run.cancel_request.touch()", "SIGTERM (cancel); exiting. "),
+        (signal.SIGTERM, "run.requeue_request.write_text('4\\n')", "SIGTERM (requeue); exiting. "),
+        (
+            signal.SIGTERM,
+            "run.checkpoints.mkdir(); (run.checkpoints / 'my.pt').touch()",
+            "Work since the script's last checkpoint is lost: {checkpoints}/my.pt, ",
+        ),
+        (signal.SIGTERM, "", f"{UNUSED}{{checkpoints}} has no checkpoint of the script: "),
+        (
+            signal.SIGTERM,
+            "import sys; sys.modules['hpctrain.training'] = sys",
+            "exiting. The training has not begun; ",
+        ),
+        (
+            signal.SIGTERM,
+            (
+                "from hpctrain.runtime.unfinished_training import TrainingMarker\n"
+                "with TrainingMarker('x', None, {}): pass"
+            ),
+            "No training is under way now: ",
+        ),
+    ],
+)
+def test_rank_0_says_which_signal_ends_it_and_what_is_lost(run, number, text, words):
+    head = "import os, time\nfrom pathlib import Path\nfrom hpctrain.rundir import RunDir\n"
+    head += "run = RunDir(Path(os.environ['HPCTRAIN_RUN_DIR']))\n"
+    with start(run, f"{head}{text}\nprint('here')\ntime.sleep(300)", env=RANK_0) as process:
+        wait_for(lambda: run.rank_log(4, 0).exists() and "here" in log(run, 0), 30, "the script")
+        process.send_signal(number)
+        assert process.wait(30) == 75
+    (line,) = [line for line in log(run, 0).splitlines() if line.startswith("hpctrain: received ")]
+    assert words.format(checkpoints=run.checkpoints) in line
+
+
+def test_a_run_folder_that_cannot_be_read_does_not_hinder_leaving():
+    script = (
+        "import os, signal; from hpctrain.runtime.stopping.stop_signals import *\n"
+        "exit_on_stop_signal(); os.kill(os.getpid(), 15)"
+    )
+    env = environment({"HPCTRAIN_RUN_DIR": "/" + 300 * "x"})
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert "received SIGTERM; exiting. The run folder cannot be read: " in done.stderr
 
 
 #: A finalizer runs until the signal has come, and Python has it swallow every exception.
@@ -114,7 +167,10 @@ Swallows()
 
 
 def test_leaving_cannot_be_lost_in_a_finalizer(run):
-    text = f"import hpctrain.runtime.signals as s\ns.LEAVE_LIMIT_S = 0.5\n{SWALLOWING}\ntime.sleep(300)"
+    text = (
+        "import hpctrain.runtime.stopping.stop_signals as s\n"
+        f"s.EXIT_TIMEOUT_S = 0.5\n{SWALLOWING}\ntime.sleep(300)"
+    )
     with start(run, text) as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(signal.SIGUSR2)
@@ -156,8 +212,9 @@ except BaseException:
 
 def test_a_training_that_begins_after_a_stop_was_swallowed_is_told(run):
     text = (
-        "import hpctrain.runtime.signals as s\ns.LEAVE_LIMIT_S = 0.5\n"
-        f"{SWALLOWING}\nwith s.listen() as flag:\n    time.sleep(1)\n    print('told', flag.signal_name)\n"
+        "import hpctrain.runtime.stopping.stop_signals as s\ns.EXIT_TIMEOUT_S = 0.5\n"
+        f"{SWALLOWING}\nwith s.capture_stop_signals() as flag:\n    time.sleep(1)\n    "
+        "print('told', flag.signal_name)\n"
     )
     with start(run, text) as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
@@ -228,7 +285,7 @@ def stop():
 def test_a_script_that_was_told_to_stop_is_complete_only_if_it_ignores_that(run, rest, code):
     """Exit code 0 does not tell whether it came to its end; continued, a complete one ends at once."""
     assert start(run, HEAD + rest).wait(30) == code
-    assert ("SIGTERM came, and the script left with exit code" in log(run)) is (code == 75)
+    assert ("the run continues in a new attempt" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
     assert run.failure(4, 1).exists() is (code == 3)
 
@@ -250,8 +307,8 @@ if __name__ == "__main__":
 def test_a_pool_of_forked_processes_is_ended_at_once_whatever_they_are_at(run, listening):
     text = f"""
 import contextlib, multiprocessing
-from hpctrain.runtime.signals import listen
-with listen() if {listening} else contextlib.nullcontext():
+from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
+with capture_stop_signals() if {listening} else contextlib.nullcontext():
     for _ in range(100):
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(abs, [-1, 2])
@@ -277,8 +334,8 @@ def test_a_handler_that_waits_for_other_ranks_for_ever_is_left(run):
     """As Lightning's, which broadcasts while another rank is in another exchange."""
     text = """
 import os, signal, time
-from hpctrain.runtime import stop_notes
-stop_notes.STUCK_S, stop_notes.LOOK_EVERY_S = 1.0, 0.1
+from hpctrain.runtime.stopping import signal_recorder as stop_notes
+stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 1.0, 0.1
 names = {"__name__": "torch.distributed.fake", "time": time}
 exec("def broadcast(): time.sleep(300)", names)
 signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
@@ -292,8 +349,8 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_a_handler_that_takes_its_time_to_save_is_not_disturbed(run):
     text = """
 import os, signal, sys, time
-from hpctrain.runtime import stop_notes
-stop_notes.STUCK_S, stop_notes.LOOK_EVERY_S = 0.2, 0.05
+from hpctrain.runtime.stopping import signal_recorder as stop_notes
+stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 0.2, 0.05
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved"), sys.exit(0)))
 os.kill(os.getpid(), signal.SIGTERM)
 """

@@ -14,9 +14,9 @@ from helpers import run_command, wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import config, daemons, hosts, setup
-from hpctrain.sandbox.plan import ROOT, folder_of
-from hpctrain.sandbox.processes import Process, processes
+from hpctrain.sandbox import daemons, etc_hosts, setup, slurm_conf
+from hpctrain.sandbox.layout import ROOT, folder_of
+from hpctrain.sandbox.processes import ProcessInfo, processes
 
 pytestmark = pytest.mark.slurm
 
@@ -31,7 +31,7 @@ def name() -> Iterator[str]:
         sandbox.down(name)
 
 
-def _of(name: str) -> list[Process]:
+def _of(name: str) -> list[ProcessInfo]:
     """All processes that know of the sandbox `name`, by command line or by environment."""
     folder = str(folder_of(name))
     return [
@@ -43,7 +43,7 @@ def _of(name: str) -> list[Process]:
 
 def _host_lines(name: str) -> list[str]:
     """The hosts file without the lines of other sandboxes, which come and go by themselves."""
-    lines = hosts.HOSTS.read_text().splitlines()
+    lines = etc_hosts.HOSTS.read_text().splitlines()
     return [line for line in lines if "# hpctrain sandbox" not in line or line.endswith(f" {name}")]
 
 
@@ -189,7 +189,7 @@ def test_up_after_an_up_that_was_killed_half_way(name: str, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         # What a SIGKILL leaves: no clean-up runs, and no plan was saved.
         patch.setattr(setup, "remove", lambda *_, **__: None)
-        patch.setattr(setup.Plan, "save", _die)
+        patch.setattr(setup.SandboxLayout, "save", _die)
         with pytest.raises(KeyboardInterrupt):
             sandbox.up(name, nodes=1)
     assert folder_of(name).exists()
@@ -199,7 +199,7 @@ def test_up_after_an_up_that_was_killed_half_way(name: str, monkeypatch: pytest.
 def test_up_gives_lost_host_lines_back(name: str) -> None:
     box = sandbox.up(name, nodes=1, gpus_per_node=0)
     lines = _host_lines(name)
-    hosts.remove(name)
+    etc_hosts.remove_hosts(name)
     sandbox.up(name, nodes=1, gpus_per_node=0)
     assert _host_lines(name) == lines
     assert f"{box.nodes[0]} " in lines[0]
@@ -225,8 +225,8 @@ def test_a_daemon_that_does_not_come_up_is_named_with_its_log(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = _host_lines(name)
-    broken = config._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
-    monkeypatch.setattr(config, "_SLURM_CONF", broken)
+    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
+    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(
         SchedulerError, match=r"slurmctld ended; its log .*slurmctld\.log ends:\n.*fatal: .*/dev/null"
     ):
@@ -237,8 +237,8 @@ def test_a_daemon_that_does_not_come_up_is_named_with_its_log(
 
 
 def test_a_daemon_that_refuses_at_once_is_quoted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = config._SLURM_CONF.replace("select/cons_tres", "select/nonsense")
-    monkeypatch.setattr(config, "_SLURM_CONF", broken)
+    broken = slurm_conf._SLURM_CONF.replace("select/cons_tres", "select/nonsense")
+    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(SchedulerError, match=r"(slurmctld|slurmd) .*select/nonsense"):
         sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
     assert _of(name) == []

@@ -8,15 +8,15 @@ import pytest
 
 from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox.allocate import allocate
-from hpctrain.sandbox.config import gres_conf, slurm_conf
-from hpctrain.sandbox.plan import Plan, Shape, existing, folder_of, names
-from hpctrain.sandbox.requirements import require
+from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, folder_of, list_folders, list_names
+from hpctrain.sandbox.requirements import check_requirements
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
 
 
-def _plan(folder: Path, **shape: Any) -> Plan:
-    return Plan(folder, Shape(**shape), port=26800, block=7)
+def _plan(folder: Path, **shape: Any) -> SandboxLayout:
+    return SandboxLayout(folder, SandboxSize(**shape), port=26800, block=7)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def _plan(folder: Path, **shape: Any) -> Plan:
 )
 def test_impossible_shapes_are_refused_with_both_numbers(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(SpecError, match=named):
-        Shape(**wrong)
+        SandboxSize(**wrong)
 
 
 @pytest.mark.parametrize("name", ["", "Big", "a_b", "../x", "a b", "-a", "a-", "1a", "a" * 16, "a\n"])
@@ -68,37 +68,37 @@ def test_a_plan_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     for accounting in (False, True):
         plan = _plan(tmp_path, nodes=2, preempt_grace_s=0, accounting=accounting)
         plan.save()
-        assert Plan.load(tmp_path) == plan
+        assert SandboxLayout.load(tmp_path) == plan
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"shape": {"nodes": 0}, "port": 1, "block": 1}'])
 def test_half_a_plan_is_no_plan(tmp_path: Path, content: str) -> None:
     (tmp_path / "sandbox.json").write_text(content)
-    assert Plan.load(tmp_path) is None
+    assert SandboxLayout.load(tmp_path) is None
 
 
 def test_sandboxes_side_by_side_share_no_port_and_no_address(tmp_path: Path) -> None:
     plans = []
     for name, accounting in (("one", False), ("two", True), ("three", False)):
         (tmp_path / name).mkdir()
-        plan = allocate(tmp_path / name, Shape(nodes=5, accounting=accounting))
+        plan = allocate(tmp_path / name, SandboxSize(nodes=5, accounting=accounting))
         plan.save()
         plans.append(plan)
     assert len({port for plan in plans for port in plan.ports}) == 3 * 6 + 1
     assert len({address for plan in plans for address in plan.addresses.values()}) == 3 * 5
-    assert names(tmp_path) == ["one", "three", "two"]
+    assert list_names(tmp_path) == ["one", "three", "two"]
 
 
 def test_a_port_that_somebody_listens_on_is_not_taken(tmp_path: Path) -> None:
-    first = allocate(tmp_path / "one", Shape(nodes=2))
+    first = allocate(tmp_path / "one", SandboxSize(nodes=2))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first.ports[1]))
         listener.listen()
-        assert listener.getsockname()[1] not in allocate(tmp_path / "one", Shape(nodes=2)).ports
+        assert listener.getsockname()[1] not in allocate(tmp_path / "one", SandboxSize(nodes=2)).ports
 
 
 def test_no_root_no_sandboxes(tmp_path: Path) -> None:
-    assert existing(tmp_path / "missing") == []
+    assert list_folders(tmp_path / "missing") == []
 
 
 def test_config_names_nodes_devices_and_partitions(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_settings_take_the_place_of_lines_or_are_added(tmp_path: Path) -> None:
     assert "Name=gpu Type=a100 File=" in gres_conf(plan)
     plan.folder.mkdir()
     plan.save()
-    assert Plan.load(plan.folder) == plan
+    assert SandboxLayout.load(plan.folder) == plan
 
 
 def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
@@ -163,17 +163,17 @@ def test_what_a_machine_lacks_is_said(
         (tmp_path / program).touch(mode=0o755)
     where = str(tmp_path) if search_path == "programs" else search_path or ""
     with pytest.raises(UserError, match=says):
-        require(system, uid, where)
+        check_requirements(system, uid, where)
 
 
 def test_what_accounting_lacks_is_said_and_only_to_those_who_want_it(tmp_path: Path) -> None:
     for program in (*PROGRAMS, "slurmdbd", "sacct", "sacctmgr"):
         (tmp_path / program).touch(mode=0o755)
-    require("Linux", 0, str(tmp_path))
+    check_requirements("Linux", 0, str(tmp_path))
     with pytest.raises(
         UserError, match=r"mariadbd, .* is not installed.*apt-get install slurmdbd mariadb-server"
     ):
-        require("Linux", 0, str(tmp_path), accounting=True)
+        check_requirements("Linux", 0, str(tmp_path), accounting=True)
     for program in ("mariadbd", "mariadb-install-db", "my_print_defaults"):
         (tmp_path / program).touch(mode=0o755)
-    require("Linux", 0, str(tmp_path), accounting=True)
+    check_requirements("Linux", 0, str(tmp_path), accounting=True)

@@ -11,9 +11,9 @@ import pytest
 from helpers import wait_for
 
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.daemons import MARK, NODE_MARK, belongs
-from hpctrain.sandbox.lock import locked
-from hpctrain.sandbox.processes import Process, end_all, processes
+from hpctrain.sandbox.daemons import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox
+from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.processes import ProcessInfo, kill_all, processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,7 +43,7 @@ def test_the_wanted_and_their_descendants_end_and_nobody_else() -> None:
         assert wanted.stdout is not None
         escaped = int(wanted.stdout.readline())
         try:
-            end_all(lambda process: process.environ.get("MARK") == mark, "test")
+            kill_all(lambda process: process.environ.get("MARK") == mark, "test")
             assert wanted.wait(5) == -9
             wait_for(lambda: not _alive(escaped), 5, "the end of the grandchild")
             assert other.poll() is None
@@ -56,7 +56,7 @@ def test_a_pid_that_was_given_to_another_process_is_not_killed() -> None:
     with subprocess.Popen(["sleep", "64"]) as child:
         try:
             now = next(process for process in processes() if process.pid == child.pid)
-            earlier = Process(now.pid, now.parent, now.started - 1, now.argv, now.environ)
+            earlier = ProcessInfo(now.pid, now.parent, now.started - 1, now.argv, now.environ)
             earlier.kill()
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(0.2)
@@ -69,25 +69,29 @@ def test_a_zombie_is_not_a_living_process() -> None:
         wait_for(lambda: not _alive(child.pid), 5, "the end of `true`")
 
 
-def _process(**environ: str) -> Process:
-    return Process(1, 0, 0, ("x",), environ)
+def _process(**environ: str) -> ProcessInfo:
+    return ProcessInfo(1, 0, 0, ("x",), environ)
 
 
 def test_what_belongs_to_a_sandbox(tmp_path: Path) -> None:
     box = tmp_path / "box"
     conf = str(box / "slurm.conf")
-    slurmd = _process(**{MARK: str(box), NODE_MARK: "box-2"})
+    slurmd = _process(**{SANDBOX_VARIABLE: str(box), NODE_VARIABLE: "box-2"})
     rank = _process(SLURM_CONF=conf, SLURMD_NODENAME="box-2")
     users_shell = _process(SLURM_CONF=conf)
     elsewhere = _process(SLURM_CONF="/etc/slurm/slurm.conf", SLURMD_NODENAME="box-2")
-    assert [belongs(box, process) for process in (slurmd, rank, users_shell, elsewhere)] == [
+    assert [belongs_to_sandbox(box, process) for process in (slurmd, rank, users_shell, elsewhere)] == [
         True,
         True,
         False,
         False,
     ]
-    assert [belongs(box, process, "box-2") for process in (slurmd, rank, users_shell)] == [True, True, False]
-    assert not any(belongs(box, process, "box-1") for process in (slurmd, rank))
+    assert [belongs_to_sandbox(box, process, "box-2") for process in (slurmd, rank, users_shell)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not any(belongs_to_sandbox(box, process, "box-1") for process in (slurmd, rank))
 
 
 def test_one_at_a_time_holds_the_lock_and_its_folder_goes(tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ def test_one_at_a_time_holds_the_lock_and_its_folder_goes(tmp_path: Path) -> Non
 
     def worker(number: int) -> None:
         for _ in range(20):
-            with locked(root, limit_s=30):
+            with sandbox_lock(root, limit_s=30):
                 inside.append(number)
                 most.append(len(inside))
                 time.sleep(0.001)
@@ -116,9 +120,9 @@ def test_one_at_a_time_holds_the_lock_and_its_folder_goes(tmp_path: Path) -> Non
 def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with (
-        locked(root),
+        sandbox_lock(root),
         pytest.raises(SchedulerError, match="another sandbox command"),
-        locked(root, limit_s=0.1),
+        sandbox_lock(root, limit_s=0.1),
     ):
         pass
     assert not root.exists()
@@ -126,6 +130,6 @@ def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:
 
 def test_the_lock_leaves_a_folder_that_is_in_use(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    with locked(root):
+    with sandbox_lock(root):
         (root / "box").mkdir()
     assert (root / "box").is_dir()

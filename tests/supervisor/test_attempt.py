@@ -10,14 +10,14 @@ import time
 import pytest
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor import attempt
-from hpctrain.supervisor.attempt import Watch
-from hpctrain.supervisor.local_job import LocalJob
-from hpctrain.supervisor.outcome import Outcome
-from hpctrain.supervisor.slurm_job import SlurmJob
-from hpctrain.supervisor.step import Signalled, StepEnded, TaskExit
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.launch.job_step import SignalReceived, StepEnded, TaskExit
+from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers import attempt_monitor
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
 
 
 class PretendStep:
@@ -43,10 +43,10 @@ class PretendStep:
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch):
     for name in ("_LAST_WORDS_S", "_FOLLOW_S", "STOP_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
-        monkeypatch.setattr(attempt, name, 0.05)
+        monkeypatch.setattr(attempt_monitor, name, 0.05)
 
 
-class Local(LocalJob):
+class Local(LocalJobControl):
     def __init__(self):
         self._limit_s = None
 
@@ -57,59 +57,61 @@ def watch(*happened, scheduler=None, stubborn=False, ends_in=None, lead=0.1):
         events.put(event)
     step = PretendStep(events, stubborn)
     ends_at = None if ends_in is None else time.monotonic() + ends_in
-    watching = Watch(events=events, scheduler=scheduler or Local(), ends_at=ends_at, signal_lead_s=lead)
+    watching = AttemptMonitor(
+        events=events, scheduler=scheduler or Local(), ends_at=ends_at, stop_before_limit_s=lead
+    )
     return watching.until_end(step), step, watching
 
 
 def test_all_done():
     outcome, step, _ = watch(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
-    assert outcome is Outcome.DONE
+    assert outcome is AttemptOutcome.DONE
     assert not step.killed
 
 
 def test_peers_of_a_failed_rank_are_not_waited_for():
     outcome, step, watching = watch(TaskExit(3, None, signal.SIGKILL))
-    assert outcome is Outcome.FAILED
+    assert outcome is AttemptOutcome.FAILED
     assert step.killed
     assert [task.rank for task in watching.exits] == [3]
 
 
 def test_ranks_that_do_not_follow_a_stop_are_ended_and_the_stop_counts():
     outcome, step, _ = watch(TaskExit(0, 75))
-    assert outcome is Outcome.STOPPED
+    assert outcome is AttemptOutcome.STOPPED
     assert step.killed
 
 
 def test_a_step_that_could_not_start():
-    assert watch(StepEnded(1, "srun: error: Unable to create step"))[0] is Outcome.NOT_STARTED
+    assert watch(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
 
 
 def test_preemption_here_is_passed_on_and_ranks_that_ignore_it_are_ended():
-    outcome, step, _ = watch(Signalled(signal.SIGUSR2))
+    outcome, step, _ = watch(SignalReceived(signal.SIGUSR2))
     assert step.signals == [signal.SIGTERM]
     assert step.killed
-    assert outcome is Outcome.STOPPED
+    assert outcome is AttemptOutcome.STOPPED
 
 
 def test_a_second_request_to_cancel_ends_ranks_that_ignore_the_first(monkeypatch):
-    monkeypatch.setattr(attempt, "CANCEL_GRACE_S", 60.0)
-    outcome, step, _ = watch(Signalled(signal.SIGTERM), Signalled(signal.SIGTERM))
+    monkeypatch.setattr(attempt_monitor, "CANCEL_GRACE_S", 60.0)
+    outcome, step, _ = watch(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM))
     assert step.signals == [signal.SIGTERM]
     assert step.killed
-    assert outcome is Outcome.STOPPED
+    assert outcome is AttemptOutcome.STOPPED
 
 
 def test_slurms_own_signal_is_not_passed_on(tmp_path):
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
     )
-    scheduler = SlurmJob(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
+    scheduler = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
     outcome, step, watching = watch(
-        Signalled(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), scheduler=scheduler
+        SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), scheduler=scheduler
     )
     assert step.signals == []
     assert not step.killed
-    assert outcome is Outcome.STOPPED
+    assert outcome is AttemptOutcome.STOPPED
     assert watching.signals == [signal.SIGTERM]
 
 
@@ -117,7 +119,7 @@ def test_time_limit_warns_and_then_ends():
     outcome, step, _ = watch(ends_in=0.3, lead=0.2)
     assert step.signals == [signal.SIGUSR2]
     assert step.killed
-    assert outcome is Outcome.OUT_OF_TIME
+    assert outcome is AttemptOutcome.OUT_OF_TIME
 
 
 def test_a_controller_that_is_out_of_reach_before_the_time_limit_fails_no_run(monkeypatch, caplog):
@@ -126,7 +128,7 @@ def test_a_controller_that_is_out_of_reach_before_the_time_limit_fails_no_run(mo
 
     monkeypatch.setattr(PretendStep, "signal", unreachable)
     outcome, _, _ = watch(TaskExit(0, 75), ends_in=5.0, lead=10.0)
-    assert outcome is Outcome.STOPPED
+    assert outcome is AttemptOutcome.STOPPED
     assert "the ranks cannot be told: squeue says" in caplog.text
 
 
@@ -140,13 +142,13 @@ def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
     )
-    assert LocalJob(spec).job_id == str(os.getpid())
+    assert LocalJobControl(spec).job_id == str(os.getpid())
 
 
 def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
-    monkeypatch.setattr(attempt, "_FOLLOW_S", 60.0)
-    monkeypatch.setattr(attempt, "_REQUEUE_S", 12.0)
-    monkeypatch.setattr(attempt, "_LEAST_FOLLOW_S", 0.05)
+    monkeypatch.setattr(attempt_monitor, "_FOLLOW_S", 60.0)
+    monkeypatch.setattr(attempt_monitor, "_REQUEUE_S", 12.0)
+    monkeypatch.setattr(attempt_monitor, "_LEAST_FOLLOW_S", 0.05)
 
     class Slurm(Local):
         def seconds_left(self):
@@ -154,5 +156,5 @@ def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
 
     begun = time.monotonic()
     outcome, step, _ = watch(TaskExit(0, 75), scheduler=Slurm())
-    assert (outcome, step.killed) == (Outcome.STOPPED, True)
+    assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
     assert time.monotonic() - begun < 5

@@ -9,13 +9,13 @@ from helpers import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor import contact as module
-from hpctrain.supervisor.attempt import Watch
-from hpctrain.supervisor.contact import Contact
-from hpctrain.supervisor.liveness import Limits
-from hpctrain.supervisor.local_job import LocalJob
-from hpctrain.supervisor.outcome import Outcome
-from hpctrain.supervisor.step import StepEnded, Unended
+from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
+from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers import rank_monitor as module
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.workers.hang_detection import PhaseLimits
+from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
 BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "modules": [], "changed": []}
 
@@ -38,8 +38,8 @@ def heard(tmp_path, monkeypatch):
 
     def heard(answer, leave=(0, 1)):
         step, events = PretendStep(answer), queue.SimpleQueue()
-        limits = Limits(None)
-        contact = Contact(RunDir(tmp_path), 0, step, lambda: 0, events.put, limits, lambda rank: "n1", 2)
+        limits = PhaseLimits(None)
+        contact = RankMonitor(RunDir(tmp_path), 0, step, lambda: 0, events.put, limits, lambda rank: "n1", 2)
         for rank in range(2):
             contact.hear(rank, BEAT)
         for rank in leave:
@@ -52,7 +52,7 @@ def heard(tmp_path, monkeypatch):
 
 def test_ranks_that_have_left_a_step_that_is_over_are_not_waited_for(heard):
     _, events = heard(True)
-    assert events.get(timeout=5) == Unended()
+    assert events.get(timeout=5) == LauncherStuck()
 
 
 @pytest.mark.parametrize("answer", [False, SchedulerError("out of reach")], ids=["goes on", "unknown"])
@@ -74,10 +74,10 @@ def test_the_launcher_of_such_a_step_is_ended_and_the_attempt_has_failed():
         def kill(self):
             events.put(StepEnded(143))
 
-    class Local(LocalJob):
+    class Local(LocalJobControl):
         def __init__(self):
             self._limit_s = None
 
-    events.put(Unended())
-    watch = Watch(events=events, scheduler=Local(), ends_at=None, signal_lead_s=1.0)
-    assert watch.until_end(Stuck()) is Outcome.FAILED
+    events.put(LauncherStuck())
+    watch = AttemptMonitor(events=events, scheduler=Local(), ends_at=None, stop_before_limit_s=1.0)
+    assert watch.until_end(Stuck()) is AttemptOutcome.FAILED

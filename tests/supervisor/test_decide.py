@@ -10,33 +10,39 @@ from dataclasses import replace
 import pytest
 from helpers import REPOSITORY
 
-from hpctrain.jobs.launcher import Torchrun
-from hpctrain.jobs.restart import DEFAULTS, Kind, Policy, Row
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.supervisor.classify import classify, comes_again
-from hpctrain.supervisor.command import command_of
-from hpctrain.supervisor.decide import (
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy, RestartRule
+from hpctrain.supervisor.failures.classify import classify, is_deterministic
+from hpctrain.supervisor.failures.failure_files import RankFailure, root_cause
+from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
+from hpctrain.supervisor.launch.srun import parse_task_report
+from hpctrain.supervisor.launch.worker_command import worker_command
+from hpctrain.supervisor.policy.decide import (
     CRASHES_PER_FAILURE,
     Action,
+    Allocation,
+    AttemptEnd,
     Decision,
-    End,
-    Nodes,
-    State,
+    RunSituation,
     decide,
-    suspects,
+    suspect_nodes,
 )
-from hpctrain.supervisor.entry import Entry, Standing, enter
-from hpctrain.supervisor.failures import Failure, root_cause
-from hpctrain.supervisor.history import History, Past
-from hpctrain.supervisor.srun import parse_task_report
-from hpctrain.supervisor.step import Ending, TaskExit
-from hpctrain.supervisor.will import Fate, Way, Will, ways_on, will_of
+from hpctrain.supervisor.policy.history import History, PastFailure
+from hpctrain.supervisor.policy.job_intent import (
+    ContinuationMethod,
+    JobDisposition,
+    JobIntent,
+    continuation_methods,
+    resolve_intent,
+)
+from hpctrain.supervisor.policy.job_ownership import OwnershipDecision, OwnershipState, decide_ownership
 
-POLICY = Policy.of({}, max_failures=3)
+POLICY = RestartPolicy.of({}, max_failures=3)
 FOUR = ("n1", "n2", "n3", "n4")
 
 
-def rows() -> dict[str, tuple[str, Row]]:
+def rows() -> dict[str, tuple[str, RestartRule]]:
     """The rows of the table: what follows, and the numbers."""
     text = (REPOSITORY / "docs" / "restart-policy.md").read_text()
     table = re.findall(
@@ -46,7 +52,7 @@ def rows() -> dict[str, tuple[str, Row]]:
     return {
         kind: (
             follows,
-            Row(
+            RestartRule(
                 number[retries] if retries in number else int(retries),
                 number[repeats] if repeats in number else int(repeats),
                 0 if exclude == "–" else int(exclude),
@@ -58,27 +64,27 @@ def rows() -> dict[str, tuple[str, Row]]:
 
 def failed(kind, count, host="n2", words=None):
     """A history of so many failures of a kind, each on a node of its own unless `host` is given."""
-    past = [Past(kind, host, str(i) if words is None else words) for i in range(count)]
+    past = [PastFailure(kind, host, str(i) if words is None else words) for i in range(count)]
     return History(tuple(past), tuple(one.kind for one in past))
 
 
 def after(
-    kind, count=1, *, nodes=None, will=Will.GO_ON, policy=POLICY, words=None, host=None, **fields
+    kind, count=1, *, nodes=None, will=JobIntent.GO_ON, policy=POLICY, words=None, host=None, **fields
 ) -> Decision:
     history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, words)
-    state = State(policy, history, will, nodes or Nodes(FOUR, least=4), **fields)
-    return decide(state, End(kind, "cause"), now=0.0)
+    state = RunSituation(policy, history, will, nodes or Allocation(FOUR, least=4), **fields)
+    return decide(state, AttemptEnd(kind, "cause"), now=0.0)
 
 
 def test_the_table_is_that_of_the_documentation():
-    assert {Kind(kind): row for kind, (_, row) in rows().items()} == dict(DEFAULTS)
+    assert {EndKind(kind): row for kind, (_, row) in rows().items()} == dict(DEFAULT_RULES)
 
 
 @pytest.mark.parametrize("kind", rows())
 def test_every_row(kind):
     follows, row = rows()[kind]
-    kind = Kind(kind)
-    if kind is Kind.STRAGGLER:
+    kind = EndKind(kind)
+    if kind is EndKind.STRAGGLER:
         return  # No end of an attempt: see test_nodes_at_fault.
     most = POLICY.max_failures - 1 if row.retries is None else row.retries
     action = {"restart": Action.RESTART, "requeue": Action.REQUEUE, "end": Action.FAIL}[follows]
@@ -97,56 +103,76 @@ def test_every_row(kind):
         assert "the same" in repeated.why
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DEFAULTS if kind is not Kind.STRAGGLER])
-@pytest.mark.parametrize(("will", "action"), [(Will.CANCEL, Action.CANCEL), (Will.LEAVE, Action.LEAVE)])
+@pytest.mark.parametrize("kind", [kind for kind in DEFAULT_RULES if kind is not EndKind.STRAGGLER])
+@pytest.mark.parametrize(
+    ("will", "action"), [(JobIntent.CANCEL, Action.CANCEL), (JobIntent.LEAVE, Action.LEAVE)]
+)
 def test_user_and_scheduler_come_first(kind, will, action):
     assert after(kind, 99, will=will).action is action
 
 
-@pytest.mark.parametrize("will", Will)
+@pytest.mark.parametrize("will", JobIntent)
 def test_done_is_done(will):
-    assert after(Kind.DONE, 99, will=will).action is Action.COMPLETE
+    assert after(EndKind.DONE, 99, will=will).action is Action.COMPLETE
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DEFAULTS if kind is not Kind.STRAGGLER])
+@pytest.mark.parametrize("kind", [kind for kind in DEFAULT_RULES if kind is not EndKind.STRAGGLER])
 def test_a_run_whose_job_is_being_ended_goes_on_in_another(kind):
-    action = after(kind, 1, will=Will.MOVE).action
+    action = after(kind, 1, will=JobIntent.MOVE).action
     assert action is (Action.FAIL if rows()[kind][0] == "end" else Action.REQUEUE)
 
 
 def test_kinds_without_a_number_share_max_failures():
-    history = History((Past(Kind.KILLED), Past(Kind.NCCL), Past(Kind.PYTHON)), ())
-    decision = decide(State(POLICY, history), End(Kind.PYTHON), 0.0)
+    history = History(
+        (PastFailure(EndKind.KILLED), PastFailure(EndKind.NCCL), PastFailure(EndKind.PYTHON)), ()
+    )
+    decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
     assert decision.why == "3 failures in a row with no new checkpoint (--max-failures)"
-    others = History((Past(Kind.OOM), Past(Kind.GPU), Past(Kind.PYTHON)), ())
-    assert decide(State(POLICY, others), End(Kind.PYTHON), 0.0).action is Action.RESTART
+    others = History((PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)), ())
+    assert decide(RunSituation(POLICY, others), AttemptEnd(EndKind.PYTHON), 0.0).action is Action.RESTART
+
+
+@pytest.mark.parametrize(
+    ("seconds", "agreed", "action"),
+    [(20.0, False, Action.FAIL), (3600.0, True, Action.FAIL), (3600.0, False, Action.REQUEUE)],
+)
+def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed, action):
+    """One that lasted may have saved by its own means, unless its ranks agreed to stop."""
+    history = History(stops=(EndKind.TIME_LIMIT,) * 2, agreed=agreed)
+    decision = decide(RunSituation(POLICY, history, seconds=seconds), AttemptEnd(EndKind.TIME_LIMIT), 0.0)
+    assert decision.action is action
+    if action is Action.FAIL:
+        assert decision.why.startswith("3 attempts in a row ended at the time limit without a new checkpoint")
+        assert "--time" in decision.why
 
 
 def test_a_row_that_the_user_changes():
-    policy = Policy.of({"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3)
-    assert [after(Kind.KILLED, n, policy=policy).action for n in (5, 6)] == [Action.RESTART, Action.FAIL]
-    assert after(Kind.PYTHON, 1, policy=policy).action is Action.FAIL
-    assert suspects(policy, failed(Kind.GPU, 1)) == {}
+    policy = RestartPolicy.of({"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3)
+    assert [after(EndKind.KILLED, n, policy=policy).action for n in (5, 6)] == [Action.RESTART, Action.FAIL]
+    assert after(EndKind.PYTHON, 1, policy=policy).action is Action.FAIL
+    assert suspect_nodes(policy, failed(EndKind.GPU, 1)) == {}
     assert (
-        after(Kind.USER_ERROR, policy=Policy.of({"user-error": {"retries": 1}}, 3)).action is Action.RESTART
+        after(EndKind.USER_ERROR, policy=RestartPolicy.of({"user-error": {"retries": 1}}, 3)).action
+        is Action.RESTART
     )
     assert (
-        after(Kind.OUT_OF_TIME, policy=Policy.of({"out-of-time": {"retries": 1}}, 3)).action is Action.RESTART
+        after(EndKind.OUT_OF_TIME, policy=RestartPolicy.of({"out-of-time": {"retries": 1}}, 3)).action
+        is Action.RESTART
     )
 
 
 def test_files_of_a_script_renew_the_budget_ten_times():
-    crashes = (Kind.KILLED,) * (CRASHES_PER_FAILURE * POLICY.max_failures)
+    crashes = (EndKind.KILLED,) * (CRASHES_PER_FAILURE * POLICY.max_failures)
     for number, action in ((len(crashes) - 1, Action.RESTART), (len(crashes), Action.FAIL)):
-        history = History((Past(Kind.KILLED),), crashes[:number])
-        assert decide(State(POLICY, history), End(Kind.KILLED), 0.0).action is action
+        history = History((PastFailure(EndKind.KILLED),), crashes[:number])
+        assert decide(RunSituation(POLICY, history), AttemptEnd(EndKind.KILLED), 0.0).action is action
 
 
 def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here():
-    assert after(Kind.KILLED, ends_at=100.0, lead_s=100.0).action is Action.REQUEUE
-    assert after(Kind.KILLED, ends_at=101.0, lead_s=100.0).action is Action.RESTART
-    assert after(Kind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
+    assert after(EndKind.KILLED, ends_at=100.0, lead_s=100.0).action is Action.REQUEUE
+    assert after(EndKind.KILLED, ends_at=101.0, lead_s=100.0).action is Action.RESTART
+    assert after(EndKind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
 
 
 LOST = {"n3": "its slurmd does not answer"}
@@ -155,19 +181,24 @@ LOST = {"n3": "its slurmd does not answer"}
 @pytest.mark.parametrize(
     ("kind", "nodes", "action", "hosts"),
     [
-        (Kind.NODE_LOST, Nodes(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
-        (Kind.NODE_LOST, Nodes(FOUR, lost=LOST, least=4), Action.REQUEUE, ()),
-        (Kind.NODE_LOST, Nodes(FOUR, ("n5", "n6"), LOST, least=4), Action.REPLACE, ("n1", "n2", "n4", "n5")),
-        (Kind.NODE_LOST, Nodes(FOUR, ("n5",), {**LOST, "n5": "down"}, least=4), Action.REQUEUE, ()),
+        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
+        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, least=4), Action.REQUEUE, ()),
         (
-            Kind.NODE_LOST,
-            Nodes(FOUR, ("n5",), {**LOST, "n1": "down"}, least=3),
+            EndKind.NODE_LOST,
+            Allocation(FOUR, ("n5", "n6"), LOST, least=4),
+            Action.REPLACE,
+            ("n1", "n2", "n4", "n5"),
+        ),
+        (EndKind.NODE_LOST, Allocation(FOUR, ("n5",), {**LOST, "n5": "down"}, least=4), Action.REQUEUE, ()),
+        (
+            EndKind.NODE_LOST,
+            Allocation(FOUR, ("n5",), {**LOST, "n1": "down"}, least=3),
             Action.SHRINK,
             ("n2", "n4", "n5"),
         ),
-        (Kind.NOT_STARTED, Nodes(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
-        (Kind.NOT_STARTED, Nodes(FOUR, least=2), Action.REQUEUE, ()),
-        (Kind.KILLED, Nodes(FOUR, least=2), Action.RESTART, FOUR),
+        (EndKind.NOT_STARTED, Allocation(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
+        (EndKind.NOT_STARTED, Allocation(FOUR, least=2), Action.REQUEUE, ()),
+        (EndKind.KILLED, Allocation(FOUR, least=2), Action.RESTART, FOUR),
     ],
 )
 def test_nodes_that_are_lost(kind, nodes, action, hosts):
@@ -179,19 +210,19 @@ def test_nodes_that_are_lost(kind, nodes, action, hosts):
     ("nodes", "action", "hosts", "excluded"),
     [
         # Here there is another, or less will do.
-        (Nodes(FOUR, least=2), Action.SHRINK, ("n1", "n3", "n4"), ["n2"]),
-        (Nodes(FOUR, ("n5",), least=4), Action.REPLACE, ("n1", "n3", "n4", "n5"), ["n2"]),
+        (Allocation(FOUR, least=2), Action.SHRINK, ("n1", "n3", "n4"), ["n2"]),
+        (Allocation(FOUR, ("n5",), least=4), Action.REPLACE, ("n1", "n3", "n4", "n5"), ["n2"]),
         # Elsewhere there are others.
-        (Nodes(FOUR, least=4, others_fit=True), Action.REQUEUE, (), ["n2"]),
+        (Allocation(FOUR, least=4, others_fit=True), Action.REQUEUE, (), ["n2"]),
         # There are none: a node at fault is better than to wait for ever.
-        (Nodes(FOUR, least=4), Action.RESTART, FOUR, []),
+        (Allocation(FOUR, least=4), Action.RESTART, FOUR, []),
     ],
 )
 @pytest.mark.parametrize(
-    "kind", [kind for kind, row in DEFAULTS.items() if row.exclude and kind is not Kind.STRAGGLER]
+    "kind", [kind for kind, row in DEFAULT_RULES.items() if row.exclude and kind is not EndKind.STRAGGLER]
 )
 def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
-    enough = DEFAULTS[kind].exclude
+    enough = DEFAULT_RULES[kind].exclude
     decision = after(kind, enough, nodes=nodes, host="n2")
     assert (decision.action, decision.hosts, list(decision.exclude)) == (action, hosts, excluded)
     fewer = after(kind, enough - 1, nodes=nodes, host="n2")
@@ -199,71 +230,76 @@ def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
 
 
 def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
-    history = replace(failed(Kind.KILLED, 1), slow=("n4", "n4"))
-    decision = decide(State(POLICY, history, nodes=Nodes(FOUR, least=2)), End(Kind.KILLED), 0.0)
+    history = replace(failed(EndKind.KILLED, 1), slow=("n4", "n4"))
+    decision = decide(
+        RunSituation(POLICY, history, nodes=Allocation(FOUR, least=2)), AttemptEnd(EndKind.KILLED), 0.0
+    )
     assert (decision.hosts, dict(decision.exclude)) == (("n1", "n2", "n3"), {"n4": "straggler, 2 times"})
     stopped = replace(history, failures=(), stops=())
-    state = State(POLICY, stopped, nodes=Nodes(FOUR, least=4, others_fit=True))
-    assert list(decide(state, End(Kind.PREEMPTED), 0.0).exclude) == ["n4"]
-    assert suspects(POLICY, replace(history, excluded=frozenset({"n4"}))) == {}
+    state = RunSituation(POLICY, stopped, nodes=Allocation(FOUR, least=4, others_fit=True))
+    assert list(decide(state, AttemptEnd(EndKind.PREEMPTED), 0.0).exclude) == ["n4"]
+    assert suspect_nodes(POLICY, replace(history, excluded=frozenset({"n4"}))) == {}
 
 
 @pytest.mark.parametrize(
-    ("cancelled", "fate", "continue_by", "will"),
+    ("cancelled", "fate", "resume_mode", "will"),
     [
-        (True, Fate.STAYS, "auto", Will.CANCEL),
-        (True, Fate.EVICTED, "auto", Will.CANCEL),
-        (False, Fate.STAYS, "auto", Will.GO_ON),
-        (False, Fate.REQUEUED, "auto", Will.LEAVE),
-        (False, Fate.REQUEUED, "successor", Will.LEAVE),
-        (False, Fate.EVICTED, "auto", Will.MOVE),
-        (False, Fate.EVICTED, "successor", Will.MOVE),
-        (False, Fate.EVICTED, "requeue", Will.LEAVE),
-        (False, Fate.ENDS, "successor", Will.LEAVE),
+        (True, JobDisposition.STAYS, "auto", JobIntent.CANCEL),
+        (True, JobDisposition.EVICTED, "auto", JobIntent.CANCEL),
+        (False, JobDisposition.STAYS, "auto", JobIntent.GO_ON),
+        (False, JobDisposition.REQUEUED, "auto", JobIntent.LEAVE),
+        (False, JobDisposition.REQUEUED, "successor", JobIntent.LEAVE),
+        (False, JobDisposition.EVICTED, "auto", JobIntent.MOVE),
+        (False, JobDisposition.EVICTED, "successor", JobIntent.MOVE),
+        (False, JobDisposition.EVICTED, "requeue", JobIntent.LEAVE),
+        (False, JobDisposition.ENDS, "successor", JobIntent.LEAVE),
     ],
 )
-def test_what_is_wanted_with_the_job(cancelled, fate, continue_by, will):
-    assert will_of(cancelled=cancelled, fate=fate, continue_by=continue_by) is will
+def test_what_is_wanted_with_the_job(cancelled, fate, resume_mode, will):
+    assert resolve_intent(cancelled=cancelled, fate=fate, resume_mode=resume_mode) is will
 
 
 @pytest.mark.parametrize(
-    ("continue_by", "will", "requeues", "ways"),
+    ("resume_mode", "will", "requeues", "ways"),
     [
-        ("auto", Will.GO_ON, True, (Way.REQUEUE, Way.SUCCESSOR)),
-        ("auto", Will.GO_ON, False, (Way.SUCCESSOR, Way.REQUEUE)),
-        ("requeue", Will.GO_ON, True, (Way.REQUEUE,)),
-        ("requeue", Will.GO_ON, False, (Way.REQUEUE,)),
-        ("successor", Will.GO_ON, True, (Way.SUCCESSOR, Way.REQUEUE)),
-        ("auto", Will.MOVE, True, (Way.SUCCESSOR,)),
-        ("successor", Will.MOVE, False, (Way.SUCCESSOR,)),
+        ("auto", JobIntent.GO_ON, True, (ContinuationMethod.REQUEUE, ContinuationMethod.SUCCESSOR)),
+        ("auto", JobIntent.GO_ON, False, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
+        ("requeue", JobIntent.GO_ON, True, (ContinuationMethod.REQUEUE,)),
+        ("requeue", JobIntent.GO_ON, False, (ContinuationMethod.REQUEUE,)),
+        ("successor", JobIntent.GO_ON, True, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
+        ("auto", JobIntent.MOVE, True, (ContinuationMethod.SUCCESSOR,)),
+        ("successor", JobIntent.MOVE, False, (ContinuationMethod.SUCCESSOR,)),
     ],
 )
-def test_ways_to_another_allocation(continue_by, will, requeues, ways):
-    assert ways_on(continue_by, will, requeues=requeues) == ways
+def test_ways_to_another_allocation(resume_mode, will, requeues, ways):
+    assert continuation_methods(resume_mode, will, requeues=requeues) == ways
 
 
 @pytest.mark.parametrize(
     ("standing", "entry"),
     [
-        (Standing("7", "7"), Entry.BEGIN),
-        (Standing("7", None), Entry.BEGIN),
-        (Standing("7", "7", ended="COMPLETED"), Entry.OVER),
-        (Standing("7", "7", ended="FAILED"), Entry.BEGIN),
-        (Standing("7", "7", successor="8"), Entry.SUPERSEDED),
-        (Standing("7", "8", ended="COMPLETED", successor="8"), Entry.SUPERSEDED),
-        (Standing("8", "8", predecessor="7", heir="8"), Entry.BEGIN),
-        (Standing("8", "7", predecessor="7", heir="8"), Entry.BEGIN),
-        (Standing("8", "7", predecessor="7", heir="9"), Entry.SUPERSEDED),
-        (Standing("8", "20", predecessor="7", heir="8"), Entry.SUPERSEDED),
-        (Standing("8", "8", predecessor="7", heir="8", successor="9"), Entry.SUPERSEDED),
-        (Standing("8", "8", predecessor="7", heir="8", ended="COMPLETED"), Entry.OVER),
-        (Standing("8", "7", predecessor="7", heir="8", ended="FAILED"), Entry.OVER),
-        (Standing("8", "8", predecessor="7", heir="8", cancelled=True), Entry.CANCEL),
-        (Standing("8", "8", predecessor="7", heir="8", cancelled=True, ended="CANCELLED"), Entry.OVER),
+        (OwnershipState("7", "7"), OwnershipDecision.BEGIN),
+        (OwnershipState("7", None), OwnershipDecision.BEGIN),
+        (OwnershipState("7", "7", ended="COMPLETED"), OwnershipDecision.OVER),
+        (OwnershipState("7", "7", ended="FAILED"), OwnershipDecision.BEGIN),
+        (OwnershipState("7", "7", successor="8"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("7", "8", ended="COMPLETED", successor="8"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("8", "8", predecessor="7", heir="8"), OwnershipDecision.BEGIN),
+        (OwnershipState("8", "7", predecessor="7", heir="8"), OwnershipDecision.BEGIN),
+        (OwnershipState("8", "7", predecessor="7", heir="9"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("8", "20", predecessor="7", heir="8"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("8", "8", predecessor="7", heir="8", successor="9"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("8", "8", predecessor="7", heir="8", ended="COMPLETED"), OwnershipDecision.OVER),
+        (OwnershipState("8", "7", predecessor="7", heir="8", ended="FAILED"), OwnershipDecision.OVER),
+        (OwnershipState("8", "8", predecessor="7", heir="8", cancelled=True), OwnershipDecision.CANCEL),
+        (
+            OwnershipState("8", "8", predecessor="7", heir="8", cancelled=True, ended="CANCELLED"),
+            OwnershipDecision.OVER,
+        ),
     ],
 )
 def test_what_a_job_does_when_it_starts(standing, entry):
-    assert enter(standing) is entry
+    assert decide_ownership(standing) is entry
 
 
 def event(kind, **fields):
@@ -273,8 +309,13 @@ def event(kind, **fields):
 FAILURE = event("failure", rank=1, host="n1", cause="rank 1 on n1: KeyError: 'x'", **{"class": "python"})
 AGAIN = event("failure", rank=2, host="n2", cause="rank 2 on n2: KeyError: 'x'", **{"class": "python"})
 REQUEUE = event("requeue", seconds=20.0, **{"class": "time-limit"})
-P1, P2 = (Past(Kind.PYTHON, host, "KeyError: 'x'") for host in ("n1", "n2"))
-K, T = Kind.PYTHON, Kind.TIME_LIMIT
+NO_PROGRESS = [
+    event("started"),
+    event("signal", saved=False),
+    event("requeue", seconds=3600.0, **{"class": "time-limit"}),
+]
+P1, P2 = (PastFailure(EndKind.PYTHON, host, "KeyError: 'x'") for host in ("n1", "n2"))
+K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -297,6 +338,17 @@ K, T = Kind.PYTHON, Kind.TIME_LIMIT
         ([FAILURE, REQUEUE, event("submitted", after="7")], History((P1,), (K,), (T,))),
         # A script that saves by its own means is not given up because it is preempted every hour.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
+        # The checkpoints of ranks that agreed to stop are known, so a long attempt counts, too.
+        ([*NO_PROGRESS, *NO_PROGRESS], History((), (), (T, T), agreed=True)),
+        ([*NO_PROGRESS, event("started")], History((), (), (T,))),
+        (
+            [*NO_PROGRESS, event("checkpoint", step=5), *NO_PROGRESS[1:]],
+            History(has_checkpoint=True, agreed=True),
+        ),
+        (
+            [event("signal"), event("requeue", seconds=3600.0, **{"class": "preempted"})],
+            History(agreed=True),
+        ),
         ([event("failure", cause="a checkpoint was not written")], History()),
         ([event("excluded", hosts=["n1", "n2"])], History(excluded=frozenset({"n1", "n2"}))),
         ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow=("n3", "n3"))),
@@ -307,7 +359,7 @@ K, T = Kind.PYTHON, Kind.TIME_LIMIT
                 event("failure", rank=1, host="n1", cause="rank 1 on n1: SIGKILL"),
                 event("requeue", seconds=1.0),
             ],
-            History((Past(Kind.KILLED, "n1", "SIGKILL"),), (Kind.KILLED,), (Kind.PREEMPTED,)),
+            History((PastFailure(EndKind.KILLED, "n1", "SIGKILL"),), (EndKind.KILLED,), (EndKind.PREEMPTED,)),
         ),
     ],
 )
@@ -346,12 +398,12 @@ def test_sruns_reports(line, tasks):
 @pytest.mark.parametrize(
     ("task", "ending"),
     [
-        (TaskExit(0, 0), Ending.DONE),
-        (TaskExit(0, 75), Ending.CONTINUE),
-        (TaskExit(0, None, signal.SIGTERM), Ending.CONTINUE),
-        (TaskExit(0, None, signal.SIGUSR2), Ending.CONTINUE),
-        (TaskExit(0, None, signal.SIGKILL), Ending.FAILED),
-        (TaskExit(0, 1), Ending.FAILED),
+        (TaskExit(0, 0), TaskResult.DONE),
+        (TaskExit(0, 75), TaskResult.CONTINUE),
+        (TaskExit(0, None, signal.SIGTERM), TaskResult.CONTINUE),
+        (TaskExit(0, None, signal.SIGUSR2), TaskResult.CONTINUE),
+        (TaskExit(0, None, signal.SIGKILL), TaskResult.FAILED),
+        (TaskExit(0, 1), TaskResult.FAILED),
     ],
 )
 def test_endings(task, ending):
@@ -359,7 +411,7 @@ def test_endings(task, ending):
 
 
 def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0, **fields):
-    return Failure(rank, "n1", kind, error, message, "log", order, time, **fields)
+    return RankFailure(rank, "n1", kind, error, message, "log", order, time, **fields)
 
 
 RUNTIME = ("RuntimeError", "Exception")
@@ -368,50 +420,65 @@ RUNTIME = ("RuntimeError", "Exception")
 @pytest.mark.parametrize(
     ("its", "kind", "again"),
     [
-        (failure(0, classes=("ValueError", "Exception")), Kind.PYTHON, True),
-        (failure(0, error="FileNotFoundError", classes=("FileNotFoundError", "OSError")), Kind.PYTHON, False),
-        (failure(0, error="MemoryError", classes=("MemoryError",)), Kind.OOM, True),
+        (failure(0, classes=("ValueError", "Exception")), EndKind.PYTHON, True),
+        (
+            failure(0, error="FileNotFoundError", classes=("FileNotFoundError", "OSError")),
+            EndKind.PYTHON,
+            False,
+        ),
+        (failure(0, error="MemoryError", classes=("MemoryError",)), EndKind.OOM, True),
         (
             failure(0, error="RuntimeError", message="can't allocate memory: you tried", classes=RUNTIME),
-            Kind.OOM,
+            EndKind.OOM,
             True,
         ),
-        (failure(0, "signal", "SIGKILL", out_of_memory=True), Kind.OOM, False),
-        (failure(0, "signal", "SIGKILL"), Kind.KILLED, False),
-        (failure(0, "signal", "SIGSEGV"), Kind.SIGNAL, False),
-        (failure(0, "exit", "exit code 3"), Kind.PYTHON, False),
+        (failure(0, "signal", "SIGKILL", out_of_memory=True), EndKind.OOM, False),
+        (failure(0, "signal", "SIGKILL"), EndKind.KILLED, False),
+        (failure(0, "signal", "SIGSEGV"), EndKind.SIGNAL, False),
+        (failure(0, "exit", "exit code 3"), EndKind.PYTHON, False),
         (
             failure(0, error="OutOfMemoryError", message="CUDA out of memory. Tried to allocate"),
-            Kind.GPU_OOM,
+            EndKind.GPU_OOM,
             True,
         ),
         (
             failure(0, error="RuntimeError", message="CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
-            Kind.GPU_OOM,
+            EndKind.GPU_OOM,
             True,
         ),
         (
             failure(0, error="AcceleratorError", message="CUDA error: uncorrectable ECC error encountered"),
-            Kind.GPU,
+            EndKind.GPU,
             True,
         ),
         (
             failure(0, error="AcceleratorError", message="CUDA error: device-side assert triggered"),
-            Kind.PYTHON,
+            EndKind.PYTHON,
             True,
         ),
-        (failure(0, error="DistBackendError", classes=("DistBackendError", "DistError")), Kind.NCCL, False),
+        (
+            failure(0, error="DistBackendError", classes=("DistBackendError", "DistError")),
+            EndKind.NCCL,
+            False,
+        ),
         (
             failure(0, error="RuntimeError", message="NCCL error: unhandled system error", classes=RUNTIME),
-            Kind.NCCL,
+            EndKind.NCCL,
             True,
         ),
-        (failure(0, message="[gloo] Connection closed by peer"), Kind.NCCL, True),
+        (failure(0, message="[gloo] Connection closed by peer"), EndKind.NCCL, True),
+        (
+            failure(0, error="RendezvousError", classes=("RendezvousError", "HpctrainError")),
+            EndKind.NCCL,
+            False,
+        ),
+        (failure(0, error="DiskFull", classes=("DiskFull", "CheckpointError")), EndKind.DISK_FULL, False),
+        (failure(0, "unfinished", "the script ended with exit code 0"), EndKind.UNFINISHED, False),
     ],
 )
 def test_which_kind_a_failure_is_of(its, kind, again):
     assert classify(its) is kind
-    assert comes_again(its) is again
+    assert is_deterministic(its) is again
 
 
 PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -447,6 +514,6 @@ def test_agents_are_told_how_many_nodes_there_are():
         min_nodes=2,
         python="python",
         workdir="/",
-        torchrun=Torchrun(),
+        torchrun=TorchrunConfig(),
     )
-    assert json.loads(command_of(spec, 3)[-1])["nodes"] == 3
+    assert json.loads(worker_command(spec, 3)[-1])["nodes"] == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.supervisor.grow import worth_growing
+from hpctrain.supervisor.scale_up import should_scale_up
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from hpctrain.supervisor.grow import worth_growing
     ],
 )
 def test_more_nodes_are_worth_a_pause(nodes, then, left_s, pause_s, worth):
-    assert worth_growing(nodes, then, left_s, pause_s) is worth
+    assert should_scale_up(nodes, then, left_s, pause_s) is worth

@@ -16,16 +16,16 @@ import pytest
 from helpers import mounted_disk, wait_for
 
 from hpctrain.errors import HpctrainError
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor import lasting
-from hpctrain.supervisor.lasting import LastingRun, LogFile, words_of_disk
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor import buffered_rundir
+from hpctrain.supervisor.buffered_rundir import BufferedLogHandler, BufferedRunDir, describe_disk_error
 
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch):
-    monkeypatch.setattr(lasting, "_RETRY_EVERY_S", 0.05)
-    monkeypatch.setattr(lasting, "_VANISHED_LIMIT_S", 0.2)
+    monkeypatch.setattr(buffered_rundir, "_RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(buffered_rundir, "_VANISHED_LIMIT_S", 0.2)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def kinds(run: RunDir) -> list[str]:
 
 
 def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
-    run = LastingRun(disk)
+    run = BufferedRunDir(disk)
     run.spec.touch()
     assert run.new_attempt() == 0
     run.log_event("started", 0)
@@ -83,7 +83,7 @@ def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
 
 
 def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(disk, capsys):
-    run = LastingRun(disk)
+    run = BufferedRunDir(disk)
     fill(disk)
     run.log_event("started", 0)
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 1 died")
@@ -95,7 +95,7 @@ def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(d
 
 
 def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(disk):
-    run = LastingRun(disk)
+    run = BufferedRunDir(disk)
     run.keep_room()
     fill(disk)
     run.log_event("failure", 0, rank=1, cause="rank 1 died")
@@ -108,7 +108,7 @@ def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(dis
 
 
 def test_the_log_waits_too(disk, capsys):
-    handler = LogFile(disk / "supervisor.log")
+    handler = BufferedLogHandler(disk / "supervisor.log")
     fill(disk)
     for i in range(3):
         handler.emit(logging.makeLogRecord({"msg": f"line {i}"}))
@@ -119,7 +119,7 @@ def test_the_log_waits_too(disk, capsys):
 
 
 def test_a_folder_that_has_vanished_ends_the_run_and_is_not_made_anew(tmp_path):
-    run = LastingRun(tmp_path / "run")
+    run = BufferedRunDir(tmp_path / "run")
     with pytest.raises(HpctrainError, match="has vanished"):
         run.new_attempt()
     assert not run.path.exists()
@@ -127,8 +127,8 @@ def test_a_folder_that_has_vanished_ends_the_run_and_is_not_made_anew(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
 def test_a_disks_errors_are_told_from_others(number):
-    assert "/x" in str(words_of_disk(OSError(number, "what"), Path("/x")))
-    assert words_of_disk(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
+    assert "/x" in str(describe_disk_error(OSError(number, "what"), Path("/x")))
+    assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
 
 
 def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceback(disk, tmp_path):
@@ -144,7 +144,7 @@ def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceb
         backend="local",
         python=sys.executable,
         workdir=str(tmp_path),
-        tasks_per_node=1,
+        ntasks_per_node=1,
     )
     spec.save(run.spec)
     run.lock.touch()

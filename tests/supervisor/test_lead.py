@@ -7,11 +7,11 @@ import json
 import pytest
 
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.lead import lead_s, longest_step_s, needed_lead_s
+from hpctrain.supervisor.job_control.signal_lead import longest_step_s, minimum_lead_s, required_lead_s
 
 
 def test_ranks_need_some_steps_and_a_save():
-    assert needed_lead_s(step_s=2.0, save_s=40.0) == 10 + 3 * 2 + 1.25 * 40 + 2
+    assert minimum_lead_s(step_s=2.0, save_s=40.0) == 10 + 3 * 2 + 1.25 * 40 + 2
 
 
 def record(step, time, attempt=0):
@@ -35,7 +35,7 @@ def test_the_longest_step(records, seconds):
 
 
 def test_nobody_knows_before_the_first_save(tmp_path):
-    assert lead_s(RunDir(tmp_path), 120.0) == 120.0
+    assert required_lead_s(RunDir(tmp_path), 120.0) == 120.0
 
 
 @pytest.mark.parametrize(("save_s", "lead"), [(1.0, 120.0), (200.0, 10 + 3 * 4 + 1.25 * 200 + 2)])
@@ -44,5 +44,5 @@ def test_what_is_needed_counts_where_it_is_more_than_what_was_asked_for(tmp_path
     run.log_event("checkpoint", 0, step=5, path="x", seconds=save_s)
     run.log_event("checkpoint", 0, step=6, path="x", seconds=0.5)
     run.metrics.write_text("".join(json.dumps(record(step, 4.0 * step)) + "\n" for step in range(1, 9)))
-    assert lead_s(run, 120.0) == lead
-    assert lead_s(run, 120.0, 300.0) == min(lead, 150.0)
+    assert required_lead_s(run, 120.0) == lead
+    assert required_lead_s(run, 120.0, 300.0) == min(lead, 150.0)

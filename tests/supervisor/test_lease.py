@@ -10,8 +10,8 @@ import time
 import pytest
 from helpers import environment, wait_for
 
-from hpctrain.jobs import lease as module
-from hpctrain.jobs.lease import DEAD_S, Lease, Taken, newest_lease
+from hpctrain.records import lease as module
+from hpctrain.records.lease import EXPIRY_S, Lease, LeaseHeld, newest_lease
 from hpctrain.rundir import RunDir
 
 _NO_SLURM = {"PATH": ""}
@@ -40,19 +40,19 @@ def take(run):
 def grow_old(run):
     """As if the holder had been silent for longer than one that lives."""
     path = run.lease(run.leases()[-1])
-    then = time.time() - DEAD_S - 1
+    then = time.time() - EXPIRY_S - 1
     os.utime(path, (then, then))
 
 
 def test_a_folder_has_one_holder(take):
     take("7")
-    with pytest.raises(Taken, match="7"):
+    with pytest.raises(LeaseHeld, match="7"):
         take("8")
 
 
 def test_two_supervisors_of_one_job_do_not_share_it(take):
     take("7")
-    with pytest.raises(Taken, match="7"):
+    with pytest.raises(LeaseHeld, match="7"):
         take("7")
 
 
@@ -78,7 +78,7 @@ def test_whose_holder_must_have_ended_takes_it_at_once(take, job_id, more):
 
 
 def test_a_holder_that_was_taken_for_dead_is_told(take, run, monkeypatch):
-    monkeypatch.setattr(module, "RENEW_S", 0.05)
+    monkeypatch.setattr(module, "RENEW_INTERVAL_S", 0.05)
     lost = []
     take("7", on_loss=lost.append)
     take("7", start=1)
@@ -87,10 +87,10 @@ def test_a_holder_that_was_taken_for_dead_is_told(take, run, monkeypatch):
 
 
 def test_it_is_renewed_in_place(take, run, monkeypatch):
-    monkeypatch.setattr(module, "RENEW_S", 0.05)
+    monkeypatch.setattr(module, "RENEW_INTERVAL_S", 0.05)
     take("7")
     grow_old(run)
-    wait_for(lambda: newest_lease(run).age_s < DEAD_S and newest_lease(run).holder.beat > 1, 10, "a beat")
+    wait_for(lambda: newest_lease(run).age_s < EXPIRY_S and newest_lease(run).holder.beat > 1, 10, "a beat")
     assert run.leases() == [0]
     assert [path.name for path in run.lease(0).parent.iterdir() if "now" not in path.name] == ["000000"]
 
@@ -98,11 +98,11 @@ def test_it_is_renewed_in_place(take, run, monkeypatch):
 def test_of_many_at_once_one_gets_it(run):
     code = (
         "import sys, time; from pathlib import Path; from hpctrain.rundir import RunDir\n"
-        "from hpctrain.jobs.lease import Lease, Taken\n"
+        "from hpctrain.records.lease import Lease, LeaseHeld\n"
         "lease = Lease(RunDir(Path(sys.argv[1])), sys.argv[2], 0, {'PATH': ''}, print)\n"
         "while not Path(sys.argv[1], 'go').exists(): pass\n"
         "try: lease.take()\n"
-        "except Taken: print('taken', flush=True)\n"
+        "except LeaseHeld: print('taken', flush=True)\n"
         "else: print('mine', flush=True); sys.stdin.read()\n"
     )
     processes = [

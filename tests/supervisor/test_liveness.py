@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from hpctrain.supervisor.liveness import Limits, Liveness, Told, absent
+from hpctrain.supervisor.workers.hang_detection import HangDetector, PhaseLimits, RankSnapshot, blocking_ranks
 
 
-def trained(steps: int, seconds: float, ranks: int = 2, floor_s: float | None = 60.0) -> Liveness:
+def trained(steps: int, seconds: float, ranks: int = 2, floor_s: float | None = 60.0) -> HangDetector:
     """Ranks that have trained so many steps, each of so many seconds."""
-    liveness = Liveness(Limits(floor_s))
+    liveness = HangDetector(PhaseLimits(floor_s))
     for step in range(steps + 1):
         for rank in range(ranks):
             liveness.heard(rank, "step", step, step, step * seconds)
@@ -34,7 +34,7 @@ def test_the_limit_grows_with_the_longest_step_of_the_run():
 
 def test_what_was_learned_outlives_an_attempt():
     limits = trained(5, 20.0).limits
-    again = Liveness(Limits(60.0, dict(limits.longest_s)))
+    again = HangDetector(PhaseLimits(60.0, dict(limits.longest_s)))
     again.heard(0, "step", 1, 1, 0.0)
     assert again.overdue(199.0) is None
     assert again.overdue(201.0) is not None
@@ -55,7 +55,7 @@ def test_the_most_patient_phase_counts():
 
 def test_what_a_rank_did_last_that_says_nothing_any_more_does_not_count():
     """One that holds Python's lock in its fifth step was last heard before its first."""
-    liveness = Liveness(Limits(60.0, {"load": 40.0}))
+    liveness = HangDetector(PhaseLimits(60.0, {"load": 40.0}))
     liveness.heard(1, "load", 0, 1, 0.0)
     for second in range(100):
         liveness.heard(0, "step", 5, 5, float(second))
@@ -83,13 +83,13 @@ def test_the_first_step_may_take_longer():
 
 @pytest.mark.parametrize("phase", ["start", "end"])
 def test_of_what_is_the_scripts_own_nothing_is_known(phase):
-    liveness = Liveness(Limits(60.0))
+    liveness = HangDetector(PhaseLimits(60.0))
     liveness.heard(0, phase, 0, 0, 0.0)
     assert liveness.overdue(1e9) is None
 
 
 def test_a_start_is_limited_once_there_was_one():
-    liveness = Liveness(Limits(60.0))
+    liveness = HangDetector(PhaseLimits(60.0))
     liveness.heard(0, "start", 0, 0, 0.0)
     liveness.heard(0, "load", 0, 1, 50.0)
     assert liveness.limits.of("start") == 500.0
@@ -97,7 +97,7 @@ def test_a_start_is_limited_once_there_was_one():
 
 def test_without_a_floor_nothing_is_a_hang():
     assert trained(5, 1.0, floor_s=None).overdue(1e9) is None
-    assert Limits(None).of("step") == math.inf
+    assert PhaseLimits(None).of("step") == math.inf
 
 
 def test_ranks_that_have_left_do_not_hang():
@@ -113,8 +113,8 @@ def test_a_job_that_was_suspended_does_not_hang():
     assert liveness.overdue(1060.0) is None
 
 
-BUSY = Told("step", 7, "training_step (train.py:12)", waits=False)
-WAITS = Told("step", 7, "backward (train.py:20)", waits=True)
+BUSY = RankSnapshot("step", 7, "training_step (train.py:12)", waits=False)
+WAITS = RankSnapshot("step", 7, "backward (train.py:20)", waits=True)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ WAITS = Told("step", 7, "backward (train.py:20)", waits=True)
     [
         ({0: WAITS, 1: BUSY, 2: WAITS}, [], [1]),
         ({0: WAITS, 2: WAITS}, [1], [1]),
-        ({0: WAITS, 1: Told("step", 6, "elsewhere", waits=True), 2: WAITS}, [], [1]),
-        ({0: BUSY, 1: Told("step", 7, "other (train.py:3)", waits=False), 2: BUSY}, [], [1]),
+        ({0: WAITS, 1: RankSnapshot("step", 6, "elsewhere", waits=True), 2: WAITS}, [], [1]),
+        ({0: BUSY, 1: RankSnapshot("step", 7, "other (train.py:3)", waits=False), 2: BUSY}, [], [1]),
         ({0: WAITS, 1: WAITS, 2: WAITS}, [], []),
-        ({0: BUSY, 1: Told("step", 7, "other (train.py:3)", waits=False)}, [], []),
+        ({0: BUSY, 1: RankSnapshot("step", 7, "other (train.py:3)", waits=False)}, [], []),
         ({}, [0, 1], []),
     ],
     ids=["busy", "silent", "behind", "elsewhere", "all wait", "two, each elsewhere", "nobody answers"],
 )
 def test_the_rank_that_is_not_in_the_collective(told, silent, ranks):
-    assert absent(told, silent) == ranks
+    assert blocking_ranks(told, silent) == ranks

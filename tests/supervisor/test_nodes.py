@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from hpctrain.supervisor import nodes
-from hpctrain.supervisor.nodes import Node, lost_nodes, parse_nodes
+from hpctrain.supervisor.job_control import node_health
+from hpctrain.supervisor.job_control.node_health import NodeHealth, lost_nodes, parse_nodes
 
 RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1
@@ -23,36 +23,46 @@ NodeName=n2 Arch=x86_64 CoresPerSocket=1
 
 def test_nodes_as_slurm_shows_them():
     assert parse_nodes(RECORD) == [
-        Node("n1", "10.0.0.1", 26811, "ALLOCATED"),
-        Node("n2", "n2", 6818, "DOWN*+DRAIN"),
+        NodeHealth("n1", "10.0.0.1", 26811, "ALLOCATED"),
+        NodeHealth("n2", "n2", 6818, "DOWN*+DRAIN"),
     ]
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])
+def test_a_port_that_cannot_exist_is_left_out(port):
+    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeHealth("n1", "n1", 6818, "IDLE")]
+
+
+@pytest.mark.parametrize("address", ["a" * 200, "\0"])
+def test_an_address_that_cannot_exist_says_nothing_about_the_node(address):
+    assert NodeHealth("n1", address, 6818, "IDLE").trouble() is None
 
 
 @pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
 def test_a_node_that_is_down_is_lost(state):
-    assert Node("n2", "127.0.0.1", 1, state).trouble() == f"Slurm says {state}"
+    assert NodeHealth("n2", "127.0.0.1", 1, state).trouble() == f"Slurm says {state}"
 
 
 def test_a_node_whose_slurmd_answers_is_well_however_slurm_drains_it():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert Node("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN").trouble() is None
+        assert NodeHealth("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN").trouble() is None
 
 
 def test_a_node_whose_slurmd_is_gone_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert "does not answer (ConnectionRefusedError)" in str(
-        Node("n1", "127.0.0.1", port, "ALLOCATED").trouble()
+        NodeHealth("n1", "127.0.0.1", port, "ALLOCATED").trouble()
     )
 
 
 def test_a_name_that_cannot_be_resolved_says_nothing_of_the_node():
-    assert Node("n1", "no-such-host.invalid", 6818, "ALLOCATED").trouble() is None
+    assert NodeHealth("n1", "no-such-host.invalid", 6818, "ALLOCATED").trouble() is None
 
 
 def test_all_nodes_are_asked(monkeypatch):
     monkeypatch.setattr(
-        nodes, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
+        node_health, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
     )
-    monkeypatch.setattr(Node, "trouble", lambda node: "gone" if node.name == "n2" else None)
+    monkeypatch.setattr(NodeHealth, "trouble", lambda node: "gone" if node.name == "n2" else None)
     assert lost_nodes(["n1", "n2"], {}) == {"n2": "gone"}

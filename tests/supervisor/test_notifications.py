@@ -16,15 +16,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import run_command, wait_for
+from helpers import mounted_disk, run_command, wait_for
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.notify import Notify
-from hpctrain.jobs.tail import RecordTail
+from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.processes import processes
+from hpctrain.spec.notify import NotifyConfig
 from hpctrain.supervisor import notifications
-from hpctrain.supervisor.notifications import Notifier, Stall, call, message_of, notifying, post
+from hpctrain.supervisor.notifications import (
+    Notifier,
+    StallDetector,
+    notification_message,
+    post_json,
+    run_notification_command,
+    send_notifications,
+)
 
 TRAINING = """
 import json, os, sys, time
@@ -118,20 +125,20 @@ def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(ho
 def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook, monkeypatch):
     monkeypatch.setattr("hpctrain.supervisor.notifications._PAUSE_S", 0.01)
     hook.answers = [503, 429]
-    post(hook.address, {"text": "a"})
+    post_json(hook.address, {"text": "a"})
     assert hook.got == [{"text": "a"}]
     hook.answers = [302, 302, 302]
     with pytest.raises(OSError, match="302"):
-        post(hook.address, {"text": "b"})
+        post_json(hook.address, {"text": "b"})
     assert hook.answers == []
     assert len(hook.got) == 1
 
 
 def test_a_command_that_does_not_end_is_ended_with_its_children(monkeypatch, tmp_path):
     monkeypatch.setattr("hpctrain.supervisor.notifications._TARGET_LIMIT_S", 0.5)
-    message = message_of(RunDir(tmp_path), "finish", {"state": "FAILED"})
+    message = notification_message(RunDir(tmp_path), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="longer than"):
-        call("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
+        run_notification_command("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
 
 
 def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkeypatch, tmp_path, caplog):
@@ -143,11 +150,11 @@ def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkey
         threading.Thread(target=drip, args=(slow, over), daemon=True).start()
         ports = [one.getsockname()[1] for one in (silent, slow)]
         targets = [f"http://127.0.0.1:{port}/" for port in ports]
-        notify = Notify((*targets, f"sleep 50 # {tmp_path}", f"cat >> {told}"))
+        notify = NotifyConfig((*targets, f"sleep 50 # {tmp_path}", f"cat >> {told}"))
         run.spec.write_text("{}")
         monkeypatch.setattr(notifications.JobSpec, "load", lambda path: SimpleNamespace(notify=notify))
         begun = time.monotonic()
-        with notifying(run, {"PATH": "/usr/bin:/bin"}):
+        with send_notifications(run, {"PATH": "/usr/bin:/bin"}):
             run.log_event("failure", 0, rank=1, cause="SIGKILL")
             wait_for(lambda: told.exists() and told.read_text(), 20, "the command beside them")
         assert time.monotonic() - begun < 10
@@ -178,7 +185,7 @@ def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, 
         return read(self)
 
     monkeypatch.setattr(RecordTail, "read", fail_at_first)
-    notifier = Notifier(run, Notify((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
+    notifier = Notifier(run, NotifyConfig((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)
     thread.start()
     run.log_event("finished", 0, state="COMPLETED")
@@ -196,7 +203,7 @@ def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_u
     monkeypatch.setattr(notifications, "_MOST_WAITING", 2)
     monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
     run, told = RunDir(tmp_path), tmp_path / "told"
-    notifier = Notifier(run, Notify((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
+    notifier = Notifier(run, NotifyConfig((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)
     thread.start()
     run.log_event("failure", 0, rank=0, cause="cause 0")
@@ -213,16 +220,16 @@ def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_u
 
 
 def test_a_run_folder_that_is_gone_is_a_word_in_the_log(tmp_path):
-    message = message_of(RunDir(tmp_path / "gone"), "finish", {"state": "FAILED"})
+    message = notification_message(RunDir(tmp_path / "gone"), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="gone"):
-        call("true", message, {"PATH": "/usr/bin:/bin"})
+        run_notification_command("true", message, {"PATH": "/usr/bin:/bin"})
 
 
 def test_what_was_written_before_is_not_told_again(tmp_path):
     run = RunDir(tmp_path)
     run.log_event("finished", 0, state="FAILED")
     told = tmp_path / "told"
-    notifier = Notifier(run, Notify((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
+    notifier = Notifier(run, NotifyConfig((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)
     thread.start()
     run.log_event("failure", 0, rank=None, cause="disk full")
@@ -234,7 +241,7 @@ def test_what_was_written_before_is_not_told_again(tmp_path):
 
 
 def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
-    stall = Stall(10)
+    stall = StallDetector(10)
     stall.hear({"kind": "started", "attempt": 1}, 0)
     assert stall.look(50, 0) is None  # of the attempt before
     assert stall.look(100, None) is None
@@ -254,15 +261,38 @@ def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
 @pytest.mark.parametrize(
     ("notify", "words"),
     [
-        (Notify(("https:///path",)), "names no host"),
-        (Notify(("http://a b/",)), "names no host"),
-        (Notify(("ftp://host/path",)), "neither an address"),
-        (Notify(("htp://host",)), "neither an address"),
-        (Notify(("hooks.slack.com/services/x",)), "neither an address"),
-        (Notify(on=("end",)), "'end' .* is no occasion"),
-        (Notify(stall_s=0), "at least 1"),
+        (NotifyConfig(("https:///path",)), "names no host"),
+        (NotifyConfig(("http://a b/",)), "cannot hold"),
+        (NotifyConfig(("ftp://host/path",)), "neither an address"),
+        (NotifyConfig(("htp://host",)), "neither an address"),
+        (NotifyConfig(("hooks.slack.com/services/x",)), "neither an address"),
+        (NotifyConfig(on=("end",)), "'end' .* is no occasion"),
+        (NotifyConfig(stall_s=0), "at least 1"),
     ],
 )
 def test_what_cannot_be_told_is_refused(notify, words):
     with pytest.raises(SpecError, match=words):
         notify.check()
+
+
+def test_a_full_disk_is_told_of_once_though_it_takes_no_event(tmp_path):
+    told = tmp_path / "told"
+    with mounted_disk(tmp_path / "disk", "size=64k") as disk:
+        run = RunDir(disk / "run")
+        run.path.mkdir()
+        notifier = Notifier(
+            run, NotifyConfig(targets=(f"cat >> '{told}'; echo >> '{told}'",)), dict(os.environ)
+        )
+        with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        thread = threading.Thread(target=notifier.run)
+        thread.start()
+        wait_for(told.exists, 30, "the notification")
+        notifier.ended.set()
+        thread.join()
+    (message,) = [json.loads(line) for line in told.read_text().splitlines() if line]
+    assert (message["occasion"], message["cause"]) == (
+        "stall",
+        f"disk full at {run.path}: nothing can be saved until there is room",
+    )

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.jobs.restart import DEFAULTS, Kind
-from hpctrain.supervisor.decide import CRASHES_PER_FAILURE
-from hpctrain.supervisor.simulation import DAY_S, Conditions, Simulation
+from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind
+from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
+from hpctrain.supervisor.restart_simulation import DAY_S, Simulation, SimulationConfig
 
 #: All budgets together: more starts than these without a checkpoint are none of the table's.
-_MOST_STARTS = 3 + sum(row.retries or 0 for row in DEFAULTS.values()) + 1
+_MOST_STARTS = 3 + sum(row.retries or 0 for row in DEFAULT_RULES.values()) + 1
 
 
-def check(conditions: Conditions):
+def check(conditions: SimulationConfig):
     report = Simulation(conditions).run()
     end = conditions.days * DAY_S
     assert report.runs
@@ -38,7 +38,7 @@ def check(conditions: Conditions):
 
 
 def test_a_month_on_10000_gpus():
-    report = check(Conditions())
+    report = check(SimulationConfig())
     assert report.conditions.num_nodes * report.conditions.gpus_per_node == 10_000
     states = report.states()
     assert states["complete"] > 0.7 * len(report.runs)
@@ -46,7 +46,7 @@ def test_a_month_on_10000_gpus():
     assert all("an error of the script" in run.why for run in report.runs if run.state == "failed")
     doomed = [run for run in report.runs if run.fails_after_s is not None and run.ended is not None]
     assert all(run.state == "failed" or run.fails_after_s > run.needs_s for run in doomed)
-    assert {Kind.PREEMPTED, Kind.GPU, Kind.NODE_LOST, Kind.TIME_LIMIT} <= report.ends.keys()
+    assert {EndKind.PREEMPTED, EndKind.GPU, EndKind.NODE_LOST, EndKind.TIME_LIMIT} <= report.ends.keys()
     assert report.lost_s < 0.05 * report.trained_s
 
 
@@ -62,7 +62,7 @@ def test_a_month_on_10000_gpus():
 )
 def test_whatever_the_conditions(gpus, mtbf, bad, preemptions, limit, doomed, seed):
     check(
-        Conditions(
+        SimulationConfig(
             gpus=gpus,
             days=1,
             node_mtbf_days=mtbf,

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor import submission
-from hpctrain.supervisor.submission import NoPart, StillGoing, check_place, join_record
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor import acquire_run
+from hpctrain.supervisor.acquire_run import NotInJob, RunActive, check_in_job, register_job
 
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch):
-    monkeypatch.setattr(submission, "_RECORD_LIMIT_S", 0.0)
+    monkeypatch.setattr(acquire_run, "_RECORD_LIMIT_S", 0.0)
 
 
 @pytest.fixture
@@ -45,21 +45,21 @@ def test_while_another_job_may_train_it_is_left_alone(run, spec, is_running):
             raise is_running
         return is_running(job_id)
 
-    with pytest.raises(StillGoing, match="job 7"):
-        join_record(run, spec, "8", ask)
+    with pytest.raises(RunActive, match="job 7"):
+        register_job(run, spec, "8", ask)
     assert newest(run) == "7"
 
 
 def test_a_job_that_waits_is_overtaken_and_refused_when_it_starts(run, spec):
-    assert join_record(run, spec, "8", lambda job_id: False) is None
+    assert register_job(run, spec, "8", lambda job_id: False) is None
     assert newest(run) == "8"
-    with pytest.raises(StillGoing, match="job 8"):
-        join_record(run, spec, "7", lambda job_id: job_id == "8")
+    with pytest.raises(RunActive, match="job 8"):
+        register_job(run, spec, "7", lambda job_id: job_id == "8")
 
 
 def test_whoever_ended_is_not_asked_after(run, spec):
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
-    assert join_record(run, spec, "8", lambda job_id: True) is None
+    assert register_job(run, spec, "8", lambda job_id: True) is None
     assert newest(run) == "8"
 
 
@@ -69,19 +69,19 @@ def test_a_job_by_hand_that_waited_until_the_run_was_over_starts_nothing(run, sp
     submitted = time.time() - 5
     before = list(run.read_events())
     if state == "CANCELLED":
-        with pytest.raises(NoPart, match="was cancelled after job 8 was submitted by hand"):
-            join_record(run, spec, "8", lambda job_id: False, lambda: submitted)
+        with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted by hand"):
+            register_job(run, spec, "8", lambda job_id: False, lambda: submitted)
     else:
-        assert join_record(run, spec, "8", lambda job_id: False, lambda: submitted) == 0
+        assert register_job(run, spec, "8", lambda job_id: False, lambda: submitted) == 0
     assert list(run.read_events()) == before
 
 
 def test_a_run_whose_supervisor_was_killed_before_it_wrote_of_its_cancellation_is_cancelled_too(run, spec):
     run.cancel_request.touch()
     submitted = time.time() - 5
-    with pytest.raises(NoPart, match="was cancelled after job 8 was submitted by hand"):
-        join_record(run, spec, "8", lambda job_id: False, lambda: submitted)
-    assert join_record(run, spec, "9", lambda job_id: False, lambda: time.time() + 5) is None
+    with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted by hand"):
+        register_job(run, spec, "8", lambda job_id: False, lambda: submitted)
+    assert register_job(run, spec, "9", lambda job_id: False, lambda: time.time() + 5) is None
     assert newest(run) == "9"
 
 
@@ -90,7 +90,7 @@ def test_a_job_by_hand_starts_an_ended_run_again(run, spec, state, after_s):
     """Submitted later, or while a run went on that has failed then; a wish to cancel it is of the past."""
     run.cancel_request.touch()
     run.log_event("finished", 0, state=state, exit_code=0, cause=None)
-    assert join_record(run, spec, "8", lambda job_id: False, lambda: time.time() + after_s) is None
+    assert register_job(run, spec, "8", lambda job_id: False, lambda: time.time() + after_s) is None
     assert newest(run) == "8"
     assert not run.cancel_request.exists()
 
@@ -98,11 +98,11 @@ def test_a_job_by_hand_starts_an_ended_run_again(run, spec, state, after_s):
 @pytest.mark.parametrize("array", [None, "0-1"])
 def test_the_script_of_a_slurm_job_wants_to_be_in_one(run, spec, array):
     spec = replace(spec, array=array)
-    with pytest.raises(NoPart, match=r"in none .* may still be going, as job 7\. .* sbatch "):
-        check_place(run, spec, {})
+    with pytest.raises(NotInJob, match=r"in none .* may still be going, as job 7\. .* sbatch "):
+        check_in_job(run, spec, {})
     inside = {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "n1"}
     if array is None:
-        check_place(run, spec, inside)
+        check_in_job(run, spec, inside)
     else:
-        with pytest.raises(NoPart, match="no task of it"):
-            check_place(run, spec, inside)
+        with pytest.raises(NotInJob, match="no task of it"):
+            check_in_job(run, spec, inside)

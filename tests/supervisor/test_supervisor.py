@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
 import signal
 import threading
 
@@ -10,13 +13,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.launcher import Torchrun
-from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
-from hpctrain.supervisor import move, submission
-from hpctrain.supervisor.step import StepEnded, TaskExit
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.supervisor import acquire_run, requeuer
+from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
+from hpctrain.supervisor.main import main
+from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
-from hpctrain.supervisor.will import Fate
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
@@ -56,7 +60,9 @@ class PretendScheduler:
     has_machines = True
     lease = None
 
-    def __init__(self, refuses=False, fate=Fate.STAYS, left=None, site_requeues=True, successor=None):
+    def __init__(
+        self, refuses=False, fate=JobDisposition.STAYS, left=None, site_requeues=True, successor=None
+    ):
         self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
         self.later_fate, self.successor = fate, successor
         self.on_signal = {}
@@ -66,7 +72,11 @@ class PretendScheduler:
         self.lost, self.shrinks, self.kept = {}, True, []
 
     def fate(self):
-        return self.later_fate if self.num_requeues or self.later_fate is Fate.EVICTED else Fate.STAYS
+        return (
+            self.later_fate
+            if self.num_requeues or self.later_fate is JobDisposition.EVICTED
+            else JobDisposition.STAYS
+        )
 
     def requeues(self):
         return self.site_requeues
@@ -204,7 +214,7 @@ def test_ranks_that_never_met_are_remarked(run):
 
 
 def test_ranks_that_met_at_an_agents_store_are_not(run):
-    assert supervise(run, [DONE], torchrun=Torchrun()) == 0
+    assert supervise(run, [DONE], torchrun=TorchrunConfig()) == 0
     assert "note" not in finished(run)
 
 
@@ -283,7 +293,7 @@ def test_stop_requeue_done(run):
 
 
 def test_a_refused_requeue_fails_in_the_schedulers_words(run):
-    assert supervise(run, [STOPPED], PretendScheduler(refuses=True), continue_by="requeue") == 4
+    assert supervise(run, [STOPPED], PretendScheduler(refuses=True), resume_mode="requeue") == 4
     assert (
         "the state is saved, but the requeue failed: scontrol says: Requeue is disabled"
         in finished(run)["cause"]
@@ -298,23 +308,23 @@ def test_where_neither_requeue_nor_successor_is_to_be_had_both_are_told(run):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "continue_by", "requeues"),
+    ("scheduler", "resume_mode", "requeues"),
     [
         (PretendScheduler(refuses=True, successor="8"), "auto", 1),
         (PretendScheduler(site_requeues=False, successor="8"), "auto", 0),
         (PretendScheduler(successor="8"), "successor", 0),
-        (PretendScheduler(fate=Fate.EVICTED, successor="8"), "auto", 0),
+        (PretendScheduler(fate=JobDisposition.EVICTED, successor="8"), "auto", 0),
     ],
 )
-def test_a_successor_is_handed_the_run(run, scheduler, continue_by, requeues):
-    assert supervise(run, [STOPPED], scheduler, continue_by=continue_by) == 75
+def test_a_successor_is_handed_the_run(run, scheduler, resume_mode, requeues):
+    assert supervise(run, [STOPPED], scheduler, resume_mode=resume_mode) == 75
     assert (scheduler.handed_on, scheduler.num_requeues) == ([0], requeues)
     assert kinds(run) == ["started", "requeue"]
 
 
 def test_a_run_that_is_evicted_ends_where_no_successor_is_wanted(run):
-    scheduler = PretendScheduler(fate=Fate.EVICTED, successor="8")
-    assert supervise(run, [STOPPED], scheduler, continue_by="requeue") == 75
+    scheduler = PretendScheduler(fate=JobDisposition.EVICTED, successor="8")
+    assert supervise(run, [STOPPED], scheduler, resume_mode="requeue") == 75
     assert kinds(run) == ["started"]
 
 
@@ -379,7 +389,7 @@ def test_a_job_that_slurm_requeues_goes_on_where_no_successor_was_submitted(run)
 
 
 def test_a_requeue_that_slurm_did_first_is_no_failure(run):
-    assert supervise(run, [STOPPED], PretendScheduler(refuses=True, fate=Fate.REQUEUED)) == 75
+    assert supervise(run, [STOPPED], PretendScheduler(refuses=True, fate=JobDisposition.REQUEUED)) == 75
     assert "finished" not in kinds(run)
 
 
@@ -387,6 +397,18 @@ def test_a_crash_shortly_before_the_time_limit_requeues(run):
     scheduler = PretendScheduler(left=60.0)
     assert supervise(run, [KILLED, DONE], scheduler) == 0
     assert scheduler.num_requeues == 1
+
+
+def test_the_log_of_the_supervisor_has_no_python_values(run, caplog):
+    caplog.set_level(logging.INFO)
+    refused = [StepEnded(1, "srun: error: Unable to create step for job 7: Node down")]
+    assert supervise(run, [KILLED, refused, DONE]) == 0
+    text = "\n".join(caplog.messages)
+    assert "attempt 0: starting 2 ranks on n[1-2]" in text
+    assert "attempt 0 ended (killed): restart the ranks on n[1-2]" in text
+    assert "attempt 1 ended (not-started): requeue the job" in text
+    assert "attempt 2 ended (done): complete the run" in text
+    assert not re.search(r"\w\(\w+=|<\w+|\[['\"]|\{['\"]|\('", text)
 
 
 def test_a_stop_after_a_request_to_cancel_is_the_end(run):
@@ -413,7 +435,7 @@ def test_a_completed_run_is_not_trained_again_but_a_failed_one_is(run):
 
 
 def test_a_job_that_nobody_recorded_is_recorded(run, monkeypatch):
-    monkeypatch.setattr(submission, "_RECORD_LIMIT_S", 0.1)
+    monkeypatch.setattr(acquire_run, "_RECORD_LIMIT_S", 0.1)
     scheduler = PretendScheduler()
     scheduler.job_id = "8"
     assert supervise(run, [DONE], scheduler) == 0
@@ -463,7 +485,7 @@ def test_the_same_exception_twice_in_a_row_is_not_tried_a_third_time(run):
 
 
 def test_the_user_may_have_an_error_tried_again(run):
-    assert supervise(run, [raised(run), DONE], restart={"user-error": {"retries": 1}}) == 0
+    assert supervise(run, [raised(run), DONE], restart_policy={"user-error": {"retries": 1}}) == 0
 
 
 def test_a_node_at_fault_is_left_out_of_the_next_job(run):
@@ -517,7 +539,7 @@ def test_before_nodes_are_given_back_after_a_crash_their_fast_folders_are_emptie
     start = launcher.start
     launcher.start = lambda command, *rest: commands.append(command) or start(command, *rest)
     assert Supervisor(run, spec_of(run, max_failures=1), launcher, PretendScheduler()).run() == 4
-    assert commands[1][-4:] == ["-m", "hpctrain.runtime.bring_home", "/fast", "60"]
+    assert commands[1][-4:] == ["-m", "hpctrain.runtime.drain_local_tier", "/fast", "60"]
     assert kinds(run)[-1] == "finished"
 
 
@@ -596,7 +618,7 @@ def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
             step.emit = emit
             return step
 
-    spec = spec_of(run, signal_lead_s=120)
+    spec = spec_of(run, stop_before_limit_s=120)
     grace = {STOP_GRACE_VARIABLE: "SIGTERM=30,SIGUSR2=120"}
     scheduler.successor, scheduler.site_requeues = "8", False
     supervisor = Supervisor(run, spec, Launcher([]), scheduler, grace)
@@ -605,7 +627,7 @@ def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
 
 
 def test_a_controller_that_is_out_of_reach_is_asked_again(run, monkeypatch):
-    monkeypatch.setattr(move, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
 
     class Away(PretendScheduler):
         def requeue(self):
@@ -621,8 +643,8 @@ def test_a_controller_that_is_out_of_reach_is_asked_again(run, monkeypatch):
 
 
 def test_a_controller_that_stays_out_of_reach_is_not_waited_for_for_ever(run, monkeypatch):
-    monkeypatch.setattr(move, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(move, "_OUT_OF_REACH_S", 0.05)
+    monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(requeuer, "_OUT_OF_REACH_S", 0.05)
 
     class Away(PretendScheduler):
         def requeue(self):
@@ -630,3 +652,126 @@ def test_a_controller_that_stays_out_of_reach_is_not_waited_for_for_ever(run, mo
 
     assert supervise(run, [STOPPED], Away()) == 4
     assert "Unable to contact slurm controller" in finished(run)["cause"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"),
+    [
+        (["1.5", "NaN"], "The last loss is nan (step 2)."),
+        (["1.5", '"NaN"'], "The last loss is nan (step 2)."),
+        (["1.5", "-Infinity"], "The last loss is -inf (step 2)."),
+        (["NaN", "1.5"], ""),
+        (["1.5", "[1]", '"high"', "null"], ""),
+        ([], ""),
+    ],
+)
+def test_a_last_loss_that_is_not_finite_is_noted(run, losses, note):
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, 1)]
+    run.metrics.write_text("".join(lines))
+    assert supervise(run, [DONE]) == 0
+    never_met, _, rest = finished(run)["note"].partition("trained on its own.")
+    assert (never_met != "", rest.strip()) == (True, note)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"what": 3, "last_step": "x"}'])
+def test_damaged_files_of_unfinished_trainings_do_not_end_the_supervisor(run, content):
+    path = run.unfinished(0, 0, "00000000")
+    path.parent.mkdir()
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    for name in ("attempt-000-rank-x-0.json", "attempt-000-rank-0x-0.json", "attempt-000-rank-99999-0.json"):
+        (path.parent / name).write_text("{}")
+    assert supervise(run, [DONE]) == 4
+    assert "the script ended with exit code 0 before" in finished(run)["cause"]
+    assert not path.exists()
+
+
+def test_a_file_of_an_unfinished_training_of_no_rank_is_ignored(run):
+    path = run.unfinished(0, 99999, "00000000")
+    path.parent.mkdir()
+    path.write_text("{}")
+    assert supervise(run, [DONE]) == 0
+
+
+def leaves_unsaved(run):
+    """The ranks agree to stop for the time limit, and save no new step."""
+
+    def agree(variables, _emit):
+        attempt = int(variables["HPCTRAIN_ATTEMPT"])
+        run.log_event("signal", attempt, signal="SIGUSR2", step=3, saved=False)
+
+    return [agree, *STOPPED]
+
+
+def test_a_run_that_makes_no_progress_before_the_time_limit_ends_after_three_attempts(run):
+    assert supervise(run, [leaves_unsaved(run)] * 3) == 4
+    assert finished(run)["cause"].startswith(
+        "3 attempts in a row ended at the time limit without a new checkpoint (restart.time-limit.retries)"
+    )
+    assert finished(run)["state"] == "FAILED"
+
+
+def test_a_run_that_adds_a_checkpoint_in_each_attempt_goes_on(run):
+    def save(variables, _emit):
+        attempt = int(variables["HPCTRAIN_ATTEMPT"])
+        run.log_event("checkpoint", attempt, step=attempt + 1, path="x")
+
+    assert supervise(run, [*([save, *leaves_unsaved(run)] for _ in range(6)), DONE]) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def ends_unfinished(run, then, ranks=(0,)):
+    """Ranks that end with exit code 0 in a training."""
+
+    def mark(variables, _emit):
+        attempt = int(variables["HPCTRAIN_ATTEMPT"])
+        for rank in ranks:
+            path = run.unfinished(attempt, rank, "0")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text('{"what": "Trainer.fit()", "last_step": 10}')
+
+    return [mark, *then]
+
+
+def test_a_training_that_did_not_return_has_failed_for_good(run):
+    assert supervise(run, [ends_unfinished(run, DONE, (0, 1))]) == 4
+    assert failure_of(run)["class"] == "unfinished"
+    cause = finished(run)["cause"]
+    assert cause.startswith("rank 0 on n1: the script ended with exit code 0 before Trainer.fit() returned, ")
+    assert "before step 1 of 10: To end a training early" in cause
+    assert run.unfinished_files(0) == []
+
+
+def test_a_training_that_did_not_return_is_the_cause_of_what_its_peers_say(run):
+    def lose_peer(variables, _emit):
+        record = {
+            "rank": 0, "host": "n1", "kind": "exception", "error": "RuntimeError", "log": "x", "order": 1,
+            "message": "Connection closed by peer", "time": 1.0,
+        }  # fmt: skip
+        run.write(run.failure(int(variables["HPCTRAIN_ATTEMPT"]), 0), json.dumps(record))
+
+    then = [lose_peer, TaskExit(1, 0), TaskExit(0, 1), StepEnded(1)]
+    assert supervise(run, [ends_unfinished(run, then, (0, 1))]) == 4
+    assert finished(run)["cause"].startswith("rank 1 on n2: the script ended with exit code 0")
+
+
+def test_a_row_of_the_table_has_an_unfinished_training_started_again(run):
+    attempts = [ends_unfinished(run, DONE), DONE]
+    assert supervise(run, attempts, restart_policy={"unfinished": {"retries": 1}}) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def test_ranks_that_agreed_to_stop_and_ended_with_0_are_continued(run):
+    stopped = ends_unfinished(run, [leaves_unsaved(run)[0], *DONE])
+    assert supervise(run, [stopped, DONE]) == 0
+    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["time-limit"]
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_run_whose_records_are_no_files_is_refused(tmp_path, name, capsys):
+    spec_of(RunDir(tmp_path)).save(RunDir(tmp_path).spec)
+    (tmp_path / name).mkdir()
+    assert main([str(tmp_path)], {}) == 2
+    assert f"Error: {tmp_path / name} is not a regular file" in capsys.readouterr().err

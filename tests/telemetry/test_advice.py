@@ -12,10 +12,10 @@ from test_report_page import facts_of
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
-from hpctrain.telemetry.report.markdown import report_text
-from hpctrain.telemetry.report.page import render_report
-from hpctrain.telemetry.report.story import figures
-from hpctrain.telemetry.report.story import story as sentences
+from hpctrain.telemetry.report.markdown_report import markdown_report
+from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.summary import key_figures
+from hpctrain.telemetry.report.summary import summarize as sentences
 
 
 def node_lines(run: RunDir, node: int, host: str, seconds: int = 100, **values: object) -> None:
@@ -35,11 +35,11 @@ def environment(run: RunDir, cpus: int = 16, **settings: object) -> None:
 
 def told(run: RunDir) -> list[Advice]:
     facts = facts_of(run)
-    page, text = render_report(facts), report_text(facts)
+    page, text = render_run_page(facts), markdown_report(facts)
     advice = advise(facts)
     assert facts.document()["advice"] == [{"what": one.what, "evidence": one.evidence} for one in advice]
     assert page.count("<dt>") - page.count("<dt>Steps") > 0
-    assert ('id="advice"' in page) == ("## What would help" in text) == bool(advice)
+    assert ('id="advice"' in page) == ("## Recommendations" in text) == bool(advice)
     return advice
 
 
@@ -96,8 +96,8 @@ def test_a_loss_that_is_no_number_any_more(tmp_path):
     (advice,) = told(run)
     assert "learning rate" in advice.what
     assert advice.evidence == "The loss is infinite or not a number in 21 steps, from step 10 on."
-    assert ("Loss", "no number", "since step 10; lowest 0.11111 at step 9") in figures(facts)
-    assert "From step 10 on the loss is no number." in " ".join(sentences(facts))
+    assert ("Loss", "NaN", "since step 10; lowest 0.11111 at step 9") in key_figures(facts)
+    assert "The loss is NaN from step 10 on." in " ".join(sentences(facts))
     assert facts.document()["loss_is_no_number_since"] == 10
 
 
@@ -119,9 +119,9 @@ def gradients(run: RunDir, buckets: int, num_bytes: int, **settings: object) -> 
 
 
 def test_gradients_in_small_parts_for_which_the_ranks_wait(communicating):
-    gradients(communicating, 100, 100 * 2**20, bucket_mb=1.0)
+    gradients(communicating, 100, 100 * 2**20, bucket_cap_mb=1.0)
     (advice,) = told(communicating)
-    assert advice.what == "Send gradients in larger parts: Trainer(bucket_mb=25) in the place of 1."
+    assert advice.what == "Send gradients in larger parts: Trainer(bucket_cap_mb=25) in the place of 1."
     assert advice.evidence == (
         "The ranks waited for each other in 30.0 % of the time of their steps; gradients of 105 MB went in "
         "100 parts of 1.05 MB."
@@ -247,7 +247,7 @@ def test_what_opens_doors_is_not_shown(tmp_path):
         tmp_path / "run", submitted(0).steps(1, 5, every=1), script="t.py", env=env, notify=notify
     )
     facts = facts_of(run)
-    for text in (render_report(facts), report_text(facts), json.dumps(facts.document())):
+    for text in (render_run_page(facts), markdown_report(facts), json.dumps(facts.document())):
         assert "sesame" not in text
-    assert "NCCL_DEBUG" in render_report(facts)
-    assert "hooks.example.org/…" in render_report(facts)
+    assert "NCCL_DEBUG" in render_run_page(facts)
+    assert "hooks.example.org/…" in render_run_page(facts)

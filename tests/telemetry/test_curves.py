@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_stories import submitted
 
-from hpctrain.telemetry.report.curves import Curves, rates, thin
+from hpctrain.telemetry.report.metric_curves import MetricCurves, downsample, step_rates
 
 VALUES = st.one_of(st.none(), st.floats(-1e9, 1e9), st.floats(-1, 1))
 
@@ -16,7 +16,7 @@ VALUES = st.one_of(st.none(), st.floats(-1e9, 1e9), st.floats(-1, 1))
 @given(st.lists(VALUES, min_size=1, max_size=400), st.integers(8, 100))
 def test_a_thinned_curve_keeps_its_ends_its_spikes_and_its_gaps(values, most):
     points = [(float(step), value) for step, value in enumerate(values)]
-    kept = thin(points, most)
+    kept = downsample(points, most)
     assert kept[0] == points[0]
     assert kept[-1] == points[-1]
     assert set(kept) <= set(points)
@@ -31,7 +31,7 @@ def test_a_thinned_curve_keeps_its_ends_its_spikes_and_its_gaps(values, most):
 def test_every_spike_of_a_long_curve_is_seen():
     spikes = set(range(777, 100_000, 9973))
     points = [(step, 100.0 if step in spikes else 1.0) for step in range(100_000)]
-    kept = thin(points, 4000)
+    kept = downsample(points, 4000)
     assert len(kept) <= 4000
     assert {x for x, value in kept if value == 100.0} == spikes
 
@@ -39,7 +39,7 @@ def test_every_spike_of_a_long_curve_is_seen():
 def test_of_a_step_trained_twice_the_later_line_counts():
     story = submitted(0).steps(1, 5, every=1).after(0, "failure", rank=0).after(0, "started")
     story.steps(4, 6, every=1, loss=9.0)
-    curves = Curves.of(story.metrics)
+    curves = MetricCurves.of(story.metrics)
     assert curves.points("loss")[-3:] == [(4, 9.0), (5, 9.0), (6, 9.0)]
     assert curves.points("loss", curves.again) == [(4, 1 / 4), (5, 1 / 5)]
     assert curves.by_attempt == {0: (1, 5), 1: (4, 6)}
@@ -48,7 +48,7 @@ def test_of_a_step_trained_twice_the_later_line_counts():
 
 def test_lines_of_one_step_and_attempt_are_joined():
     lines = [{"step": 1, "loss": 2.0, "attempt": 0}, {"step": 1, "val_loss": 3.0, "attempt": 0}]
-    curves = Curves.of(lines)
+    curves = MetricCurves.of(lines)
     assert curves.names == ["loss", "val_loss"]
     assert (curves.last("loss"), curves.last("val_loss")) == (2.0, 3.0)
     assert curves.again == {}
@@ -56,12 +56,12 @@ def test_lines_of_one_step_and_attempt_are_joined():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, True, [1], 10**400])
 def test_what_is_no_number_is_a_gap(value):
-    curves = Curves.of([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])
+    curves = MetricCurves.of([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])
     assert curves.points("loss") == [(1, 1.0), (2, None)]
 
 
 def test_rates_are_those_of_each_attempt():
     story = submitted(0).steps(1, 9, every=0.5).after(0, "failure", rank=0).after(100, "started")
     story.steps(5, 13, every=0.25)
-    told = rates(story.metrics, story.events[0]["time"])
+    told = step_rates(story.metrics, story.events[0]["time"])
     assert [rate for _, rate in told] == [2.0, 2.0, None, 4.0, 4.0]

@@ -9,10 +9,10 @@ import pytest
 from pretended_driver import PretendDriver, TalkativeDriver, pretend
 
 from hpctrain.files import read_json_lines
-from hpctrain.telemetry.gpu_reading import GpuReading
-from hpctrain.telemetry.gpus import GpuReader, count_gpus
-from hpctrain.telemetry.node import NodeReader
-from hpctrain.telemetry.sampler import Sampler
+from hpctrain.telemetry.sampling.gpu_reading import GpuReading
+from hpctrain.telemetry.sampling.nvml import GpuReader, count_gpus
+from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_pat
     pretend(monkeypatch, driver)
     path, now = tmp_path / "node-000.jsonl", [0.0]
     with GpuReader() as gpus:
-        sampler = Sampler(path, gpus, NodeReader(), host="n1", clock=lambda: now[0], now=lambda: now[0])
+        sampler = TelemetrySampler(
+            path, gpus, ProcfsReader(), host="n1", clock=lambda: now[0], now=lambda: now[0]
+        )
         sampler.begin()
         for second in range(1, 16):
             driver.lost = second > 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.telemetry.gpus import count_visible
+from hpctrain.telemetry.sampling.nvml import count_visible
 
 INSTALLED = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
 

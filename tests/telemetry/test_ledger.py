@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from run_stories import START, Story, submitted
 
 from hpctrain.rundir import EventKind
-from hpctrain.telemetry.goodput import goodput_of
-from hpctrain.telemetry.ledger import NO_STEPS, Ledger
-from hpctrain.telemetry.spans import What
+from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
+from hpctrain.telemetry.accounting.time_breakdown import NO_STEPS_NOTE, TimeBreakdown
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
 
 
-def ledger_of(story: Story, **options: Any) -> Ledger:
-    return Ledger.of(story.events, story.metrics, **options)
+def ledger_of(story: Story, **options: Any) -> TimeBreakdown:
+    return TimeBreakdown.of(story.events, story.metrics, **options)
 
 
 def seconds(story: Story, **options: Any) -> dict[str, float]:
@@ -92,6 +92,7 @@ def test_a_script_that_logs_no_step_but_saves():
     story = submitted(1).after(29, "checkpoint", step=None).after(1, "failure", rank=0, cause="…")
     story.after(0, "finished", state="FAILED")
     assert seconds(story) == {"queued": 1, "training": 30}
+    assert ledger_of(story).lost_steps is None
 
 
 def test_a_run_that_was_preempted_waits_in_the_queue():
@@ -144,8 +145,8 @@ def test_what_the_ranks_tell_apart_is_told_apart():
         "waiting for data": 5.0,
         "validating": 2.5,
     }
-    assert What.DATA in ledger.measured
-    assert What.COMMUNICATING not in ledger.measured
+    assert TimeCategory.DATA in ledger.measured
+    assert TimeCategory.COMMUNICATING not in ledger.measured
 
 
 def test_no_more_is_told_apart_than_there_was():
@@ -162,8 +163,11 @@ def test_loading_is_told_where_it_was_measured():
 def test_a_script_that_logs_no_step():
     story = submitted(3).after(20, "failure", rank=0).after(1, "restart").after(0, "started")
     story.after(30, "finished", state="COMPLETED")
-    assert seconds(story) == {"queued": 3, "lost work": 20, "training": 30, "restarting": 1}
-    assert ledger_of(story).notes == (NO_STEPS,)
+    assert seconds(story) == {"queued": 3, "training": 20 + 30, "restarting": 1}
+    ledger = ledger_of(story)
+    assert ledger.notes == (NO_STEPS_NOTE,)
+    assert (ledger.lost_steps, ledger.knows_lost_work) == (None, False)
+    assert compute_goodput(ledger) == Goodput(ettr=None, training=None)
 
 
 def test_an_ended_run_that_is_submitted_again():
@@ -204,10 +208,10 @@ def test_a_training_that_nobody_supervises():
 
 
 def test_a_folder_without_a_record():
-    ledger = Ledger.of([])
+    ledger = TimeBreakdown.of([])
     assert ledger.spans == ()
     assert ledger.wall_us == 0
-    assert goodput_of(ledger).ettr is None
+    assert compute_goodput(ledger).ettr is None
 
 
 def test_a_clock_that_goes_backward_takes_no_time():
@@ -262,7 +266,7 @@ def test_whatever_is_on_record_every_microsecond_is_counted_once(events, metrics
     if in_order:
         for records in (events, metrics):
             records.sort(key=lambda record: record["time"] if type(record["time"]) is float else START)
-    ledger = Ledger.of(events, metrics, until=until, waits=waits)
+    ledger = TimeBreakdown.of(events, metrics, until=until, waits=waits)
     assert sum(ledger.totals_us.values()) == ledger.wall_us
     for span in ledger.spans:
         assert span.start_us < span.end_us
@@ -271,8 +275,9 @@ def test_whatever_is_on_record_every_microsecond_is_counted_once(events, metrics
         assert (span.what, span.attempt) != (following.what, following.attempt)
     if until is not None and ledger.spans:
         assert ledger.spans[-1].end_us == round(until * 1e6)
-    assert ledger.lost_steps >= 0
-    for share in vars(goodput_of(ledger)).values():
+    assert (ledger.lost_steps or 0) >= 0
+    assert (ledger.lost_steps is None) == (not ledger.knows_lost_work)
+    for share in vars(compute_goodput(ledger)).values():
         assert share is None or 0 <= share <= 1
 
 
@@ -280,7 +285,7 @@ def test_goodput():
     story = submitted(100).steps(1, 1, every=50, spent={"all": 2.0}).steps(2, 50, every=2)
     story.after(10, "checkpoint", step=50, seconds=10.0).after(0, "finished", state="COMPLETED")
     story.after(500, "submitted").after(0, "started")
-    goodput = goodput_of(ledger_of(story), story.metrics)
+    goodput = compute_goodput(ledger_of(story), story.metrics)
     assert goodput.ettr == pytest.approx(100 / (100 + 48 + 100 + 10))
     assert goodput.training == pytest.approx(100 / (100 + 48 + 100 + 10 + 500))
     assert goodput.mfu is None
@@ -290,6 +295,6 @@ def test_model_flops_utilisation_is_told_where_the_run_tells_its_flops():
     flops = {"model_flops": 4e15, "peak_flops": 4e15}
     story = submitted(0).steps(1, 1, every=9, spent={"all": 2.0}, **flops).steps(2, 50, every=2, **flops)
     # 4·10^15 operations in two seconds, of 4·10^15 that were possible in each.
-    assert goodput_of(ledger_of(story), story.metrics).mfu == pytest.approx(0.5)
+    assert compute_goodput(ledger_of(story), story.metrics).mfu == pytest.approx(0.5)
     # Every tenth step is logged: it stands for ten.
-    assert goodput_of(ledger_of(story), story.metrics[9::10]).mfu == pytest.approx(0.5)
+    assert compute_goodput(ledger_of(story), story.metrics[9::10]).mfu == pytest.approx(0.5)

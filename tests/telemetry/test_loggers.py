@@ -16,12 +16,12 @@ from helpers import environment
 
 from hpctrain.errors import UserError
 from hpctrain.files import append_json_line
-from hpctrain.pickles import dumps
 from hpctrain.rundir import RunDir
+from hpctrain.serialization import dumps
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, TensorBoard, find_loggers
-from hpctrain.telemetry.loggers.feed import Feed
-from hpctrain.telemetry.loggers.memory import Memory
-from hpctrain.telemetry.loggers.process import Order
+from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
+from hpctrain.telemetry.loggers.logger_state import LoggerState
+from hpctrain.telemetry.loggers.process import LoggerConfig
 
 
 class Recorder:
@@ -69,11 +69,11 @@ def train(run: RunDir, attempt: int, first: int, last: int, *, scale: float = 1.
         append_json_line(run.metrics, line)
 
 
-def feed(run: RunDir, logger: Logger, say: list[str] | None = None) -> Feed:
+def feed(run: RunDir, logger: Logger, say: list[str] | None = None) -> LoggerDispatcher:
     """What brings metrics to the logger, as a new start of the ranks has it."""
-    memory = Memory.load(run.logger_memory(logger.name))
+    memory = LoggerState.load(run.logger_memory(logger.name))
     tell = ([] if say is None else say).append
-    return Feed(logger, LoggedRun(run.run_id, run.path), run.metrics, memory, tell)
+    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), run.metrics, memory, tell)
 
 
 def expected(*pieces: tuple[int, int, float]) -> list[tuple[str, int, float]]:
@@ -250,7 +250,7 @@ def test_the_table_grows_by_a_column_and_is_cut_where_steps_come_again(run):
 @pytest.mark.parametrize(
     ("loggers", "words"),
     [
-        ("csv", r"give a list, such as \['csv'\]"),
+        ("cvs", "Did you mean 'csv'"),
         (["cvs"], "Did you mean 'csv'"),
         ([3], "3 is no logger"),
         (["csv", "csv"], "2 loggers are named 'csv'"),
@@ -263,7 +263,7 @@ def test_what_is_no_logger_is_refused(loggers, words):
 
 
 def test_a_package_that_is_missing_is_named_with_the_way_to_install_it(monkeypatch):
-    monkeypatch.setattr("hpctrain.telemetry.loggers.choice.find_spec", lambda name: None)
+    monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
     assert find_loggers(["csv"])[0].name == "csv"
     with pytest.raises(UserError, match=r"pip install 'hpctrain\[wandb\]'"):
         find_loggers(["wandb"])
@@ -303,7 +303,9 @@ def test_the_real_client_has_each_step_once_in_one_run(run, name):
 
 def log_all(run: RunDir, name: str, ending: str) -> None:
     """Have the process of the loggers bring everything, as one start of the ranks has it."""
-    order = Order(str(run.path), {"global_batch_size": 32}, [], dumps(find_loggers([name]), "test", []))
+    order = LoggerConfig(
+        str(run.path), {"global_batch_size": 32}, [], dumps(find_loggers([name]), "test", [])
+    )
     done = subprocess.run(
         [sys.executable, "-m", "hpctrain.telemetry.loggers.process"],
         input=order.to_bytes() + f"{ending}\n".encode(),

@@ -14,7 +14,7 @@ from helpers import assert_no_process_left, run_command, run_processes, wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.memory import Memory
+from hpctrain.telemetry.loggers.logger_state import LoggerState
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -58,7 +58,7 @@ def kill(run: RunDir, *, with_loggers: bool) -> None:
 
 def delivered(run: RunDir, loggers: list[str]) -> int:
     """The step that every logger has got."""
-    return min(Memory.load(run.logger_memory(name)).steps.get("loss", 0) for name in loggers)
+    return min(LoggerState.load(run.logger_memory(name)).steps.get("loss", 0) for name in loggers)
 
 
 def newest(run: RunDir) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def test_each_step_is_there_once_though_ranks_and_loggers_are_killed(tmp_path):
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
     script.write_text(f"LAST, LOGGERS = {LAST}, {loggers}\n" + SCRIPT)
     env = [word for name, value in OFFLINE.items() for word in ("--env", f"{name}={value}")]
-    shape = ["--backend=local", "--tasks-per-node=2", "--run-dir", str(run.path)]
+    shape = ["--backend=local", "--ntasks-per-node=2", "--run-dir", str(run.path)]
     hpctrain("submit", *shape, *env, str(script))
     wait_for_step(run, 0, 70)
     kill(run, with_loggers=False)

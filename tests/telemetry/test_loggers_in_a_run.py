@@ -65,7 +65,7 @@ trainer.fit(Line(), TensorDataset(x, 3 * x + 1))
 def submit(tmp_path: Path, *, hangs: bool) -> RunDir:
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
     script.write_text(f"HANGS = {hangs}\n" + SCRIPT)
-    shape = ["--backend=local", "--tasks-per-node=2", "--run-dir", str(run.path)]
+    shape = ["--backend=local", "--ntasks-per-node=2", "--run-dir", str(run.path)]
     hpctrain("submit", *shape, str(script))
     return run
 

@@ -31,7 +31,7 @@ def script(tmp_path) -> Path:
 
 def submit(script: Path, *options: str, env: dict[str, str] | None = None) -> RunDir:
     run = RunDir(script.parent / "run")
-    shape = ["--nodes=2", "--tasks-per-node=2", "--run-dir", str(run.path), "--max-failures=1"]
+    shape = ["--nodes=2", "--ntasks-per-node=2", "--run-dir", str(run.path), "--max-failures=1"]
     run_command([sys.executable, "-m", "hpctrain", "submit", *shape, *options, str(script)], env)
     wait_for(lambda: len(list(run.path.glob("rank-*"))) == 4, 60, "the ranks")
     return run
@@ -42,7 +42,7 @@ def hpctrain(*words: str, env: dict[str, str] | None = None) -> int:
 
 
 def samplers(run: RunDir) -> list[int]:
-    words = "hpctrain.telemetry.sampler"
+    words = "hpctrain.telemetry.sampling.sampler"
     return [
         process.pid
         for process in run_processes(run.path)

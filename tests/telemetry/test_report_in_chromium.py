@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 import pytest
 from chromium import Chromium, find
 from run_stories import disturbed, write_run
-from test_report_page import SPEC, facts_of, hostile_page
+from test_report_page import SPEC, facts_of, hostile_page, losing
 
-from hpctrain.telemetry.report.comparison import render_comparison
-from hpctrain.telemetry.report.page import render_report
+from hpctrain.telemetry.report.comparison_page import render_comparison
+from hpctrain.telemetry.report.run_page import render_run_page
 
 pytestmark = pytest.mark.skipif(
     find() is None, reason="needs a Chromium: scripts/install_for_tests.sh installs one"
@@ -44,8 +45,21 @@ def page(tmp_path):
     ]
     run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
     facts = facts_of(run)
-    run.report.write_text(render_report(facts))
+    run.report.write_text(render_run_page(facts))
     return run, facts
+
+
+@pytest.mark.parametrize("width", [1200, 700, 380])
+def test_figures_do_not_wrap(tmp_path, quiet, width):
+    run = write_run(tmp_path / "small", losing([0.5, -0.00046787123]), **SPEC)
+    run.report.write_text(render_run_page(facts_of(run)))
+    quiet.open(run.report, width=width)
+    values = quiet.evaluate(
+        "[...document.querySelectorAll('.figures dd:nth-of-type(1)')].map(each => "
+        "[each.textContent, each.clientHeight, parseFloat(getComputedStyle(each).lineHeight)])"
+    )
+    loss = next(value for value in values if "0.00046787" in value[0])
+    assert loss[1] < 1.5 * loss[2]
 
 
 def legend(browser: Chromium, chart: str) -> list[str]:
@@ -102,6 +116,36 @@ def test_hovering_tells_the_value_and_dragging_zooms(quiet, page):
             quiet.mouse(kind, box["x"] + 5, middle, button="left", clickCount=clicks)
     quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
     assert legend(quiet, "loss-chart")[0] == "300"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1 / 1, 1 / 2, math.nan, math.nan],
+        [math.nan] * 4,
+        [10.0 ** (3 * exponent) for exponent in range(1, 40)],
+        [-1.7e308, 1.7e308, math.inf],
+    ],
+)
+def test_axes_have_labels_whatever_the_values_are(quiet, tmp_path, values):
+    path = tmp_path / "page.html"
+    path.write_text(render_run_page(facts_of(write_run(tmp_path / "run", losing(values)))))
+    quiet.open(path)
+    # Pixels of the text to the left of the chart.
+    text = """(() => {
+        const chart = document.getElementById("loss-chart"), over = chart.querySelector(".u-over");
+        const canvas = chart.querySelector("canvas"), ratio = devicePixelRatio;
+        const area = [0, over.offsetTop, over.offsetLeft - 8, over.offsetHeight].map((size) => size * ratio);
+        const { data } = canvas.getContext("2d").getImageData(...area);
+        return data.filter((value, index) => index % 4 === 3 && value > 0).length;
+    })()"""
+    for _ in ("linear", "logarithmic"):
+        assert quiet.evaluate(text) > 20
+        quiet.evaluate("document.getElementById('loss-chart-log').click()")
+    if not math.isfinite(values[-1]):
+        box = place(quiet, "#loss-chart .u-over")
+        quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, box["y"] + box["height"] / 2)
+        assert legend(quiet, "loss-chart") == [str(len(values)), "NaN" if math.isnan(values[-1]) else "inf"]
 
 
 def test_a_scale_of_logarithms_and_the_heat_map(quiet, page):

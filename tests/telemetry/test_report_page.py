@@ -11,18 +11,18 @@ import pytest
 from run_stories import START, Story, disturbed, submitted, write_run
 
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.report.comparison import render_comparison
-from hpctrain.telemetry.report.facts import Facts, State, read_facts
-from hpctrain.telemetry.report.markdown import comparison_text, report_text
-from hpctrain.telemetry.report.page import render_report
-from hpctrain.telemetry.report.story import figures, story
-from hpctrain.telemetry.report.timeline import draw
+from hpctrain.telemetry.report.comparison_page import render_comparison
+from hpctrain.telemetry.report.markdown_report import markdown_comparison, markdown_report
+from hpctrain.telemetry.report.run_data import RunContext, RunData, read_run_data
+from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.summary import describe_attempt_end, describe_follow_up, key_figures, summarize
+from hpctrain.telemetry.report.timeline import build_timeline
 
 SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
 
 
-def facts_of(run: RunDir, state: str | None = None, **options) -> Facts:
-    return read_facts(run, State(state, **options), now=START + 5000)
+def facts_of(run: RunDir, state: str | None = None, **options) -> RunData:
+    return read_run_data(run, RunContext(state, **options), now=START + 5000)
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def test_a_newcomer_can_say_what_happened_and_what_it_cost(run):
         ("completed", None, 0.0),
     ]
     assert [one.away_us / 1e6 for one in facts.attempts[:3]] == pytest.approx([6.6, 127.0, 96.0])
-    text = " ".join(story(facts))
+    text = " ".join(summarize(facts))
     assert "1 failure, 1 stop, 1 lost job" in text
-    assert "40 steps that had to be trained again" in text
+    assert "(40 steps repeated)" in text
     assert facts.attempts[0].host == "n2"
 
 
@@ -57,6 +57,24 @@ def test_a_stop_for_more_nodes_says_so(tmp_path):
     story.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
     (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
     assert attempt.cause == "told to stop by SIGUSR2 after step 5, to go on with 2 nodes"
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_preemption_is_shown_as_one(tmp_path, signalled):
+    story = submitted(0).steps(1, 5, every=1)
+    if signalled:
+        story.after(1, "signal", signal="SIGTERM", step=5, saved=True)
+    story.after(0, "requeue", by="requeue", **{"class": "preempted"})
+    (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
+    assert describe_attempt_end(attempt) == (
+        "preempted by SIGTERM after step 5" if signalled else "preempted"
+    )
+
+
+def test_an_active_attempt_is_still_running(tmp_path):
+    facts = facts_of(write_run(tmp_path / "run", submitted(0).steps(1, 5, every=1)), "RUNNING")
+    (attempt,) = facts.attempts
+    assert describe_attempt_end(attempt) == describe_follow_up(attempt) == "still running"
 
 
 def test_what_was_done_on_purpose_is_told_as_such(tmp_path):
@@ -71,18 +89,18 @@ def test_figures_are_those_of_the_run_folder(run):
     document = facts.document()
     last = json.loads(run.metrics.read_text().splitlines()[-1])
     assert (document["step"], document["loss"]) == (last["step"], last["loss"])
-    assert sum(row["us"] for row in document["ledger"]) == document["wall_us"] == facts.ledger.wall_us
+    assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == facts.ledger.wall_us
     assert document["wall_us"] == round((document["end"] - document["start"]) * 1e6)
-    data = data_of(render_report(facts))
+    data = data_of(render_run_page(facts))
     loss = data["charts"][0]["series"][0]
     counting = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
     assert dict(zip(loss["x"], loss["y"], strict=True)) == counting
     marks = [(mark["x"], mark["label"]) for mark in data["charts"][0]["marks"]]
-    assert marks == [(100, "start 1"), (200, "starts 2, 3")]
+    assert marks == [(100, "attempt 1"), (200, "attempts 2, 3")]
 
 
 def test_the_page_needs_nothing_else(run):
-    page = render_report(facts_of(run))
+    page = render_run_page(facts_of(run))
     own = page.replace("http://www.w3.org/2000/svg", "")
     # Addresses stand in the remarks of the chart library only.
     assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", own)
@@ -101,6 +119,12 @@ HOSTILE = [
     "]]>--></style><b>",
     "\x1b]0;title\x07\x1b[2J\u202e",
 ]
+
+
+def test_code_records_that_are_nested_too_deeply_are_left_out(run):
+    run.code.mkdir()
+    (run.code / "submission-000.json").write_text('{"a":' * 100_000)
+    assert facts_of(run).codes == []
 
 
 def hostile_run(folder: Path) -> RunDir:
@@ -135,7 +159,7 @@ def hostile_run(folder: Path) -> RunDir:
 
 
 def hostile_page(folder: Path) -> str:
-    return render_report(facts_of(hostile_run(folder), HOSTILE[0], words=HOSTILE[1], again=HOSTILE))
+    return render_run_page(facts_of(hostile_run(folder), HOSTILE[0], words=HOSTILE[1], again=HOSTILE))
 
 
 def test_hostile_texts_are_texts(tmp_path):
@@ -152,7 +176,7 @@ def test_hostile_texts_are_texts(tmp_path):
 
 def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     facts = facts_of(hostile_run(tmp_path / "run"), again=[*HOSTILE, "echo ```"])
-    text = report_text(facts)
+    text = markdown_report(facts)
     assert all(one.isprintable() or one in "\n\u202f" for one in text)
     outside = text.split("````bash")[0]
     assert not re.search(r"(?<!\\)<", outside)
@@ -163,7 +187,7 @@ def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     ]
     assert len(rows) == 2 + len(HOSTILE)
     assert {row.count(" | ") for row in rows} == {4}
-    compared = comparison_text([facts, facts])
+    compared = markdown_comparison([facts, facts])
     assert not re.search(r"(?<!\\)<", compared)
     assert all(one.isprintable() or one in "\n\u202f" for one in compared)
     page = render_comparison([facts, facts])
@@ -188,8 +212,8 @@ def test_a_damaged_folder_is_told_of(tmp_path, damage):
                 path.write_bytes(content)
     facts = facts_of(run)
     assert sum(facts.ledger.totals_us.values()) == facts.ledger.wall_us
-    data_of(render_report(facts))
-    report_text(facts)
+    data_of(render_run_page(facts))
+    markdown_report(facts)
     json.dumps(facts.document())
 
 
@@ -212,29 +236,127 @@ def test_values_of_another_type_are_told_of(tmp_path, line):
         for value in ("high", None, math.nan, math.inf, [], {}, True, 10**400):
             file.write(json.dumps({"step": 6, "loss": value, "time": story.now + 1, "attempt": 0}) + "\n")
     facts = facts_of(run)
-    data_of(render_report(facts))
-    report_text(facts)
+    data_of(render_run_page(facts))
+    markdown_report(facts)
 
 
 def test_a_folder_with_nothing_in_it(tmp_path):
     facts = facts_of(RunDir(tmp_path))
-    assert "Nothing is on record" in render_report(facts)
-    assert "Nothing is on record" in report_text(facts)
+    assert "Nothing is on record" in render_run_page(facts)
+    assert "Nothing is on record" in markdown_report(facts)
 
 
 def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
     run = write_run(tmp_path / "run", submitted(60).steps(1, 10, every=1))
     facts = facts_of(run, "RUNNING")
     assert facts.end == START + 5000
-    assert "so far" in " ".join(story(facts))
-    assert "now" in {name: meaning for name, _, meaning in figures(facts)}["Time"]
+    assert "so far" in " ".join(summarize(facts))
+    assert "now" in {name: meaning for name, _, meaning in key_figures(facts)}["Time"]
 
 
 def test_a_run_without_metrics(tmp_path):
     run = write_run(tmp_path / "run", submitted(60).after(100, "finished", state="COMPLETED"))
-    page = render_report(facts_of(run))
+    page = render_run_page(facts_of(run))
     assert data_of(page)["charts"] == []
-    assert "No step was logged" in page
+    assert "Lost work and productive time are not known: this script reports no steps." in page
+
+
+def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
+    story_ = submitted(5).after(20, "signal", signal="SIGTERM", step=None, saved=False)
+    story_.after(1, "requeue", by="requeue").after(60, "started", nodes=2)
+    run = write_run(tmp_path / "run", story_.after(30, "finished", state="COMPLETED"))
+    facts = facts_of(run)
+    why = "this script reports no steps"
+    assert key_figures(facts)[0] == ("Steps", "not known", why)
+    assert {("Productive", "not known", why), ("Lost work", "not known", why)} <= set(key_figures(facts))
+    text, page = markdown_report(facts), render_run_page(facts)
+    for view in (text, page):
+        assert "lost work not known, 1 min 1 s of downtime" in view
+        assert "0 s lost" not in view
+        assert f"not known: {why}" in view
+    assert "| lost work | – | – | not measured, and part of training |" in text
+    document = facts.document()
+    unknown = ("lost_steps", "ettr", "training", "step")
+    assert [document[name] for name in unknown] == [None] * 4
+    assert document["reports_steps"] is False
+    assert [attempt["lost_us"] for attempt in document["attempts"]] == [None, None]
+    assert {row["what"]: row["us"] for row in document["ledger"]}["lost work"] is None
+    assert "| Lost work | not known | not known |" in markdown_comparison([facts, facts])
+
+
+def test_a_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
+    run = write_run(tmp_path / "run", submitted(60))
+    assert facts_of(run, "RUNNING").reports_steps is None
+    assert "not known: no steps reported." in " ".join(summarize(facts_of(run, "RUNNING")))
+    assert facts_of(run, "FAILED").reports_steps is None
+    run.environment.write_text('{"torch": "2"}\n')
+    assert facts_of(run, "FAILED").reports_steps is True
+
+
+def cancelled(job_id: str = "7") -> Story:
+    """A run that was cancelled, and whose supervisor was killed before it recorded that."""
+    return submitted(5).steps(1, 5, every=1).after(10, "seen", job_id=job_id, job_state="CANCELLED by 1000")
+
+
+def test_a_cancelled_run_is_no_lost_job_though_its_supervisor_wrote_nothing(tmp_path):
+    run = write_run(tmp_path / "run", cancelled())
+    run.cancel_request.touch()
+    for facts in (facts_of(run), facts_of(run, "CANCELLED")):
+        (attempt,) = facts.attempts
+        assert (facts.state, attempt.end, attempt.interrupted) == ("CANCELLED", "cancelled", False)
+        assert "lost job" not in markdown_report(facts)
+        assert "cause unknown" not in markdown_report(facts)
+
+
+def test_the_cancellation_is_still_known_after_the_run_was_submitted_again(tmp_path):
+    story_ = cancelled().after(100, "submitted", job_id="8", backend="slurm").after(3, "started")
+    story_.steps(6, 9, every=1).after(1, "finished", state="COMPLETED")
+    facts = facts_of(write_run(tmp_path / "run", story_))
+    ends = [(one.end, one.followed_by, one.away_us) for one in facts.attempts]
+    assert ends == [("cancelled", "submission", 0), ("completed", None, 0)]
+
+
+def test_what_slurm_said_of_an_earlier_job_does_not_end_an_attempt(tmp_path):
+    facts = facts_of(write_run(tmp_path / "run", cancelled(job_id="6").steps(6, 9, every=1)), "RUNNING")
+    assert [one.end for one in facts.attempts] == [None]
+
+
+def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_path):
+    story_ = submitted(1)
+    for first in (1, 6):
+        story_.steps(first, first + 4, every=1).after(
+            1, "signal", signal="SIGTERM", step=first + 4, saved=True
+        )
+        story_.after(1, "finished", state="CANCELLED").after(9, "submitted", job_id="8").after(1, "started")
+    facts = facts_of(
+        write_run(tmp_path / "run", story_.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
+    )
+    text = " ".join(summarize(facts))
+    assert "with 3 attempts. It was cancelled and submitted again 2 times." in text
+    for view in (text, markdown_report(facts), render_run_page(facts)):
+        assert "Nothing interrupted it" not in view
+
+
+def losing(values: list[float]) -> Story:
+    """A run with these losses, one a step."""
+    told = submitted(0)
+    for step, value in enumerate(values, 1):
+        told.steps(step, step, every=1, loss=value, val_loss=value)
+    return told
+
+
+def test_nan_is_shown_as_nan_with_its_step(tmp_path):
+    run = write_run(tmp_path / "run", losing([1.0, 1.7e308, math.nan, math.inf]))
+    charts = {chart["id"]: chart for chart in data_of(render_run_page(facts_of(run)))["charts"]}
+    for name in ("loss-chart", "metric-0"):
+        (series,) = charts[name]["series"]
+        assert (series["x"], series["y"]) == ([1, 2, 3, 4], [1.0, 1e300, None, None])
+        assert series["not_finite"] == [[3, "NaN"], [4, "inf"]]
+        assert charts[name]["marks"] == [{"x": 3, "label": "NaN"}]
+    run = write_run(tmp_path / "other", losing([0.5, math.nan]))
+    facts = facts_of(run)
+    assert ("Loss", "NaN", "since step 2; lowest 0.5 at step 1") in key_figures(facts)
+    assert "<h3>val_loss: NaN</h3>" in render_run_page(facts)
 
 
 def test_gpus_are_drawn_row_by_row(tmp_path):
@@ -259,7 +381,7 @@ def test_gpus_are_drawn_row_by_row(tmp_path):
     assert temperature.means == [None, 60.0, None, 60.0]
     assert util.cells[0] == 254
     assert util.cells[-1] in (127, 255)
-    heat = data_of(render_report(facts))["heats"][0]
+    heat = data_of(render_run_page(facts))["heats"][0]
     assert heat["rows"] == facts.devices.rows
 
 
@@ -268,7 +390,7 @@ def test_runs_are_compared_by_what_differs(tmp_path):
         facts_of(write_run(tmp_path / name, disturbed(last_step=last), **SPEC, max_failures=number))
         for name, last, number in (("one", 240, 3), ("two", 300, 5))
     ]
-    text = comparison_text(runs)
+    text = markdown_comparison(runs)
     assert "| max\\_failures | 3 | 5 |" in text
     assert "script" not in text
     page = render_comparison(runs)
@@ -281,7 +403,7 @@ def test_of_many_nodes_those_in_trouble_are_in_sight(tmp_path):
     hosts = [f"n{number:03d}" for number in range(200)]
     story = submitted(0).after(0, "started", nodes=200, world_size=200, hosts=hosts).steps(1, 5, every=1)
     story.after(0, "failure", rank=150, host="n150", cause="SIGKILL")
-    timeline = draw(facts_of(write_run(tmp_path / "run", story)))
+    timeline = build_timeline(facts_of(write_run(tmp_path / "run", story)))
     assert timeline.hosts[0].name == "n150"
     assert [point.kind for point in timeline.hosts[0].points] == ["fault"]
     assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_left_out == 200

@@ -11,12 +11,12 @@ from helpers import environment, wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry import sampler
-from hpctrain.telemetry.gpu_reading import GpuReading
-from hpctrain.telemetry.gpus import GpuReader
-from hpctrain.telemetry.node import NodeReader
-from hpctrain.telemetry.report.devices import read_devices
-from hpctrain.telemetry.sampler import Sampler
+from hpctrain.telemetry.report.device_metrics import read_device_metrics
+from hpctrain.telemetry.sampling import sampler
+from hpctrain.telemetry.sampling.gpu_reading import GpuReading
+from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 
 STAT = "cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1\n"
 MEMORY = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    400 kB\n"
@@ -47,7 +47,7 @@ def write_proc(proc: Path, *, busy: int, idle: int, sectors: int, rx: int, tx: i
 def test_a_node_is_read_out_of_proc(tmp_path):
     clock = Clock()
     write_proc(tmp_path, busy=100, idle=100, sectors=10, rx=1000, tx=2000)
-    node = NodeReader(tmp_path, clock)
+    node = ProcfsReader(tmp_path, clock)
     clock.now += 2
     write_proc(tmp_path, busy=130, idle=170, sectors=20, rx=3000, tx=2000)
     told = node.read()
@@ -64,13 +64,13 @@ def test_what_the_kernel_does_not_tell_is_not_known(tmp_path, text):
         (tmp_path / "net").mkdir()
         for name in ("stat", "meminfo", "diskstats", "net/dev"):
             (tmp_path / name).write_text(text)
-    told = NodeReader(tmp_path).read()
+    told = ProcfsReader(tmp_path).read()
     assert (told.cpu, told.memory) == (None, None)
     assert (told.disk_read or 0, told.net_rx or 0) == (0, 0)
 
 
 def test_this_node():
-    node = NodeReader()
+    node = ProcfsReader()
     sum(number * number for number in range(3_000_000))
     told = node.read()
     assert told.cpu is None or 0 <= told.cpu <= 100
@@ -110,7 +110,7 @@ class PretendGpus(GpuReader):
 
 def sampled(path: Path, seconds: int, gpus: GpuReader) -> list[dict]:
     clock = Clock()
-    measured = Sampler(path, gpus, NodeReader(), host="n1", clock=clock, now=clock)
+    measured = TelemetrySampler(path, gpus, ProcfsReader(), host="n1", clock=clock, now=clock)
     measured.begin()
     for _ in range(seconds):
         clock.now += 1
@@ -142,7 +142,7 @@ def test_lines_grow_longer_in_a_long_run(tmp_path):
     assert {line["seconds"] for line in lines[:119]} == {5}
     assert {line["seconds"] for line in lines[125:-1]} == {30}
     assert len(lines) < 150
-    devices = read_devices([path], 1000.0, 2200.0)
+    devices = read_device_metrics([path], 1000.0, 2200.0)
     assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1"]
 
 

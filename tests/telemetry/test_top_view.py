@@ -7,19 +7,19 @@ import pytest
 from rich.cells import cell_len
 from run_stories import START, STRAGGLER, Story, submitted
 
-from hpctrain.telemetry.live import Live, Snapshot, as_lines
+from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, format_view
 
 
-def look(story: Story, state: str = "RUNNING", lines: list[dict] | None = None) -> Snapshot:
-    live = Live()
+def look(story: Story, state: str = "RUNNING", lines: list[dict] | None = None) -> TopSnapshot:
+    live = TopView()
     # In two parts, as a run writes them.
     for part in (slice(None, 5), slice(5, None)):
         live.take(story.events[part], story.metrics[part])
     return live.snapshot("digits", state, "", lines or [])
 
 
-def text_of(snapshot: Snapshot, width: int = 100, height: int = 30) -> str:
-    return "\n".join(line for _, line in as_lines(snapshot, width, height))
+def text_of(snapshot: TopSnapshot, width: int = 100, height: int = 30) -> str:
+    return "\n".join(line for _, line in format_view(snapshot, width, height))
 
 
 def test_time_left_goes_by_the_speed_of_the_last_minute():
@@ -35,8 +35,17 @@ def test_time_left_goes_by_the_speed_of_the_last_minute():
 def test_a_loss_that_is_no_number_is_not_passed_over():
     story = submitted(0).steps(1, 9, every=1).steps(10, 12, every=1, loss=math.nan)
     told = look(story)
-    assert "loss   no number since step 10; before that 0.11111" in text_of(told)
+    assert "loss   NaN since step 10; before that 0.11111" in text_of(told)
     assert look(story.steps(13, 13, every=1)).no_number_since is None
+
+
+def test_a_million_lines_are_taken_in_and_the_newest_losses_kept():
+    live = TopView()
+    # Dropping old losses one by one from a plain dict would take minutes.
+    live.take([], ({"step": step, "time": START + step, "loss": 1.0 * step} for step in range(10**6)))
+    told = live.snapshot("digits", "RUNNING", "", [])
+    assert told.losses == [float(step) for step in range(10**6 - 20_000, 10**6)]
+    assert told.steps_per_s == pytest.approx(1)
 
 
 def test_large_numbers_are_in_groups_of_three_digits():
@@ -59,13 +68,13 @@ def test_failures_and_stops_are_counted_but_not_saves_that_failed():
     story.after(0, "started").after(0, "signal", signal="SIGTERM", step=3)
     told = look(story)
     assert (told.failures, told.stops, told.attempt) == (1, 1, 1)
-    assert "start 1, 1 failure, 1 stop" in text_of(told)
+    assert "attempt 1, 1 failure, 1 stop" in text_of(told)
 
 
 def test_waiting_for_data():
     story = submitted(0).steps(1, 20, every=1, spent={"all": 1.0, "data": 0.25})
     assert look(story).waiting_for_data == pytest.approx(0.25)
-    assert "25.0 % of the time" in text_of(look(story))
+    assert "data wait  25.0 %" in text_of(look(story))
 
 
 def test_gpus_are_bars_of_their_nodes():
@@ -88,7 +97,7 @@ def test_no_line_is_wider_than_the_terminal(width, height):
     # Some characters are two columns wide.
     story.after(0, "failure", rank=1, cause="訓練中斷了" * 30)
     lines = [{"host": "節點" * 40, "gpu_util": [50] * 64, "gpu_memory": [10] * 64}] * 40
-    told = as_lines(look(story, lines=lines), width, height)
+    told = format_view(look(story, lines=lines), width, height)
     assert max(cell_len(line) for _, line in told) <= max(width, 20)
     assert len(told) < height + 12
 
@@ -112,6 +121,67 @@ def test_values_of_another_type(value):
     told = look(story, lines=[{"gpu_util": [value], "gpu_memory": value}])
     json.dumps(told.document())
     text_of(told)
+
+
+def test_checkpoints_in_a_row_are_one_line():
+    story = submitted(0).steps(1, 5, every=1)
+    for step in range(10, 610, 10):
+        story.after(1, "checkpoint", step=step, tier="local")
+        story.after(1, "checkpoint", step=step, tier="shared")
+    lines = text_of(look(story)).splitlines()
+    assert [line.split("  ", 1)[1] for line in lines if "checkpoint" in line] == [
+        "checkpoint  step 600, the newest of 60 in a row"
+    ]
+    assert "started" in lines[-2]
+    story.after(1, "restart", cause="SIGKILL").after(1, "checkpoint", step=610)
+    assert sum("checkpoint" in line for line in text_of(look(story)).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "line"),
+    [
+        ("chaos", {"fault": "kill-rank", "ranks": [3], "host": "n2"}, "chaos  kill-rank, rank 3 on n2"),
+        (
+            "chaos",
+            {"fault": "kill-node-ranks", "ranks": [2, 3], "host": "n2"},
+            "chaos  kill-node-ranks, ranks 2 to 3 on n2",
+        ),
+        ("chaos", {"fault": "preempt", "ranks": [], "host": None}, "chaos  preempt"),
+        (
+            "requeue",
+            {"by": "requeue", "class": "preempted", "seconds": 93.2},
+            "requeue  preempted, after 1 min 33 s",
+        ),
+        (
+            "requeue",
+            {"by": "successor", "class": "time-limit", "seconds": 3600.0},
+            "requeue  time-limit, after 1 h, successor",
+        ),
+        (
+            "signal",
+            {"signal": "SIGTERM", "step": 30, "saved": True},
+            "signal  step 30, saved, SIGTERM",
+        ),
+        ("seen", {"job_id": "25", "job_state": "CANCELLED by 1000"}, "seen  Slurm: job 25 CANCELLED by 1000"),
+        ("finished", {"state": "CANCELLED", "cause": None}, "finished  CANCELLED"),
+        ("submitted", {"job_id": "25"}, "submitted  job 25"),
+    ],
+)
+def test_an_event_is_shown_with_its_details(kind, fields, line):
+    assert line in [one[17:] for one in text_of(look(submitted(0).after(0, kind, **fields))).splitlines()]
+
+
+def test_a_run_without_steps_says_so():
+    live = TopView()
+    live.take(submitted(0).events, [])
+    for reports, words in (
+        (False, "not known: this script reports no steps"),
+        (None, "not known: no steps reported"),
+        (True, "none so far"),
+    ):
+        told = live.snapshot("lit", "COMPLETED", "", [], reports_steps=reports)
+        assert f"step   {words}" in text_of(told)
+        assert told.document()["reports_steps"] is reports
 
 
 def test_who_holds_up_the_others():

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import hpctrain
 from hpctrain.training.algorithms import find_algorithm
-from hpctrain.training.algorithms.averaging import LocalSGD
+from hpctrain.training.algorithms.model_averaging import LocalSGD
 from hpctrain.training.algorithms.powersgd import PowerSGD
 from hpctrain.training.algorithms.qadam import QAdam
 

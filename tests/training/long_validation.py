@@ -39,7 +39,7 @@ if __name__ == "__main__":
         global_batch_size=8,
         seed=3,
         validate_every=3,
-        sanity_batches=0,
+        sanity_val_batches=0,
         checkpoint_every=None,
         callbacks=[hpctrain.EarlyStopping(patience=9)],
     )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from hpctrain.training.data.feed import Feed
-from hpctrain.training.data.plan import Deal
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.step_source import StepSource
 
 _LIMIT_S = 30.0
 
@@ -44,9 +44,12 @@ class _Member:
     def ranks(self) -> SimpleNamespace:
         return SimpleNamespace(rank=self.rank, world_size=self.team.world_size)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         self.collectives += 1
         return self.team.gather(self.rank, value)
+
+    def broadcast(self, value: Any, src: int, what: str = "") -> Any:
+        return self.gather(value)[src]
 
 
 #: A team of one, for a rank that is tested by itself.
@@ -64,7 +67,7 @@ class Leg:
     remarks: list[str] = field(default_factory=list)
 
 
-MakeFeed = Callable[[Deal, Any], Feed]
+MakeFeed = Callable[[DataRank, Any], StepSource]
 
 
 def train_leg(
@@ -81,7 +84,7 @@ def train_leg(
 
     def train(rank: int) -> tuple[list[dict[str, Any]], dict[str, Any], bool, list[str]]:
         member = team.of(rank)
-        feed = make_feed(Deal(rank, world_size), member)
+        feed = make_feed(DataRank(rank, world_size), member)
         feed.micro_batch_size = micro_batch_size
         remarks = feed.load_state_dict(state) if state is not None else []
         feed.begin(after)

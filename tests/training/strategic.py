@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hpctrain
-from hpctrain.training.data.order import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 
 NUM_SAMPLES, BATCH, SEED = 23, 10, 3
 
@@ -172,7 +172,7 @@ def train(settings: dict) -> dict:
 
 def register_late() -> None:
     """zero3 whose ranks keep gradients whole until the last micro-batch."""
-    from hpctrain.training.strategies.sharded import ZeRO3
+    from hpctrain.training.strategies.fully_sharded import ZeRO3
 
     @hpctrain.register_strategy("late")
     class Late(ZeRO3):

@@ -16,10 +16,10 @@ from torch import nn
 
 import hpctrain
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
-from hpctrain.training.algorithms.decentralized import peer_of
-from hpctrain.training.algorithms.quantized import Quantized
-from hpctrain.training.data.order import SampleOrder
-from hpctrain.training.data.plan import split
+from hpctrain.training.algorithms.decentralized import tournament_peer
+from hpctrain.training.algorithms.quantization import QuantizedRows
+from hpctrain.training.data.batch_plan import split_range
+from hpctrain.training.data.sample_order import SampleOrder
 
 SCRIPT = Path(__file__).with_name("agree.py")
 STEPS = 120
@@ -110,7 +110,7 @@ def replicas(ranks: int, num_steps: int, meet: Callable[[int, list[torch.Tensor]
     for step in range(1, num_steps + 1):
         indices = order.indices(0, (step - 1) * 64, step * 64)
         for rank, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
-            low, high = split(64, rank, ranks)
+            low, high = split_range(64, rank, ranks)
             own = indices[low:high]
             loss = module.training_step((x[own], y[own]), 0) * ((high - low) / 64 * ranks)
             loss.backward()
@@ -133,7 +133,7 @@ def test_local_sgd_is_replicas_that_meet_after_so_many_steps(tmp_path):
 
 def test_decentralized_is_replicas_that_meet_in_pairs(tmp_path):
     def meet(step: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        peers = [peer_of(rank, 3, step) for rank in range(3)]
+        peers = [tournament_peer(rank, 3, step) for rank in range(3)]
         return [w if p is None else (w + weights[p]) / 2 for w, p in zip(weights, peers, strict=True)]
 
     expected = replicas(3, 10, meet)
@@ -147,7 +147,7 @@ def test_peers_meet_each_other_and_everybody_in_turn(world_size):
     met = {rank: set() for rank in range(world_size)}
     num_turns = world_size - 1 + world_size % 2
     for step in range(num_turns):
-        peers = {rank: peer_of(rank, world_size, step) for rank in range(world_size)}
+        peers = {rank: tournament_peer(rank, world_size, step) for rank in range(world_size)}
         assert all(peer is None or (peers[peer] == rank and peer != rank) for rank, peer in peers.items())
         assert list(peers.values()).count(None) == world_size % 2
         for rank, peer in peers.items():
@@ -160,7 +160,7 @@ def test_eight_bits_are_off_by_half_a_step_at_most():
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [[1.0], [1e-6], [0.0]]
     )
-    quantized = Quantized.of(rows)
+    quantized = QuantizedRows.of(rows)
     steps = (rows.amax(1) - rows.amin(1)) / 255
     assert (quantized.restored() - rows).abs().amax(1).le(steps * 0.51).all()
     assert quantized.nbytes == 3 * 1000 + 3 * 8

@@ -36,7 +36,7 @@ class Look(hpctrain.Callback):
         sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         Path(os.environ["HPCTRAIN_RUN_DIR"], "sizes").write_text(f"[{sizes}]")
 
-trainer = hpctrain.Trainer(max_steps=5, global_batch_size=8, bucket_mb=0.6, callbacks=[Look()])
+trainer = hpctrain.Trainer(max_steps=5, global_batch_size=8, bucket_cap_mb=0.6, callbacks=[Look()])
 trainer.fit(Wide(), TensorDataset(torch.randn(64, 256)))
 """
 
@@ -44,13 +44,13 @@ trainer.fit(Wide(), TensorDataset(torch.randn(64, 256)))
 def test_gradients_go_in_parts_of_the_size_that_was_asked_for(tmp_path):
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
     script.write_text(SCRIPT)
-    words = ["submit", "--backend=local", "--tasks-per-node=2", "--run-dir", run.path, "--follow", script]
+    words = ["submit", "--backend=local", "--ntasks-per-node=2", "--run-dir", run.path, "--follow", script]
     run_command([sys.executable, "-m", "hpctrain", *words], timeout=110)
     sizes = json.loads((run.path / "sizes").read_text())
     (told,) = read_json_lines(run.environment)
     assert len(sizes) > 2
     assert (told["gradient_buckets"], told["gradient_bytes"]) == (len(sizes), sum(sizes))
-    assert told["settings"]["bucket_mb"] == 0.6
+    assert told["settings"]["bucket_cap_mb"] == 0.6
     spent = [record["spent"] for record in read_json_lines(run.metrics)]
     assert sum(each["communication"] for each in spent) > 0
     assert all(sum(each.values()) - each["all"] <= each["all"] + 1e-5 for each in spent)
@@ -58,11 +58,11 @@ def test_gradients_go_in_parts_of_the_size_that_was_asked_for(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero3", "pipeline", "dp"])
 def test_strategies_that_send_otherwise_refuse_it(strategy):
-    with pytest.raises(UserError, match=r"bucket_mb is 1, .* it sends gradients in its own way"):
-        hpctrain.Trainer(max_steps=1, strategy=strategy, bucket_mb=1)
+    with pytest.raises(UserError, match=r"bucket_cap_mb is 1, .* it sends gradients in its own way"):
+        hpctrain.Trainer(max_steps=1, strategy=strategy, bucket_cap_mb=1)
 
 
 @pytest.mark.parametrize("value", [0, -1, "25"])
 def test_a_size_that_is_none_is_refused(value):
-    with pytest.raises(UserError, match="bucket_mb"):
-        hpctrain.Trainer(max_steps=1, bucket_mb=value)
+    with pytest.raises(UserError, match="bucket_cap_mb"):
+        hpctrain.Trainer(max_steps=1, bucket_cap_mb=value)

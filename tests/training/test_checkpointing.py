@@ -16,19 +16,19 @@ import torch
 from helpers import REPOSITORY, wait_for
 
 import hpctrain
-from hpctrain.checkpoint.interval import Interruptions, best_interval_s, checkpoint_interval_s
+from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.checkpoint.format.manifest import committed_steps
+from hpctrain.checkpoint.interval import InterruptionHistory, checkpoint_interval_s, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints
-from hpctrain.checkpoint.manifest import committed_steps
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
-from hpctrain.patient import PatientLines
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.signals import StopFlag
-from hpctrain.training import cadence as cadence_module
-from hpctrain.training.cadence import CheckpointCadence
-from hpctrain.training.differences import ignored_settings
-from hpctrain.training.grace import Grace, LastSave, plan_last_save
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.training.optim.optimizer_diff import ignored_hyperparameters
+from hpctrain.training.saving import checkpoint_schedule as cadence_module
+from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.stop_deadline import FinalSavePlan, StopDeadline, plan_final_save
 
 DAY = 86_400.0
 
@@ -154,24 +154,24 @@ def test_what_would_train_otherwise_than_expected_is_refused(tmp_path, answer, w
 def test_the_state_is_that_of_the_step_however_late_it_is_written(tmp_path, monkeypatch):
     """The disk takes no byte before training is a step further."""
     reached = threading.Event()
-    from hpctrain.checkpoint import saving
+    from hpctrain.checkpoint import saver
 
-    commit = saving.commit_together
+    commit = saver.write_and_commit
 
     def late(site, step, own):
         assert step == 6 or reached.wait(20)
         return commit(site, step, own)
 
-    monkeypatch.setattr(saving, "commit_together", late)
+    monkeypatch.setattr(saver, "write_and_commit", late)
     module = Line(at={5: reached.set})
     fit(tmp_path / "late", 6, module, checkpoint_every=4)
     monkeypatch.undo()
     fit(tmp_path / "prompt", 6, checkpoint_every=4, checkpoint_async=False)
-    from hpctrain.checkpoint.export import load_alone
+    from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
 
     for step in (4, 6):
         late_one, prompt = (
-            load_alone(RunDir(tmp_path / name).checkpoint(step)).state for name in ("late", "prompt")
+            load_on_cpu(RunDir(tmp_path / name).checkpoint(step)).state for name in ("late", "prompt")
         )
         assert late_one["user"]["seen"]["steps"] == step
         assert torch.equal(late_one["user"]["seen"]["mean"], prompt["user"]["seen"]["mean"])
@@ -186,11 +186,11 @@ def test_retention_by_newest_by_step_and_by_score(tmp_path):
         tmp_path,
         12,
         checkpoint_every=1,
-        keep_checkpoints=2,
+        keep_last=2,
         keep_every=5,
         keep_best=1,
-        best_metric="val_up",
-        best_mode="min",
+        monitor="val_up",
+        mode="min",
         validate_every=3,
     )
     assert steps(tmp_path) == [3, 5, 10, 11, 12]
@@ -201,8 +201,8 @@ def test_retention_by_newest_by_step_and_by_score(tmp_path):
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
-    with pytest.raises(UserError, match=r"best_metric is 'accuracy'.*'loss', 'val_loss', 'val_up'"):
-        fit(tmp_path, keep_best=1, best_metric="accuracy", validate_every=2)
+    with pytest.raises(UserError, match=r"monitor is 'accuracy'.*'loss', 'val_loss', 'val_up'"):
+        fit(tmp_path, keep_best=1, monitor="accuracy", validate_every=2)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
     [
         ({"keep_every": 0}, "keep_every is 0"),
         ({"keep_best": -1}, "keep_best is -1"),
-        ({"best_mode": "low"}, "best_mode is 'low'; give 'min' or 'max'"),
+        ({"mode": "low"}, "mode is 'low'; give 'min' or 'max'"),
     ],
 )
 def test_rules_out_of_range_are_refused(settings, words):
@@ -237,7 +237,7 @@ def test_a_fast_folder_that_is_not_there_is_not_made_and_the_saves_go_to_the_run
 
 
 def test_the_best_by_a_validation_that_there_is_not_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"keep_best is 2 .*best_metric='val_loss'.* no validation set"):
+    with pytest.raises(UserError, match=r"keep_best is 2 .*monitor='val_loss'.* no validation set"):
         fit(tmp_path, keep_best=2)
 
 
@@ -265,12 +265,12 @@ def test_a_schedule_is_no_change_of_the_learning_rate():
     schedule.step()
     assert old.param_groups[0]["lr"] < 0.1
     state = old.state_dict()
-    assert ignored_settings([make(0.1)[0]], [state]) == []
-    (said,) = ignored_settings([make(0.2)[0]], [state])
+    assert ignored_hyperparameters([make(0.1)[0]], [state]) == []
+    (said,) = ignored_hyperparameters([make(0.2)[0]], [state])
     assert said.startswith("lr goes on as 0.1, which the checkpoint has, though the script now has 0.2.")
-    (said,) = ignored_settings([make(0.1, momentum=0.9)[0]], [state])
+    (said,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
     assert said.startswith("momentum goes on as 0")
-    assert ignored_settings([old], None) == []
+    assert ignored_hyperparameters([old], None) == []
 
 
 def test_a_run_of_whose_checkpoints_none_is_whole_is_not_trained_again_unasked(tmp_path):
@@ -305,7 +305,7 @@ def test_a_save_that_fails_is_said_and_tried_again_later_and_not_at_each_step(tm
     failures = events(tmp_path, "failure")
     assert 1 <= len(failures) < 10
     assert "step 1 " in failures[0]["cause"]
-    assert "Training goes on" in capsys.readouterr().out
+    assert "Training continues" in capsys.readouterr().out
     assert "rank" not in failures[0], "a failed save is no failed rank"
     assert len([step for step in tried if step < 30]) == len(failures), "in the pause nothing is tried"
     assert steps(tmp_path)[-1] == 60
@@ -315,7 +315,7 @@ def test_a_save_that_fails_is_said_and_tried_again_later_and_not_at_each_step(tm
 def test_lines_wait_until_they_can_be_written(tmp_path):
     said: list[str] = []
     folder = tmp_path / "run"
-    lines = PatientLines(folder / "metrics.jsonl", said.append)
+    lines = BufferedLineWriter(folder / "metrics.jsonl", said.append)
     for i in range(3):
         lines.append({"step": i})
     assert len(said) == 1
@@ -333,8 +333,10 @@ def test_lines_wait_until_they_can_be_written(tmp_path):
 
 def test_the_interval_is_young_and_dalys():
     # By Young's √(2 · 60 s · 1 day) = 3220 s; Daly's terms of higher order take 40 s of it off.
-    assert best_interval_s(60, DAY) == pytest.approx(3220 * (1 + 0.01863 / 3 + 0.01863**2 / 9) - 60, rel=1e-3)
-    assert best_interval_s(3 * DAY, DAY) == DAY
+    assert optimal_interval_s(60, DAY) == pytest.approx(
+        3220 * (1 + 0.01863 / 3 + 0.01863**2 / 9) - 60, rel=1e-3
+    )
+    assert optimal_interval_s(3 * DAY, DAY) == DAY
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
@@ -343,7 +345,7 @@ def test_the_interval_is_about_the_one_that_loses_least_in_a_simulation(save_s, 
         """Daly's exact expectation of wall time over work, restarts taken for free."""
         return mtbf_s * math.expm1((interval_s + save_s) / mtbf_s) / interval_s
 
-    best = best_interval_s(save_s, mtbf_s)
+    best = optimal_interval_s(save_s, mtbf_s)
     least = min(overhead(best * factor / 100) for factor in range(20, 500))
     assert overhead(best) <= least * 1.001
 
@@ -359,7 +361,7 @@ def test_the_documentations_examples_of_the_interval():
     rows = re.findall(row, page)
     assert len(rows) == 4
     for nodes, save_s, _, days, count, said_s in rows:
-        history = Interruptions(int(count or 0), int(nodes) * int(days or 0) * DAY)
+        history = InterruptionHistory(int(count or 0), int(nodes) * int(days or 0) * DAY)
         mtbf_s = history.node_mtbf_s(DAY) / int(nodes)
         assert round(checkpoint_interval_s(float(save_s), 0.0, mtbf_s)) == int(said_s)
 
@@ -380,10 +382,10 @@ def test_interruptions_are_counted_from_the_record_of_the_run():
         *attempt(300.0, 400.0, saved=False),  # preempted, and did not
         *attempt(500.0, 600.0, nodes=4),  # this one
     ]
-    assert Interruptions.of(history) == Interruptions(2, 2 * 300.0 + 4 * 100.0)
-    assert Interruptions.of([]).node_mtbf_s(DAY) == DAY
-    assert Interruptions(3, 3 * DAY).node_mtbf_s(DAY) == DAY
-    assert Interruptions(0, 9 * DAY).node_mtbf_s(DAY) == 10 * DAY
+    assert InterruptionHistory.of(history) == InterruptionHistory(2, 2 * 300.0 + 4 * 100.0)
+    assert InterruptionHistory.of([]).node_mtbf_s(DAY) == DAY
+    assert InterruptionHistory(3, 3 * DAY).node_mtbf_s(DAY) == DAY
+    assert InterruptionHistory(0, 9 * DAY).node_mtbf_s(DAY) == 10 * DAY
 
 
 def test_the_estimate_comes_to_what_really_happens():
@@ -391,7 +393,7 @@ def test_the_estimate_comes_to_what_really_happens():
     while count < 2000:
         node_seconds += generator.expovariate(1 / true_mtbf_s)
         count += 1
-    assert Interruptions(count, node_seconds).node_mtbf_s(DAY) == pytest.approx(true_mtbf_s, rel=0.1)
+    assert InterruptionHistory(count, node_seconds).node_mtbf_s(DAY) == pytest.approx(true_mtbf_s, rel=0.1)
 
 
 class Clock:
@@ -404,7 +406,7 @@ class Clock:
 
 def test_auto_saves_by_the_clock_and_sooner_where_more_nodes_can_fail():
     clock = Clock()
-    one, many = (CheckpointCadence("auto", num_nodes=n, clock=clock) for n in (1, 100))
+    one, many = (CheckpointSchedule("auto", num_nodes=n, clock=clock) for n in (1, 100))
     for cadence in (one, many):
         cadence.begun(1.0)
         assert not cadence.wishes()
@@ -420,7 +422,7 @@ def test_auto_saves_by_the_clock_and_sooner_where_more_nodes_can_fail():
 
 def test_a_failure_is_followed_by_pauses_that_grow_and_a_success_by_none():
     clock = Clock()
-    cadence = CheckpointCadence(1000, clock=clock)
+    cadence = CheckpointSchedule(1000, clock=clock)
     pauses = []
     for _ in range(10):
         cadence.begun(0.0)
@@ -450,34 +452,36 @@ def test_what_the_site_knows_of_interruptions_is_heard(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("left_s", "write_s", "in_flight_s", "plan"),
     [
-        (math.inf, None, None, LastSave.AFTER_THE_ONE_IN_FLIGHT),
-        (1.0, None, None, LastSave.AFTER_THE_ONE_IN_FLIGHT),  # nothing is known against it
-        (30.0, 10.0, None, LastSave.AFTER_THE_ONE_IN_FLIGHT),
-        (30.0, 10.0, 9.0, LastSave.AFTER_THE_ONE_IN_FLIGHT),
-        (20.0, 10.0, 1.0, LastSave.IN_ITS_PLACE),
-        (8.0, 10.0, 9.0, LastSave.THE_ONE_IN_FLIGHT),
-        (8.0, 10.0, 1.0, LastSave.NONE),
-        (13.0, 10.0, None, LastSave.NONE),
-        (-1.0, 1.0, None, LastSave.NONE),
+        (math.inf, None, None, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),
+        (1.0, None, None, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),  # nothing is known against it
+        (30.0, 10.0, None, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),
+        (30.0, 10.0, 9.0, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),
+        (20.0, 10.0, 1.0, FinalSavePlan.IN_ITS_PLACE),
+        (8.0, 10.0, 9.0, FinalSavePlan.THE_ONE_IN_FLIGHT),
+        (8.0, 10.0, 1.0, FinalSavePlan.NONE),
+        (13.0, 10.0, None, FinalSavePlan.NONE),
+        (-1.0, 1.0, None, FinalSavePlan.NONE),
     ],
 )
 def test_only_what_fits_into_the_grace_is_begun(left_s, write_s, in_flight_s, plan):
-    assert plan_last_save(left_s, write_s, in_flight_s) is plan
+    assert plan_final_save(left_s, write_s, in_flight_s) is plan
 
 
 def test_what_is_left_of_the_grace_counts_from_the_signal():
     flag = StopFlag()
-    grace = Grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
+    grace = StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
     assert grace.left_s() == math.inf
     flag.note(15, None)
     assert 29 < grace.left_s() <= 30
     assert grace.left_s(for_requeue=True) == math.inf
     assert (
-        299 < Grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,requeue=300"}, flag).left_s(for_requeue=True) <= 300
+        299
+        < StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,requeue=300"}, flag).left_s(for_requeue=True)
+        <= 300
     )
-    assert Grace({}, flag).left_s() == math.inf
+    assert StopDeadline({}, flag).left_s() == math.inf
     with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
-        Grace({"HPCTRAIN_STOP_GRACE": "soon"}, flag)
+        StopDeadline({"HPCTRAIN_STOP_GRACE": "soon"}, flag)
 
 
 @pytest.mark.parametrize(("grace", "saved"), [("SIGTERM=60", True), ("SIGTERM=1", False)])
@@ -507,10 +511,10 @@ def test_a_stop_saves_if_that_fits_and_else_says_that_the_last_one_stands(
 
 
 def test_an_error_while_a_save_is_written_ends_the_training_at_once(tmp_path, monkeypatch):
-    from hpctrain.checkpoint import saving
+    from hpctrain.checkpoint import saver
 
     stuck = threading.Event()
-    monkeypatch.setattr(saving, "commit_together", lambda *_: stuck.wait(20))
+    monkeypatch.setattr(saver, "write_and_commit", lambda *_: stuck.wait(20))
 
     def crash():
         raise ZeroDivisionError

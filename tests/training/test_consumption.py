@@ -16,11 +16,17 @@ from streams import OwnIterator, Sharded, Stateful, Whole
 from torch.utils.data import Dataset, IterableDataset
 
 import hpctrain
-from hpctrain.training.data.feed import Until
-from hpctrain.training.data.loading import Loading
-from hpctrain.training.data.shard_reading import ShardedStream
-from hpctrain.training.data.shards import ENDLESS, Cursor, next_batch, reader, shards_of
-from hpctrain.training.data.sources import make_feed
+from hpctrain.training.data.dataset_adapters import make_step_source
+from hpctrain.training.data.interleaved_reader import ShardedStream
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.step_source import StopCondition
+from hpctrain.training.data.stream_order import (
+    UNKNOWN_LENGTH,
+    StreamCursor,
+    list_rank_shards,
+    next_batch,
+    owner_rank,
+)
 
 #: Stop after so many steps, and go on with so many ranks and workers.
 LEGS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5)
@@ -37,11 +43,13 @@ class Numbers(Dataset):
         return index
 
 
-def maker(make_dataset: Any, batch: int, until: Until, num_workers: int = 0):
-    loading = Loading(num_workers=num_workers, seed_samples=False, collate_fn=list)
+def maker(make_dataset: Any, batch: int, until: StopCondition, num_workers: int = 0):
+    loading = LoaderConfig(num_workers=num_workers, seed_samples=False, collate_fn=list)
 
     def make(deal: Any, team: Any) -> Any:
-        return make_feed(make_dataset(), loading, deal, team, seed=5, global_batch_size=batch, until=until)
+        return make_step_source(
+            make_dataset(), loading, deal, team, seed=5, global_batch_size=batch, until=until
+        )
 
     return make
 
@@ -84,7 +92,7 @@ def assert_every_epoch_is_whole(steps: list[tuple[Any, ...]], sizes: dict[int, i
 @given(st.integers(1, 60), st.integers(1, 16), LEGS, st.sampled_from([None, 1, 3]))
 @settings(max_examples=40, deadline=None)
 def test_of_a_data_set_every_sample_is_trained_once_an_epoch_through_all_stops(size, batch, legs, micro):
-    make = maker(lambda: Numbers(size), batch, Until(None, 3))
+    make = maker(lambda: Numbers(size), batch, StopCondition(None, 3))
     steps = consumed(train_legs(make, legs, micro))
     assert steps == consumed([train_leg(make, 1, 10**6)])
     assert_every_epoch_is_whole(steps, dict.fromkeys(range(3), size), batch)
@@ -98,7 +106,7 @@ def test_of_a_data_set_every_sample_is_trained_once_an_epoch_through_all_stops(s
 )
 @settings(max_examples=60, deadline=None)
 def test_of_a_stream_every_sample_is_trained_once_an_epoch_through_all_stops(lengths, batch, legs, per_epoch):
-    make = maker(lambda: Sharded(lengths, per_epoch=per_epoch), batch, Until(None, 3))
+    make = maker(lambda: Sharded(lengths, per_epoch=per_epoch), batch, StopCondition(None, 3))
     steps = consumed(train_legs(make, legs))
     assert steps == consumed([train_leg(make, 1, 10**6)])
     sizes = {e: sum(lengths) + e * per_epoch * len(lengths) for e in range(3)}
@@ -117,11 +125,11 @@ def test_of_a_stream_every_sample_is_trained_once_an_epoch_through_all_stops(len
 def test_with_any_number_of_workers_in_each_leg_the_samples_are_the_same(lengths, size, batch, legs):
     """Legs with workers have one rank here, for ranks are threads, which had better not fork at once."""
     for make_dataset, sizes in ((lambda: Sharded(lengths), sum(lengths)), (lambda: Numbers(size), size)):
-        whole = consumed([train_leg(maker(make_dataset, batch, Until(None, 2)), 1, 10**6)])
+        whole = consumed([train_leg(maker(make_dataset, batch, StopCondition(None, 2)), 1, 10**6)])
         done: list[Leg] = []
         step, state = 0, None
         for num_steps, world_size, num_workers in [*legs, (10**6, 1, 1)]:
-            make = maker(make_dataset, batch, Until(None, 2), num_workers)
+            make = maker(make_dataset, batch, StopCondition(None, 2), num_workers)
             leg = train_leg(make, world_size if num_workers == 0 else 1, num_steps, after=step, state=state)
             done.append(leg)
             step, state = step + len(leg.steps), leg.state
@@ -133,14 +141,14 @@ def test_with_any_number_of_workers_in_each_leg_the_samples_are_the_same(lengths
 
 @pytest.mark.parametrize("dataset", [lambda: Stateful(37), lambda: OwnIterator(37)])
 def test_a_stream_without_shards_is_shared_by_all_ranks(dataset):
-    make = maker(dataset, 8, Until(12))
+    make = maker(dataset, 8, StopCondition(12))
     whole = consumed([train_leg(make, 1, 100)])
     assert consumed(train_legs(make, [(3, 3), (4, 2), (1, 5)])) == whole
     assert [len(samples) for *_, samples in whole] == [8, 8, 8, 8, 5, 8, 8, 8, 8, 5, 8, 8]
 
 
 def test_a_stream_without_a_state_says_how_many_samples_are_trained_again():
-    make = maker(lambda: Whole(37), 8, Until(12))
+    make = maker(lambda: Whole(37), 8, StopCondition(12))
     first = train_leg(make, 2, 7)
     second = train_leg(make, 3, 100, after=7, state=first.state)
     (remark,) = second.remarks
@@ -154,7 +162,7 @@ def test_a_stream_without_a_state_says_how_many_samples_are_trained_again():
 
 
 def test_ranks_stop_to_exchange_ends_only_where_a_shard_ends():
-    make = maker(lambda: Sharded([200, 200, 200]), 12, Until(None, 1))
+    make = maker(lambda: Sharded([200, 200, 200]), 12, StopCondition(None, 1))
     leg = train_leg(make, 4, 10**6)
     assert len(leg.steps) == 50
     assert sum(step["collectives"] > 0 for step in leg.steps) == 1
@@ -163,19 +171,19 @@ def test_ranks_stop_to_exchange_ends_only_where_a_shard_ends():
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_read_the_same_stream(num_workers):
     lengths = [9, 2, 0, 14, 5]
-    whole = consumed([train_leg(maker(lambda: Sharded(lengths), 4, Until(None, 2)), 1, 10**6)])
-    make = maker(lambda: Sharded(lengths), 4, Until(None, 2), num_workers)
+    whole = consumed([train_leg(maker(lambda: Sharded(lengths), 4, StopCondition(None, 2)), 1, 10**6)])
+    make = maker(lambda: Sharded(lengths), 4, StopCondition(None, 2), num_workers)
     assert consumed(train_legs(make, [(4, 1)])) == whole
 
 
 def test_workers_do_not_split_a_stream_that_would_split_itself():
-    make = maker(lambda: Whole(20), 4, Until(None, 1), num_workers=2)
-    alone = maker(lambda: Whole(20), 4, Until(None, 1))
+    make = maker(lambda: Whole(20), 4, StopCondition(None, 1), num_workers=2)
+    alone = maker(lambda: Whole(20), 4, StopCondition(None, 1))
     assert consumed([train_leg(make, 1, 100)]) == consumed([train_leg(alone, 1, 100)])
 
 
 def test_parts_of_micro_batches_are_as_many_on_every_rank_and_small_enough():
-    make = maker(lambda: Numbers(23), 10, Until(None, 1))
+    make = maker(lambda: Numbers(23), 10, StopCondition(None, 1))
     leg = train_leg(make, 3, 100, micro_batch_size=2)
     for step in leg.steps:
         for micro, indices in zip(step["micro"], step["indices"], strict=True):
@@ -186,7 +194,7 @@ def test_parts_of_micro_batches_are_as_many_on_every_rank_and_small_enough():
 
 @pytest.mark.parametrize("dataset", [lambda: Numbers(3), lambda: Stateful(3), lambda: Sharded([1, 0, 0, 2])])
 def test_a_rank_without_samples_goes_through_the_motions(dataset):
-    leg = train_leg(maker(dataset, 8, Until(2)), 5, 10)
+    leg = train_leg(maker(dataset, 8, StopCondition(2)), 5, 10)
     assert len(leg.steps) == 2
     for step in leg.steps:
         assert sum(len(indices) for indices in step["indices"]) == 3
@@ -195,7 +203,7 @@ def test_a_rank_without_samples_goes_through_the_motions(dataset):
 
 def test_a_stream_without_samples_is_an_error_and_not_an_endless_loop():
     with pytest.raises(hpctrain.UserError, match="no sample in epoch 0"):
-        train_leg(maker(lambda: Sharded([0, 0]), 4, Until(None, 2)), 2, 10)
+        train_leg(maker(lambda: Sharded([0, 0]), 4, StopCondition(None, 2)), 2, 10)
 
 
 # The pure functions.
@@ -210,7 +218,7 @@ def test_a_stream_without_samples_is_an_error_and_not_an_endless_loop():
 @settings(max_examples=200, deadline=None)
 def test_batches_go_round_the_shards_and_leave_out_what_has_ended(lengths, count, shard, round_):
     plain = sorted((k, s) for s, length in enumerate(lengths) for k in range(length))
-    cursor = Cursor(0, 0, round_, shard)
+    cursor = StreamCursor(0, 0, round_, shard)
     expected = [(s, k) for k, s in plain if (k, s) >= (round_, shard)]
     got: list[tuple[int, int]] = []
     while (batch := next_batch(torch.tensor(lengths), cursor, count)) is not None:
@@ -225,20 +233,25 @@ def test_batches_go_round_the_shards_and_leave_out_what_has_ended(lengths, count
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_every_sample_has_one_reader_and_readers_share_evenly(num_shards, world_size):
     counts = Counter(
-        reader(shard, number, num_shards, world_size) for shard in range(num_shards) for number in range(60)
+        owner_rank(shard, number, num_shards, world_size)
+        for shard in range(num_shards)
+        for number in range(60)
     )
     assert set(counts) == set(range(world_size))
     assert max(counts.values()) <= 60 * -(-num_shards // world_size)
     for rank in range(world_size):
         own = {
-            s for s in range(num_shards) for k in range(60) if reader(s, k, num_shards, world_size) == rank
+            s
+            for s in range(num_shards)
+            for k in range(60)
+            if owner_rank(s, k, num_shards, world_size) == rank
         }
-        assert own == set(shards_of(rank, num_shards, world_size))
+        assert own == set(list_rank_shards(rank, num_shards, world_size))
 
 
 def test_a_step_of_a_stream_is_planned_fast_however_large_it_is():
-    lengths = torch.full((1024,), ENDLESS)
-    batch = next_batch(lengths, Cursor(0, 3, 10**9, 7), 4096)
+    lengths = torch.full((1024,), UNKNOWN_LENGTH)
+    batch = next_batch(lengths, StreamCursor(0, 3, 10**9, 7), 4096)
     assert batch is not None
     assert batch.picks[0].tolist() == [7, 10**9]
     assert batch.after == replace(batch.after, round=10**9 + 4, shard=7)

@@ -11,8 +11,8 @@ from forked import run_forked
 from torch.nn import functional as F
 
 from hpctrain.errors import UserError
-from hpctrain.training.data.order import SampleOrder
-from hpctrain.training.data.plan import BatchPlan, Deal
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank
+from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.ddp2 import DDP2
@@ -44,7 +44,8 @@ def single_process(steps: int, batch: int, nodes: int, ranks: int) -> dict:
         total = torch.zeros(())
         for node in range(nodes):
             shares = [
-                plan.share(step, Deal(rank, ranks)) for rank in range(node * per_node, (node + 1) * per_node)
+                plan.share(step, DataRank(rank, ranks))
+                for rank in range(node * per_node, (node + 1) * per_node)
             ]
             indices = torch.cat([share.indices for share in shares])
             if len(indices):

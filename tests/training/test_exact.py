@@ -13,7 +13,7 @@ from test_trainer import variables
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.training.data.order import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 
 SCRIPT = Path(__file__).with_name("exact.py")
 

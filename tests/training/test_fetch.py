@@ -12,11 +12,11 @@ from streams import Sharded
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 import hpctrain
-from hpctrain.training.data.fetch import ColumnFetcher, ItemsFetcher, SampleFetcher, find_fetcher
-from hpctrain.training.data.loading import Loading
-from hpctrain.training.data.plan import Deal
-from hpctrain.training.data.randomness import SampleSeeds
-from hpctrain.training.data.sources import make_validation_set
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.dataset_adapters import make_validation_set
+from hpctrain.training.data.fetcher import ColumnFetcher, ItemsFetcher, SampleFetcher, make_fetcher
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.sample_seeds import SampleSeeds
 
 X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
 
@@ -35,7 +35,7 @@ class Items(PerSample):
 
 
 def fetcher(dataset, collate_fn=None):
-    return find_fetcher(dataset, collate_fn, SampleSeeds(0, "training"), "train_dataset")
+    return make_fetcher(dataset, collate_fn, SampleSeeds(0, "training"), "train_dataset")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,12 @@ def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
         seen = []
         for rank in range(world_size):
             data = make_validation_set(
-                dataset, Loading(num_workers), Deal(rank, world_size), ALONE, seed=1, global_batch_size=4
+                dataset,
+                LoaderConfig(num_workers),
+                DataRank(rank, world_size),
+                ALONE,
+                seed=1,
+                global_batch_size=4,
             )
             for num_samples, batch in data.batches():
                 assert len(batch) == num_samples <= 4

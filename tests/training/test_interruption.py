@@ -12,7 +12,7 @@ from forked import run_forked
 from test_trainer import losses, variables
 
 from hpctrain.rundir import RunDir
-from hpctrain.training.grouping import Grouping
+from hpctrain.training.loop.message_batcher import MessageBatcher
 
 SCRIPT = Path(__file__).with_name("long_validation.py")
 
@@ -51,7 +51,7 @@ def test_a_stop_within_a_validation_is_noticed_there_and_changes_nothing(tmp_pat
 
 def test_so_many_short_pieces_go_into_a_message_as_take_some_milliseconds():
     now = itertools.count(0.0, 0.002)
-    grouping = Grouping(clock=lambda: next(now))
+    grouping = MessageBatcher(clock=lambda: next(now))
     assert grouping.size == 1
     grouping.add()
     assert grouping.is_full
@@ -64,6 +64,6 @@ def test_so_many_short_pieces_go_into_a_message_as_take_some_milliseconds():
     grouping.begin()
     grouping.add()
     assert not grouping.is_full
-    one_by_one = Grouping(one_by_one=True)
+    one_by_one = MessageBatcher(one_by_one=True)
     one_by_one.hear(0.0001)
     assert one_by_one.size == 1

@@ -16,12 +16,12 @@ from torch import nn
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.training.advice import too_few_workers, too_many_workers
-from hpctrain.training.data.order import SampleOrder
-from hpctrain.training.learning_rate import RateFactor
-from hpctrain.training.optimization import toggled
-from hpctrain.training.progress import Pace
-from hpctrain.training.recompute import recomputing
+from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.loop.lr_scaler import LrScaler
+from hpctrain.training.observe.dataloader_hints import warn_too_few_workers, warn_too_many_workers
+from hpctrain.training.observe.progress import SampleRate
+from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
+from hpctrain.training.optim.optimizer_setup import only_trainable
 
 SCRIPT = Path(__file__).with_name("loop.py")
 
@@ -119,7 +119,7 @@ def test_optimizers_that_take_turns_see_the_whole_batch_each_after_the_one_befor
     for number, batch in batches(7):
         for idx, optimizer in enumerate(optimizers):
             own = [p for group in optimizer.param_groups for p in group["params"]]
-            with toggled(module, own):
+            with only_trainable(module, own):
                 answer = module.training_step(batch, number, idx)
                 if answer is not None:
                     answer["loss"].backward()
@@ -340,13 +340,13 @@ def test_activations_of_a_block_that_is_computed_again_are_not_kept():
         return sum(kept)
 
     plain = all_kept()
-    with recomputing(module, ["body"]):
+    with activation_checkpointing(module, ["body"]):
         assert all_kept() < plain / 2
     assert all_kept() == plain
     with pytest.raises(hpctrain.UserError, match="recompute names 'bodies', but no submodule"):
-        recomputing(module, ["bodies"]).__enter__()
+        activation_checkpointing(module, ["bodies"]).__enter__()
     with pytest.raises(hpctrain.UserError, match=r"'body.0', which is part of 'body'"):
-        recomputing(module, ["body*", "body.*"]).__enter__()
+        activation_checkpointing(module, ["body*", "body.*"]).__enter__()
 
 
 def test_compiled_steps_train_the_same(tmp_path):
@@ -396,7 +396,9 @@ def test_a_validation_step_that_fails_does_so_before_the_first_step():
 
 
 def test_a_sanity_check_changes_nothing(tmp_path):
-    ways = [train(tmp_path / str(n), "noisy", 4, "validate_every=2", f"sanity_batches={n}") for n in (0, 2)]
+    ways = [
+        train(tmp_path / str(n), "noisy", 4, "validate_every=2", f"sanity_val_batches={n}") for n in (0, 2)
+    ]
     assert ways[0] == ways[1]
     assert losses(tmp_path / "0") == losses(tmp_path / "2")
 
@@ -405,38 +407,38 @@ def test_rates_are_scaled_to_the_batch_and_warmed_up_beside_any_schedule(tmp_pat
     module = Regression()
     optimizer = module.configure_optimizers()
     for step, (number, batch) in enumerate(batches(5), 1):
-        optimizer.param_groups[0]["lr"] = 0.1 * RateFactor(2.0, 4).at(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * LrScaler(2.0, 4).at(step)
         module.training_step(batch, number).backward()
         optimizer.step()
         optimizer.zero_grad()
     for last_step in (2, 5):  # with a stop
-        told = train(tmp_path, "regression", last_step, "lr_batch_size=5", "warmup_steps=4")
+        told = train(tmp_path, "regression", last_step, "lr_reference_batch_size=5", "warmup_steps=4")
     assert told["state"][0] == pytest.approx(state_of(module), rel=1e-9)
 
 
 def test_factors_of_rates():
-    assert [RateFactor(4.0, 3).at(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
-    assert [RateFactor(1.0, 4).at(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    of = RateFactor.of(
-        hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_batch_size=16, lr_scaling="sqrt")
+    assert [LrScaler(4.0, 3).at(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
+    assert [LrScaler(1.0, 4).at(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    of = LrScaler.of(
+        hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_reference_batch_size=16, lr_scaling="sqrt")
     )
-    assert of == RateFactor(2.0)
-    assert RateFactor.of(hpctrain.Trainer(max_steps=1)) is None
+    assert of == LrScaler(2.0)
+    assert LrScaler.of(hpctrain.Trainer(max_steps=1)) is None
 
 
 def test_advice_about_data_workers():
-    assert too_many_workers(4, 4) is None
-    assert "num_workers is 8, and a rank has 4 processors" in (too_many_workers(8, 4) or "")
-    assert too_few_workers(1.0, 100.0, 0, 8) is None
-    assert too_few_workers(9.0, 10.0, 0, 8) is None  # too early to tell
-    assert "50% of the time" in (too_few_workers(50.0, 100.0, 2, 8) or "")
-    assert "try 4" in (too_few_workers(50.0, 100.0, 2, 8) or "")
-    assert "--cpus-per-task" in (too_few_workers(50.0, 100.0, 8, 8) or "")
+    assert warn_too_many_workers(4, 4) is None
+    assert "num_workers is 8, and a rank has 4 processors" in (warn_too_many_workers(8, 4) or "")
+    assert warn_too_few_workers(1.0, 100.0, 0, 8) is None
+    assert warn_too_few_workers(9.0, 10.0, 0, 8) is None  # too early to tell
+    assert "50% of the time" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
+    assert "try 4" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
+    assert "--cpus-per-task" in (warn_too_few_workers(50.0, 100.0, 8, 8) or "")
 
 
 def test_progress_tells_samples_a_second():
     now = [0.0]
-    pace = Pace(32, lambda: now[0])
+    pace = SampleRate(32, lambda: now[0])
     assert pace.take(1) == ""
     now[0] = 0.5
     assert pace.take(10) == ""

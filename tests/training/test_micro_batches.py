@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hpctrain
-from hpctrain.training import rng
-from hpctrain.training.micro_batches import fits_here, largest_that_fits, left_as_it_was
+from hpctrain.training.base import rng
+from hpctrain.training.optim.micro_batch_size import fits_in_memory, largest_that_fits, preserve_state
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
@@ -38,17 +38,17 @@ def test_where_not_even_one_sample_fits_the_user_is_told():
 
 def test_a_trial_leaves_gradients_buffers_and_random_generators_as_they_were():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-    before, generators = {k: v.clone() for k, v in module.state_dict().items()}, rng.capture()
+    before, generators = {k: v.clone() for k, v in module.state_dict().items()}, rng.capture_rng_state()
 
     def forward_backward() -> None:
         module(torch.rand(5, 3)).sum().backward()
 
-    with left_as_it_was(module):
-        assert fits_here(module, torch.device("cpu"), forward_backward)
+    with preserve_state(module):
+        assert fits_in_memory(module, torch.device("cpu"), forward_backward)
         assert not torch.equal(module.state_dict()["1.running_mean"], before["1.running_mean"])
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert all(torch.equal(value, generators[name]) for name, value in rng.capture().items())
+    assert all(torch.equal(value, generators[name]) for name, value in rng.capture_rng_state().items())
 
 
 def test_a_trial_that_runs_out_of_memory_does_not_fit():
@@ -56,7 +56,7 @@ def test_a_trial_that_runs_out_of_memory_does_not_fit():
         raise torch.OutOfMemoryError("CUDA out of memory")  # what torch raises on a GPU
 
     module = nn.Linear(2, 2)
-    assert not fits_here(module, torch.device("cpu"), forward_backward)
+    assert not fits_in_memory(module, torch.device("cpu"), forward_backward)
 
 
 class Wide(hpctrain.Module):

@@ -14,18 +14,18 @@ import torch
 from loop import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
-import hpctrain.training.fit
+import hpctrain.training.loop.training_loop
 
 #: Whatever gives a value to the host, which has to wait for it then.
 TELLING = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
 OURS = str(Path(hpctrain.__file__).parent)
 #: By file and function: what lies on the CPU by then, such as indices and sums that have arrived.
 ALLOWED = {
-    ("sums.py", "_double"),
-    ("stepping.py", "_note_norm"),
-    ("report.py", "read"),
-    ("order.py", "_walk"),
-    ("loading.py", "<genexpr>"),
+    ("metric_accumulator.py", "_double"),
+    ("train_step.py", "_note_norm"),
+    ("step_sync.py", "read"),
+    ("sample_order.py", "_walk"),
+    ("loader_config.py", "<genexpr>"),
 }
 
 
@@ -45,7 +45,7 @@ def asked(monkeypatch) -> set[tuple[str, str]]:
 
         return told
 
-    steps = hpctrain.training.fit.Fit._steps
+    steps = hpctrain.training.loop.training_loop.TrainingLoop._steps
 
     def watched_steps(self):
         with monkeypatch.context() as patch:
@@ -53,7 +53,7 @@ def asked(monkeypatch) -> set[tuple[str, str]]:
                 patch.setattr(torch.Tensor, name, watched(name))
             yield from steps(self)
 
-    monkeypatch.setattr(hpctrain.training.fit.Fit, "_steps", watched_steps)
+    monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainingLoop, "_steps", watched_steps)
     return found
 
 
@@ -67,7 +67,7 @@ class Heard(hpctrain.Callback):
     [
         (Regression, {}),
         (Regression, {"gradient_clip_norm": 1.0, "gradient_clip_value": 0.5, "micro_batch_size": 2}),
-        (Regression, {"lr_batch_size": 5, "warmup_steps": 3, "precision": "bf16-mixed"}),
+        (Regression, {"lr_reference_batch_size": 5, "warmup_steps": 3, "precision": "bf16-mixed"}),
         (Regression, {"callbacks": [Heard()], "recompute": ["body"]}),
         (Noisy, {"num_workers": 1}),
         (Tokens, {"micro_batch_size": 2}),
@@ -84,14 +84,14 @@ def test_no_step_asks_a_tensor_for_its_value(asked, module, settings):
 
 
 def test_one_that_does_is_found(asked, monkeypatch):
-    scalars = hpctrain.training.fit.Stepping.scalars
+    scalars = hpctrain.training.loop.training_loop.TrainStep.scalars
 
     def curious(self, output):
         found = scalars(self, output)
         assert found["loss"] < 1e9
         return found
 
-    monkeypatch.setattr(hpctrain.training.fit.Stepping, "scalars", curious)
+    monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainStep, "scalars", curious)
     # The file of whoever asks is this one, which counts as ours for once.
     monkeypatch.setattr(sys.modules[__name__], "OURS", str(Path(__file__).parent))
     hpctrain.Trainer(max_steps=2, checkpoint_every=None).fit(Regression(), samples())

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.training.data.order import SampleOrder
-from hpctrain.training.data.plan import split
+from hpctrain.training.data.batch_plan import split_range
+from hpctrain.training.data.sample_order import SampleOrder
 
 
 @given(st.integers(1, 5000), st.integers(-(2**40), 2**40), st.integers(0, 1000))
@@ -107,7 +107,7 @@ def test_positions_outside_are_refused():
 
 @given(st.integers(0, 1000), st.integers(1, 64))
 def test_shares_cover_everything_once(count, world_size):
-    ranges = [split(count, rank, world_size) for rank in range(world_size)]
+    ranges = [split_range(count, rank, world_size) for rank in range(world_size)]
     assert [i for low, high in ranges for i in range(low, high)] == list(range(count))
     sizes = [high - low for low, high in ranges]
     assert max(sizes) - min(sizes) <= 1

@@ -15,12 +15,12 @@ from streams import Sharded
 from torch.utils.data import Dataset, Subset
 
 import hpctrain
-from hpctrain.training import rng
-from hpctrain.training.data.feed import Until
-from hpctrain.training.data.fetch import find_fetcher
-from hpctrain.training.data.loading import Loading
-from hpctrain.training.data.randomness import SampleSeeds
-from hpctrain.training.data.sources import make_feed
+from hpctrain.training.base import rng
+from hpctrain.training.data.dataset_adapters import make_step_source
+from hpctrain.training.data.fetcher import make_fetcher
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.step_source import StopCondition
 
 DRAWS = {
     "torch's global generator": lambda: float(torch.rand(())),
@@ -67,12 +67,12 @@ class NoisyStream(Sharded):
 
 def samples_of(dataset: Any, legs: list[tuple[int, int, int]], seed: int = 1) -> list[Any]:
     """What was trained in two epochs, in legs of (steps, ranks, workers), sorted by epoch and sample."""
-    until, step, state, seen = Until(None, 2), 0, None, []
+    until, step, state, seen = StopCondition(None, 2), 0, None, []
     for num_steps, world_size, num_workers in [*legs, (100, 1, 0)]:
-        loading = Loading(num_workers=num_workers, collate_fn=list)
+        loading = LoaderConfig(num_workers=num_workers, collate_fn=list)
 
         def make(deal, team, loading=loading):
-            return make_feed(dataset, loading, deal, team, seed=seed, global_batch_size=5, until=until)
+            return make_step_source(dataset, loading, deal, team, seed=seed, global_batch_size=5, until=until)
 
         if world_size > 1:
             # Ranks are threads of one process here, which has one set of global generators.
@@ -89,9 +89,9 @@ def samples_of(dataset: Any, legs: list[tuple[int, int, int]], seed: int = 1) ->
 
 
 def ranked(make: Any, rank: int, world_size: int, step: int, num_steps: int) -> list[Any]:
-    from hpctrain.training.data.plan import Deal
+    from hpctrain.training.data.batch_plan import DataRank
 
-    feed = make(Deal(rank, world_size), ALONE)
+    feed = make(DataRank(rank, world_size), ALONE)
     feed.begin(step)
     seen = []
     try:
@@ -146,9 +146,9 @@ def test_draws_of_a_stream_depend_on_the_sample_alone(name):
 
 def test_the_rank_s_own_generators_are_not_disturbed():
     rng.seed_all(3)
-    before = rng.capture()
+    before = rng.capture_rng_state()
     samples_of(Noisy(DRAWS["numpy's global generator"]), [(1, 1, 1)])
-    after = rng.capture()
+    after = rng.capture_rng_state()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -160,7 +160,7 @@ def test_what_a_collate_function_draws_depends_on_its_samples_and_not_on_what_wa
     seeds = SampleSeeds(1, "training")
     fetched = []
     for before in (0, 3):
-        fetcher = find_fetcher(data, noisy, seeds, "train_dataset")
+        fetcher = make_fetcher(data, noisy, seeds, "train_dataset")
         for _ in range(before):
             fetcher.fetch(0, torch.tensor([1, 2]))
         own = torch.get_rng_state()

@@ -11,10 +11,10 @@ from torch import nn
 
 import hpctrain
 from hpctrain.rundir import RunDir
-from hpctrain.training.data.feed import Until
-from hpctrain.training.data.loading import Loading
-from hpctrain.training.data.plan import Deal
-from hpctrain.training.data.sources import make_feed
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.dataset_adapters import make_step_source
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.step_source import StopCondition
 
 
 @pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
@@ -24,8 +24,19 @@ def test_early_stopping_without_validations_is_refused(data, settings):
         trainer.fit(Regression(), samples(), *data)
 
 
+def test_a_wrong_metric_is_answered_with_those_that_there_are(tmp_path):
+    class Model(Regression):
+        def validation_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).detach()
+
+    stopping = hpctrain.EarlyStopping("val_los")
+    trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, callbacks=stopping)
+    with pytest.raises(hpctrain.UserError, match=r"'val_los', but validation returned only: val_loss\.$"):
+        trainer.fit(Model(), samples(), samples())
+
+
 @pytest.mark.parametrize(
-    "settings", [{"callbacks": hpctrain.EarlyStopping("nope")}, {"keep_best": 1, "best_metric": "val_nope"}]
+    "settings", [{"callbacks": hpctrain.EarlyStopping("nope")}, {"keep_best": 1, "monitor": "val_nope"}]
 )
 def test_a_metric_that_no_validation_gives_is_said_before_the_first_step(tmp_path, settings):
     class Model(Regression):
@@ -33,7 +44,7 @@ def test_a_metric_that_no_validation_gives_is_said_before_the_first_step(tmp_pat
             return {"f1": super().training_step(batch, batch_idx).detach()}
 
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, **settings)
-    with pytest.raises(hpctrain.UserError, match=r"nope', but the validation g[ia]ve"):
+    with pytest.raises(hpctrain.UserError, match="nope', but validation returned only: f1"):
         trainer.fit(Model(), samples(), samples())
     assert not RunDir(tmp_path).metrics.exists()
 
@@ -96,8 +107,8 @@ def test_early_stopping_goes_by_a_name(metric):
         {"gradient_clip_norm": 0},
         {"gradient_clip_value": "1"},
         {"warmup_steps": -1},
-        {"sanity_batches": None},
-        {"lr_batch_size": 0},
+        {"sanity_val_batches": None},
+        {"lr_reference_batch_size": 0},
         {"lr_scaling": "cubic"},
         {"callbacks": [print]},
         {"seed": "1"},
@@ -121,4 +132,12 @@ def test_a_pretended_rank_with_another_number_of_steps_is_told_of():
     with pytest.raises(
         hpctrain.UserError, match=r"'max_steps': 3.* on rank 0, but .*'max_steps': 4.* on rank 1"
     ):
-        make_feed(samples(), Loading(), Deal(0, 2), team, seed=0, global_batch_size=4, until=Until(3))
+        make_step_source(
+            samples(),
+            LoaderConfig(),
+            DataRank(0, 2),
+            team,
+            seed=0,
+            global_batch_size=4,
+            until=StopCondition(3),
+        )

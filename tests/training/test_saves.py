@@ -13,13 +13,13 @@ from helpers import wait_for
 from test_checkpointing import Line, events, fit, steps
 
 import hpctrain
-from hpctrain.checkpoint import parts
-from hpctrain.checkpoint.copying import Copying
-from hpctrain.checkpoint.interval import Interruptions
+from hpctrain.checkpoint.interval import InterruptionHistory
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.tier.tier_copier import TierCopier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.signals import StopFlag
-from hpctrain.training import rng
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.training.base import rng
 
 
 def test_random_state_has_the_same_shape_whatever_it_is():
@@ -30,7 +30,7 @@ def test_random_state_has_the_same_shape_whatever_it_is():
         for _ in range(seed):
             random.gauss(0, 1)
             numpy.random.standard_normal()
-        shapes.add(str({name: (part.shape, part.dtype) for name, part in rng.capture().items()}))
+        shapes.add(str({name: (part.shape, part.dtype) for name, part in rng.capture_rng_state().items()}))
     assert len(shapes) == 1
 
 
@@ -48,10 +48,10 @@ def test_random_state_comes_back_exactly(draws):
     for _ in range(draws):
         random.gauss(0, 1)
         numpy.random.standard_normal()
-    state = rng.capture()
+    state = rng.capture_rng_state()
     wanted = draw()
     rng.seed_all(8)
-    rng.restore(state)
+    rng.restore_rng_state(state)
     assert draw() == wanted
 
 
@@ -63,7 +63,7 @@ def test_a_clock_that_was_set_back_makes_no_negative_time():
         {"kind": "started", "time": 5.0, "nodes": 4},
         {"kind": "checkpoint", "time": 105.0},
     ]
-    assert Interruptions.of(history) == Interruptions(1, 4 * 600.0)
+    assert InterruptionHistory.of(history) == InterruptionHistory(1, 4 * 600.0)
 
 
 def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_
         gate.wait(20)
         raise CheckpointError(f"step {step} was not copied")
 
-    write = parts.Writing._write
+    write = file_writer.FileWriter._write
 
     def write_late(writing, part):
         if "step-00000004" in str(writing._folder):
@@ -84,11 +84,11 @@ def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_
             writing.moved_at = 0.0
         return write(writing, part)
 
-    monkeypatch.setattr(Copying, "_copy_own", no_copy)
-    monkeypatch.setattr(parts.Writing, "_write", write_late)
-    from hpctrain.training.saves import Saves
+    monkeypatch.setattr(TierCopier, "_copy_own", no_copy)
+    monkeypatch.setattr(file_writer.FileWriter, "_write", write_late)
+    from hpctrain.training.saving.checkpoint_manager import CheckpointManager
 
-    settle = Saves.settle
+    settle = CheckpointManager.settle
 
     def watch(self):
         ended = settle(self)
@@ -96,7 +96,7 @@ def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_
             seen.setdefault("in flight", self.in_flight_s)
         return ended
 
-    monkeypatch.setattr(Saves, "settle", watch)
+    monkeypatch.setattr(CheckpointManager, "settle", watch)
     module = Line(at={n: lambda: time.sleep(0.05) for n in range(1, 60)})
     fit(tmp_path, 40, module, checkpoint_every=2, local_checkpoints=fast)
     assert seen["in flight"] is not None
@@ -125,11 +125,11 @@ def test_a_folder_of_which_nothing_can_be_told_has_not_vanished(tmp_path, capsys
 
 def test_a_disk_that_hangs_does_not_hold_the_training_up_by_a_fake(tmp_path, monkeypatch, capsys):
     """The disk goes on only once the training is ten steps further; if that waited, neither ever would."""
-    from hpctrain.checkpoint.place import Place
-    from hpctrain.training import saves
+    from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+    from hpctrain.training.saving import checkpoint_manager
 
-    monkeypatch.setattr(saves, "_LONGEST_WAIT_S", 0.3)
-    goes_on, commit = threading.Event(), Place.commit
+    monkeypatch.setattr(checkpoint_manager, "_LONGEST_WAIT_S", 0.3)
+    goes_on, commit = threading.Event(), CheckpointDir.commit
 
     def hang(place, path, step, files):
         assert step != 4 or goes_on.wait(40)
@@ -139,12 +139,12 @@ def test_a_disk_that_hangs_does_not_hold_the_training_up_by_a_fake(tmp_path, mon
         goes_on.set()
         wait_for(lambda: 4 in steps(tmp_path), 10, "the checkpoint for which the disk hung")
 
-    monkeypatch.setattr(Place, "commit", hang)
-    fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: go_on}), keep_checkpoints=20)
+    monkeypatch.setattr(CheckpointDir, "commit", hang)
+    fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: go_on}), keep_last=20)
     (told,) = events(tmp_path, "failure")
     assert told["cause"].startswith("The checkpoint of step 4 is not done after ")
     assert told["cause"].endswith("the state after step 6 is not saved.")
-    assert "Training goes on" in capsys.readouterr().out
+    assert "Training continues" in capsys.readouterr().out
     assert not {6, 8, 10, 12} & set(steps(tmp_path))
     assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
 
@@ -166,9 +166,11 @@ def test_after_a_stop_nothing_is_left_in_the_memory_of_the_node(tmp_path):
 
 def test_the_signal_is_named_by_whichever_rank_was_told_by_a_fake(tmp_path, monkeypatch):
     """Slurm may reach one node's ranks alone; rank 0 writes the record."""
-    from hpctrain.runtime.process_group import Team
+    from hpctrain.runtime.distributed_context import DistributedContext
 
-    monkeypatch.setattr(Team, "gather", lambda self, value: [value, "SIGUSR2"] if value is None else [value])
+    monkeypatch.setattr(
+        DistributedContext, "gather", lambda self, value: [value, "SIGUSR2"] if value is None else [value]
+    )
     flags = []
 
     def tell_by_another():
@@ -191,8 +193,8 @@ def test_a_step_that_was_validated_after_a_stop_counts_among_the_best(tmp_path):
     words = {
         "validate_every": 4,
         "keep_best": 1,
-        "best_metric": "val_up",
-        "keep_checkpoints": 1,
+        "monitor": "val_up",
+        "keep_last": 1,
         "checkpoint_every": 100,
     }
     fit(tmp_path / "whole", 12, **words)

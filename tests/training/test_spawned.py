@@ -25,7 +25,7 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
 UNGUARDED = """
 import torch, hpctrain
 from strategic import Blocks, samples
-from hpctrain.training.strategies.sharded import ZeRO3
+from hpctrain.training.strategies.fully_sharded import ZeRO3
 print("imported")
 
 @hpctrain.register_strategy("own")

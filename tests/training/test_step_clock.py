@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.runtime.pulse import Pulse
-from hpctrain.training import step_clock
-from hpctrain.training.step_clock import StepClock
+from hpctrain.runtime.rank_activity import RankActivity
+from hpctrain.training.observe import compute_timer
+from hpctrain.training.observe.compute_timer import ComputeTimer
 
 
 @pytest.fixture
 def pulse(monkeypatch):
-    fresh = Pulse()
-    monkeypatch.setattr(step_clock, "pulse", fresh)
+    fresh = RankActivity()
+    monkeypatch.setattr(compute_timer, "activity", fresh)
     return fresh
 
 
@@ -40,8 +40,8 @@ class Moves:
 @pytest.fixture
 def moves(monkeypatch):
     moves = Moves()
-    monkeypatch.setattr(step_clock, "time", moves)
-    monkeypatch.setattr(step_clock, "_event_now", moves.event)
+    monkeypatch.setattr(compute_timer, "time", moves)
+    monkeypatch.setattr(compute_timer, "_event_now", moves.event)
     return moves
 
 
@@ -49,11 +49,11 @@ def rig(device: str):
     module = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters())
     team = SimpleNamespace(device=SimpleNamespace(type=device), is_distributed=True)
-    return module, optimizer, StepClock(module, optimizer, team)
+    return module, optimizer, ComputeTimer(module, optimizer, team)
 
 
 @contextmanager
-def step(clock: StepClock) -> Iterator[None]:
+def step(clock: ComputeTimer) -> Iterator[None]:
     clock.begin()
     yield
     clock.end()
@@ -107,7 +107,7 @@ def test_on_a_pretended_gpu_one_step_in_ten_is_measured_and_counts_for_all(pulse
 def test_a_pretended_gpu_that_lags_is_not_waited_for(pulse, moves, monkeypatch):
     done = []
     late = lambda: SimpleNamespace(**{**vars(moves.event()), "query": lambda: bool(done)})  # noqa: E731
-    monkeypatch.setattr(step_clock, "_event_now", late)
+    monkeypatch.setattr(compute_timer, "_event_now", late)
     module, _, clock = rig("cuda")
     for number in range(31):
         if number == 30:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +17,16 @@ from helpers import run_command
 import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
-from hpctrain.training.devices import choose_devices, parse_devices
+from hpctrain.training.base.device_selection import choose_devices, find_devices, parse_devices
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
+from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
 from hpctrain.training.strategies.ddp import DDP
-from hpctrain.training.strategies.registry import STRATEGIES
-from hpctrain.training.strategies.rows import micro_batch_sizes, rows
+from hpctrain.training.strategies.strategy_registry import STRATEGIES
 
 SCRIPT = Path(__file__).with_name("strategic.py")
-sys.path.insert(0, str(SCRIPT.parent))
+sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "telemetry")]
 
+from pretended_driver import PretendDriver, pretend  # noqa: E402
 from strategic import Blocks, by_hand, samples  # noqa: E402 (a script, not a package)
 from test_exact import trained  # noqa: E402
 
@@ -192,7 +194,7 @@ def test_parameters_without_a_part_in_a_step_are_named(tmp_path):
     ],
 )
 def test_micro_batches_of_a_pipeline_have_two_sizes_at_most(micro_batch_size, num_samples, sizes):
-    assert micro_batch_sizes(num_samples, micro_batch_size, num_stages=2) == sizes
+    assert pipeline_micro_batch_sizes(num_samples, micro_batch_size, num_stages=2) == sizes
 
 
 STATES = """
@@ -286,7 +288,7 @@ def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
         "names": ["a", "b", "c"],
         "pair": (torch.arange(3), ("u", "v", "w"), "all"),
     }
-    got = rows(batch, 3, 1, 3)
+    got = slice_batch(batch, 3, 1, 3)
     assert got["x"].tolist() == [[2, 3], [4, 5]]
     assert (got["scale"], got["weights"].tolist()) == (2.0, [1.0, 1.0])
     assert got["names"] == ["b", "c"]
@@ -522,6 +524,28 @@ def test_devices_are_those_that_are_meant(devices, num_gpus, busy, expected):
 def test_devices_that_cannot_be_had_are_refused(devices, num_gpus, busy, message):
     with pytest.raises(UserError, match=message):
         choose_devices(devices, num_gpus, busy)
+
+
+class TwoGpus(PretendDriver):
+    """Two whole GPUs: this process computes on the first, and another one, too, on the second."""
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
+        return [0, 0]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+        pids = {"GPU-a": [os.getpid()], "GPU-b": [os.getpid(), 1]}[handle]
+        return [SimpleNamespace(pid=pid) for pid in pids]
+
+
+@pytest.mark.parametrize("devices", [1, "auto"])
+def test_what_this_process_computes_does_not_make_a_gpu_busy(devices, monkeypatch):
+    pretend(monkeypatch, TwoGpus())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_devices(devices, {}) == [0]
 
 
 def test_devices_are_looked_at_as_soon_as_they_are_set():

@@ -20,7 +20,7 @@ from helpers import environment, run_command, wait_for
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.training.progress import make_progress
+from hpctrain.training.observe.progress import make_progress
 
 #: For `CUDA_VISIBLE_DEVICES`; the tests of the GPU set it.
 VISIBLE_GPUS = ""
@@ -140,6 +140,17 @@ def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
     assert "━" in shown.decode()
 
 
+def test_many_metrics_leave_the_number_of_steps_on_a_terminal(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setenv("COLUMNS", "80")
+    with make_progress(300, True, 8) as progress:
+        progress.show(300, {f"metric_{number}": 0.123456 for number in range(8)})
+    assert "300/300" in shown.getvalue()
+    assert shown.getvalue().count("0.12346") == 8
+
+
 def test_brackets_in_a_name_are_shown_on_a_terminal(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(shown, "isatty", lambda: True, raising=False)
@@ -186,14 +197,30 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; known are 'ddp'"),
         ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp']; give a name, such as 'ddp'"),
         ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; known are '32', 'bf16-mixed'"),
-        ({"max_steps": 1, "precision": "apex"}, "PyTorch does natively what apex did: take '16-mixed'"),
+        ({"max_steps": 1, "precision": "apex"}, "PyTorch now does natively what apex did: use '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
         ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
         ({"max_steps": 1, "micro_batch_size": "big"}, "micro_batch_size is 'big'"),
         ({"max_steps": 1, "micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"max_steps": 1, "prefetch_factor": 0}, "prefetch_factor is 0"),
-        ({"max_steps": 1, "data_timeout_s": 0}, "data_timeout_s is 0"),
+        ({"max_steps": 1, "dataloader_timeout_s": 0}, "dataloader_timeout_s is 0"),
+        *(
+            ({"max_steps": 1, name: True}, f"{name} is True")
+            for name in (
+                *("max_steps", "global_batch_size", "lr_reference_batch_size", "micro_batch_size", "seed"),
+                *("keep_last", "keep_every", "keep_best", "checkpoint_every", "validate_every"),
+                *(
+                    "log_every",
+                    "prefetch_factor",
+                    "warmup_steps",
+                    "sanity_val_batches",
+                    "num_workers",
+                    "devices",
+                ),
+                *("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"),
+            )
+        ),
     ],
 )
 def test_wrong_settings_are_refused_at_once(settings, words):
@@ -233,6 +260,14 @@ def test_data_sets_without_samples_or_length_are_refused(data):
         trainer.fit(Tiny(), data)
 
 
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_run_whose_records_are_no_files_does_not_start(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(hpctrain.UserError, match=f"{tmp_path / name} is not a regular file"):
+        fit(Tiny(), run_dir=tmp_path)
+
+
 def test_a_run_is_not_continued_with_another_order_of_samples(tmp_path):
     fit(Tiny(), run_dir=tmp_path)
     with pytest.raises(hpctrain.UserError, match=r"'num_samples': 4.*'num_samples': 3"):
@@ -255,7 +290,7 @@ def test_a_save_that_fails_is_said_and_training_goes_on_but_the_last_one_is_an_e
     with pytest.raises(hpctrain.CheckpointError, match="step 2 was not written"):
         fit(Tiny(), run_dir=tmp_path, checkpoint_every=1)
     assert "step 1 was not written" in (said := capsys.readouterr().out)
-    assert "Training goes on" in said
+    assert "Training continues" in said
     assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure", "failure"]
 
 

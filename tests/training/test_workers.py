@@ -16,10 +16,10 @@ from helpers import environment, wait_for
 from torch.utils.data import Dataset
 
 import hpctrain
-from hpctrain.training.data import workers as workers_module
-from hpctrain.training.data.fetch import find_fetcher
-from hpctrain.training.data.loading import Loading
-from hpctrain.training.data.randomness import SampleSeeds
+from hpctrain.training.data import loader_workers as workers_module
+from hpctrain.training.data.fetcher import make_fetcher
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.sample_seeds import SampleSeeds
 
 
 class Numbers(Dataset):
@@ -38,9 +38,11 @@ class Numbers(Dataset):
 
 
 def batches(dataset, num_workers=2, timeout_s=60.0, size=4):
-    fetcher = find_fetcher(dataset, None, SampleSeeds(0, "training"), "train_dataset")
+    fetcher = make_fetcher(dataset, None, SampleSeeds(0, "training"), "train_dataset")
     orders = ((3, torch.arange(i, i + size)) for i in range(0, len(dataset), size))
-    return Loading(num_workers=num_workers, timeout_s=timeout_s).batches(fetcher, orders, "train_dataset")
+    return LoaderConfig(num_workers=num_workers, timeout_s=timeout_s).batches(
+        fetcher, orders, "train_dataset"
+    )
 
 
 def kill_myself():
@@ -75,7 +77,7 @@ def test_a_worker_that_is_stuck_is_given_up_after_the_limit_and_does_not_hold_up
     begun = time.monotonic()
     with pytest.raises(
         hpctrain.HpctrainError,
-        match=r"within 0.5 s \(data_timeout_s\)(.|\n)*sample 7 of train_dataset, epoch 3",
+        match=r"within 0.5 s \(dataloader_timeout_s\)(.|\n)*sample 7 of train_dataset, epoch 3",
     ):
         list(batches(Numbers(lambda: time.sleep(300)), timeout_s=0.5))
     assert time.monotonic() - begun < 10

@@ -1,1 +1,1 @@
-"""One small module for each kind of environment; each offers `detect(environ) -> Ranks | None`."""
+"""Detectors, one module per launcher, each with a function `detect(environ) -> Ranks | None`."""

@@ -1,18 +1,18 @@
-"""Ranks that `horovodrun` gave, with gloo. With MPI it starts mpirun, which then gives them.
+"""Ranks set by `horovodrun` with gloo. With MPI it starts mpirun, which then sets them.
 
-HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE count only the nodes that have a rank of the same local rank. They
-number the nodes where all nodes have equally many ranks; elsewhere they do not.
+HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE count only the nodes that have a process with the same local rank.
+So they number the nodes only if all nodes have the same number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
+from hpctrain.cluster.env_variables import first_set, read_int
+from hpctrain.cluster.mpi_launchers import LaunchedNodes, RankVariables, ranks_of, unknown_nodes_error
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import first_of, read_int
 
-_NAMES = Names(
+_NAMES = RankVariables(
     rank="HOROVOD_RANK",
     world_size="HOROVOD_SIZE",
     local_rank="HOROVOD_LOCAL_RANK",
@@ -23,11 +23,11 @@ _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Ranks of this process of a `horovodrun`, or None outside of one.
+    """Return the ranks of this process of a `horovodrun`, or None outside of one.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, or there are several nodes and MASTER_ADDR or
-            the node is not known.
+            the node is unknown.
     """
     if not (environ.get(_NAMES.rank) or environ.get(_NAMES.world_size)):
         return None
@@ -36,12 +36,12 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     return ranks_of(environ, "horovod", _NAMES, key=key, nodes=lambda: _nodes(environ))
 
 
-def _nodes(environ: Mapping[str, str]) -> Nodes:
-    address = first_of(environ, "MASTER_ADDR")
+def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
+    address = first_set(environ, "MASTER_ADDR")
     num_nodes = read_int(environ, _NUM_NODES)
     even = read_int(environ, _NAMES.world_size) == num_nodes * read_int(environ, _NAMES.local_world_size)
     if address is None or not even:
-        raise unknown_nodes(
+        raise unknown_nodes_error(
             "horovodrun",
             _NAMES,
             environ,
@@ -49,4 +49,4 @@ def _nodes(environ: Mapping[str, str]) -> Nodes:
             "is: MASTER_ADDR=HOST0 horovodrun -H HOST0:N,HOST1:N …",
         )
     sources = {"node_rank": _NODE, "num_nodes": _NUM_NODES, "master_addr": address}
-    return Nodes(read_int(environ, _NODE), num_nodes, environ[address], sources)
+    return LaunchedNodes(read_int(environ, _NODE), num_nodes, environ[address], sources)

@@ -1,17 +1,17 @@
-"""A process on its own: a laptop, a notebook, a login node, a batch script."""
+"""Rank of a single process without a launcher: on a laptop or login node, in a notebook or batch script."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.cluster.launched import LOOPBACK
+from hpctrain.cluster.mpi_launchers import LOOPBACK
 from hpctrain.cluster.ranks import Ranks
 
 _FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_addr")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
-    """Rank 0 of 1."""
+    """Return rank 0 of 1."""
     if environ.get("SLURM_JOB_ID"):
         why = f"alone: inside Slurm job {environ['SLURM_JOB_ID']}, but in no step of srun"
     else:

@@ -1,19 +1,19 @@
-"""Ranks that Hydra gave: the `mpiexec` of MPICH, Intel MPI and their kin.
+"""Ranks set by Hydra, the `mpiexec` of MPICH, Intel MPI and related libraries.
 
-PMI_RANK and PMI_SIZE alone are no mark of it, for `srun --mpi=pmi2` sets them, too, to the values of the
-step; MPI_LOCALRANKID is. Inside a Slurm job Hydra starts a proxy on each node that it uses, with an srun of
-one task a node, so SLURM_PROCID and its like describe the proxy, and SLURM_NODEID is the node.
+PMI_RANK and PMI_SIZE do not prove it, because `srun --mpi=pmi2` sets them, too, to the values of the step.
+MPI_LOCALRANKID does. Inside a Slurm job Hydra starts a proxy on each node with an srun of one task per node,
+so SLURM_PROCID and related variables describe the proxy, and SLURM_NODEID is the node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
+from hpctrain.cluster.env_variables import read_hosts, read_int
+from hpctrain.cluster.mpi_launchers import LaunchedNodes, RankVariables, ranks_of, unknown_nodes_error
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import read_hosts, read_int
 
-_NAMES = Names(
+_NAMES = RankVariables(
     rank="PMI_RANK",
     world_size="PMI_SIZE",
     local_rank="MPI_LOCALRANKID",
@@ -23,16 +23,15 @@ _STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Ranks of this process of an `mpiexec`, or None outside of one.
+    """Return the ranks of this process of an `mpiexec`, or None outside of one.
 
     Raises:
-        EnvironmentMismatch: variables contradict each other, or there are several nodes and they do not tell
-            which is which.
+        EnvironmentMismatch: variables contradict each other, or there are several nodes in unknown order.
     """
     if not (environ.get(_NAMES.rank) and environ.get(_NAMES.local_rank)):
         return None
-    # Hydra tells no process which run it belongs to. Two runs that start at the same moment in the same
-    # folder compute the same port; their ranks 0 find each other out when they meet.
+    # Hydra sets no id of the run. Two runs that start at the same moment in the same folder compute the same
+    # port; their ranks 0 detect each other in the rendezvous.
     if environ.get("SLURM_STEP_ID"):
         step = "/".join(environ.get(name, "") for name in _STEP)
         key = (step, ", ".join(_STEP))
@@ -41,10 +40,10 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     return ranks_of(environ, "mpich", _NAMES, key=key, nodes=lambda: _nodes(environ))
 
 
-def _nodes(environ: Mapping[str, str]) -> Nodes:
+def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
     found = _nodes_of_proxies(environ)
     if found is None or (read_int(environ, _NAMES.rank) == 0 and found.node_rank != 0):
-        raise unknown_nodes(
+        raise unknown_nodes_error(
             "mpiexec",
             _NAMES,
             environ,
@@ -54,12 +53,12 @@ def _nodes(environ: Mapping[str, str]) -> Nodes:
     return found
 
 
-def _nodes_of_proxies(environ: Mapping[str, str]) -> Nodes | None:
-    """The nodes of the step in which Hydra's proxies run, or None where there is no such step."""
+def _nodes_of_proxies(environ: Mapping[str, str]) -> LaunchedNodes | None:
+    """Return the nodes of the step in which Hydra's proxies run, or None without such a step."""
     num_nodes = environ.get("SLURM_STEP_NUM_NODES")
     if not num_nodes or environ.get("SLURM_STEP_NUM_TASKS") != num_nodes:
         return None
-    return Nodes(
+    return LaunchedNodes(
         read_int(environ, "SLURM_NODEID"),
         read_int(environ, "SLURM_STEP_NUM_NODES"),
         read_hosts(environ, "SLURM_STEP_NODELIST")[0],

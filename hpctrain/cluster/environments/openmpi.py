@@ -1,12 +1,12 @@
-"""Ranks that Open MPI's `mpirun` gave.
+"""Ranks set by Open MPI's `mpirun`.
 
-It tells rank and place on the node, and little about the nodes. OMPI_COMM_WORLD_NODE_RANK is no index of a
-node, whatever its name says: it is the process's index among all of its node. Which node this is shows in
-two places: in a Slurm job in Slurm's own list, elsewhere in the number of the daemon that started the
-process (OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0). Neither tells which nodes are in use when
-some are left idle, so either holds only where all are.
+It sets the global and local ranks, but little about the nodes. Despite its name OMPI_COMM_WORLD_NODE_RANK is
+not the index of the node, but the index of the process on its node. The index of the node follows from
+Slurm's node list in a Slurm job, otherwise from the number of the daemon that started the process
+(OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0). Neither shows which nodes are used if some are
+idle, so both are valid only if all nodes are used.
 
-Read off Open MPI 4.1. Version 5 sets no OMPI_MCA_orte_* variables; on one node that makes no difference.
+Based on Open MPI 4.1. Version 5 sets no OMPI_MCA_orte_* variables, which does not matter on a single node.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from hpctrain.cluster.launched import Names, Nodes, ranks_of, unknown_nodes
+from hpctrain.cluster.env_variables import first_set, override_hint, read_hosts, read_int
+from hpctrain.cluster.mpi_launchers import LaunchedNodes, RankVariables, ranks_of, unknown_nodes_error
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.variables import believe, first_of, read_hosts, read_int
 from hpctrain.errors import EnvironmentMismatch
 
-_NAMES = Names(
+_NAMES = RankVariables(
     rank="OMPI_COMM_WORLD_RANK",
     world_size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
@@ -31,17 +31,16 @@ _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 _MPIRUN = "OMPI_MCA_orte_hnp_uri"
 _NUM_PROCESSES = "OMPI_MCA_orte_ess_num_procs"
 
-# As in 1669005312.1;tcp://10.0.0.2,192.168.0.2:41441;tcp6://[fd00::2]:43493
+# Example: 1669005312.1;tcp://10.0.0.2,192.168.0.2:41441;tcp6://[fd00::2]:43493
 _DAEMON_NUMBER = re.compile(r"\d+\.(\d+);")
 _ADDRESS = re.compile(r"tcp://(\d+\.\d+\.\d+\.\d+)")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Ranks of this process of an `mpirun`, or None outside of one.
+    """Return the ranks of this process of an `mpirun`, or None outside of one.
 
     Raises:
-        EnvironmentMismatch: variables contradict each other, or there are several nodes and they do not tell
-            which is which.
+        EnvironmentMismatch: variables contradict each other, or there are several nodes in unknown order.
     """
     if not (environ.get(_NAMES.rank) or environ.get(_NAMES.world_size)):
         return None
@@ -49,9 +48,9 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     if environ.get(_NUM_PROCESSES) and read_int(environ, _NUM_PROCESSES) != world_size:
         raise EnvironmentMismatch(
             f"world size {world_size} ({_NAMES.world_size}) but "
-            f"{environ[_NUM_PROCESSES]} processes ({_NUM_PROCESSES}). {believe('slurm', 'local')}"
+            f"{environ[_NUM_PROCESSES]} processes ({_NUM_PROCESSES}). {override_hint('slurm', 'local')}"
         )
-    job = first_of(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+    job = first_set(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
     return ranks_of(
         environ,
         "openmpi",
@@ -61,15 +60,15 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     )
 
 
-def started_by_a_daemon(environ: Mapping[str, str]) -> bool:
-    """Whether mpirun started this process by way of a daemon of its own, which under Slurm is a job step."""
+def started_by_orted(environ: Mapping[str, str]) -> bool:
+    """True if an mpirun daemon, which is a job step under Slurm, started this process."""
     return _daemon_number(environ) > 0
 
 
-def _nodes(environ: Mapping[str, str]) -> Nodes:
+def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
     found = _nodes_of_slurm_job(environ) if environ.get("SLURM_JOB_NODELIST") else _nodes_by_daemon(environ)
     if found is None or (read_int(environ, _NAMES.rank) == 0 and found.node_rank != 0):
-        raise unknown_nodes(
+        raise unknown_nodes_error(
             "mpirun",
             _NAMES,
             environ,
@@ -80,12 +79,12 @@ def _nodes(environ: Mapping[str, str]) -> Nodes:
     return found
 
 
-def _nodes_of_slurm_job(environ: Mapping[str, str]) -> Nodes | None:
+def _nodes_of_slurm_job(environ: Mapping[str, str]) -> LaunchedNodes | None:
     hosts = read_hosts(environ, "SLURM_JOB_NODELIST")
     name = environ.get("SLURMD_NODENAME")
     if name not in hosts or environ.get(_NUM_NODES) != str(len(hosts)):
         return None
-    return Nodes(
+    return LaunchedNodes(
         hosts.index(name),
         len(hosts),
         hosts[0],
@@ -97,12 +96,12 @@ def _nodes_of_slurm_job(environ: Mapping[str, str]) -> Nodes | None:
     )
 
 
-def _nodes_by_daemon(environ: Mapping[str, str]) -> Nodes | None:
+def _nodes_by_daemon(environ: Mapping[str, str]) -> LaunchedNodes | None:
     number, address = _daemon_number(environ), _ADDRESS.search(environ.get(_MPIRUN, ""))
-    # mpirun's own children are told nothing of the daemons, but then the first node is in use, and is theirs.
+    # mpirun's own children get no variables of the daemons. They are on the first node, which is in use then.
     if number < 0 or address is None or (number and environ.get(_NUM_DAEMONS) != environ.get(_NUM_NODES)):
         return None
-    return Nodes(
+    return LaunchedNodes(
         number,
         read_int(environ, _NUM_NODES),
         address[1],

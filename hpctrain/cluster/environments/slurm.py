@@ -1,34 +1,35 @@
-"""Ranks inside a job step that `srun` started.
+"""Ranks inside a job step started by `srun`.
 
-Only a *step* has ranks. A batch script, an `salloc` shell or an ssh session inside an allocation carry
-many SLURM_* variables too, among them SLURM_PROCID=0 and the task count of the whole job; taking those
-for ranks makes one process wait for peers that nobody starts. The mark of a step is SLURM_STEP_ID.
+Only a *step* has ranks. A batch script, an `salloc` shell or an ssh session inside an allocation has many
+SLURM_* variables, too, among them SLURM_PROCID=0 and the task count of the whole job. With these as ranks, a
+process would wait for peers that were never started. SLURM_STEP_ID identifies a step.
 
-And only the step's own variables (SLURM_STEP_…) tell its shape: those of the job describe another one when a
-step uses a part of it.
+Only the step's own variables (SLURM_STEP_…) describe its layout: those of the job differ if the step uses
+only part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.cluster.launched import master
+from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE, override_hint, read_int
+from hpctrain.cluster.mpi_launchers import master_endpoint
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.cluster.step_layout import HOSTS, NUM_TASKS, TASKS, StepLayout, read_layout
-from hpctrain.cluster.variables import ENVIRONMENT_VARIABLE, believe, read_int
 from hpctrain.errors import EnvironmentMismatch
 
-#: Step ids from here up are Slurm's own: batch script, external and interactive step (slurm.h).
+#: Step ids from here up are Slurm's own: batch script, external and interactive step (slurm.h). Slurm 26.05
+#: prints them as negative numbers, and sets them in the batch script as well.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _SHELLS = {"bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash"}
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Ranks of this task of a job step, or None outside of one.
+    """Return the ranks of this task of a job step, or None outside of one.
 
     Raises:
-        EnvironmentMismatch: Slurm's variables contradict each other, are there only in part, or do not tell
-            on which node rank 0 is.
+        EnvironmentMismatch: Slurm's variables contradict each other, are incomplete, or do not determine the
+            node of rank 0.
     """
     if not environ.get("SLURM_PROCID"):
         return None
@@ -49,7 +50,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         _refuse_batch_script(layout, environ)
     _check_tasks_here(rank, layout, environ)
     key = _key(environ)
-    address, port, meeting = master(
+    address, port, meeting = master_endpoint(
         environ,
         lambda: (layout.host_of_main(rank, environ), f"first of {layout.source}"),
         key,
@@ -82,22 +83,22 @@ def _in_step(environ: Mapping[str, str]) -> bool:
     return (
         bool(environ.get("SLURM_JOB_ID"))
         and bool(environ.get("SLURM_STEP_ID"))
-        and read_int(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+        and 0 <= read_int(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
     )
 
 
 def _key(environ: Mapping[str, str]) -> str:
-    """What every rank of a step knows alike, and no other step shares."""
-    # Clusters that share hosts have jobs of the same number.
+    """Return an identifier of the step, equal on all of its ranks and different in other steps."""
+    # Clusters that share hosts may have jobs with the same number.
     names = ("SLURM_CLUSTER_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     cluster, array, job, step = (environ.get(name, "") for name in names)
     return f"{cluster}/{array}/{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Refuse to be rank 0 in a shell that `srun --pty --ntasks=4 bash` started: its peers ended at once.
+    """Refuse rank 0 in a shell started by `srun --pty --ntasks=4 bash`, whose peers ended immediately.
 
-    SLURM_PTY_PORT is inherited by further steps, of which the first of such a job is none.
+    Later steps inherit SLURM_PTY_PORT, but are not step 0 of such a job.
     """
     if (
         layout.num_tasks > 1
@@ -114,11 +115,11 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
 
 
 def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Refuse to be rank 0 in a batch script that was submitted from a job step, whose variables it inherits.
+    """Refuse rank 0 in a batch script that was submitted from a job step and inherited its variables.
 
-    Slurm replaces those of the job, and not those of the step. srun passes SLURM_UMASK to every task;
-    slurmstepd takes it away from a batch script. SLURM_STEP_LAUNCHER_PORT tells srun's tasks from those of
-    hpctrain's own launcher, which a batch script may start.
+    Slurm replaces the variables of the job, but not those of the step. srun passes SLURM_UMASK to every task,
+    while slurmstepd removes it from a batch script. SLURM_STEP_LAUNCHER_PORT exists in tasks of srun, but not
+    in those of hpctrain's own launcher, which a batch script may start.
     """
     if (
         layout.num_tasks > 1
@@ -135,7 +136,7 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
 
 
 def _check_tasks_here(rank: int, layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Compare with the list of this node's tasks, which Slurm gives besides."""
+    """Compare the rank and layout with SLURM_GTIDS, a separate list of this node's tasks."""
     text = environ.get("SLURM_GTIDS")
     if not text:
         return
@@ -143,10 +144,10 @@ def _check_tasks_here(rank: int, layout: StepLayout, environ: Mapping[str, str])
     if str(rank) not in tasks:
         raise EnvironmentMismatch(
             f"rank {rank} (SLURM_PROCID) is not among the tasks of this node (SLURM_GTIDS={text}). "
-            f"{believe('local')}"
+            f"{override_hint('local')}"
         )
     if len(tasks) != layout.num_tasks_here:
         raise EnvironmentMismatch(
             f"{layout.num_tasks_here} tasks on {layout.node} ({TASKS}={environ[TASKS]}, "
-            f"{HOSTS}={environ[HOSTS]}) but {len(tasks)} (SLURM_GTIDS={text}). {believe('local')}"
+            f"{HOSTS}={environ[HOSTS]}) but {len(tasks)} (SLURM_GTIDS={text}). {override_hint('local')}"
         )

@@ -1,4 +1,4 @@
-"""Where jobs run: what a backend is, and which one a submission takes."""
+"""Backends that run jobs, and the choice of one for a submission."""
 
 from __future__ import annotations
 
@@ -7,85 +7,89 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import BackendName, JobSpec
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.record import Job
-    from hpctrain.jobs.site.facts import Site
-    from hpctrain.jobs.states import JobView
+    from hpctrain.records.run_record import JobRecord
+    from hpctrain.slurm.site_facts import Site
+    from hpctrain.slurm.states import JobStateView
 
 
-class SubmissionUnclear(SchedulerError):
-    """Whether the scheduler took the job cannot be told: the run folder has to stay."""
+class SubmissionUnconfirmed(SchedulerError):
+    """The scheduler may or may not have accepted the job, so the run folder has to stay."""
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What there is to say about a job that nothing speaks against."""
+class PreflightResult:
+    """Findings about a job that passed every check."""
 
     notes: tuple[str, ...] = ()
-    """What the user should know, a line each."""
+    """Notes for the user, one line each."""
     foretell: Callable[[], tuple[str, ...]] = tuple
-    """When the job starts, and what it may cost; the scheduler may still be thinking about it."""
+    """Return the expected start and cost; may wait for the scheduler's answer."""
     refusal: Callable[[], str] = str
-    """Why the scheduler would not take the job, in its words; empty where it would, or does not say."""
+    """Return the scheduler's reason for refusing the job; empty if it would accept it or gives no answer."""
 
 
 class Backend(Protocol):
-    """One way to run jobs. Job ids are the backend's own words."""
+    """One way to run jobs. Job ids have the backend's own format."""
 
     name: ClassVar[BackendName]
 
-    def check(self, spec: JobSpec, script: str, profile: Site) -> Outlook:
-        """Hold what is asked against what exists. Nothing is changed by it.
+    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
+        """Check the request against what exists. Nothing is changed.
 
         Args:
-            spec: what was asked for.
+            spec: the job as requested.
             script: the batch script, as it would be submitted.
-            profile: what files of options say of the site.
+            profile: facts about the site from option files.
 
         Raises:
-            SpecError: the job cannot be done as asked.
+            SpecError: the job cannot run as requested.
         """
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:
-        """Hand the run's job script over and return the job's id.
+        """Submit the run's job script and return the job's id.
 
         Args:
-            spec: what was asked for.
-            run: the run's folder, written already.
+            spec: the job as requested.
+            run: the run folder, already written.
             lock: file descriptor of the run's lock, held by the caller.
 
         Raises:
-            SubmissionUnclear: the scheduler did not answer, and may have taken the job.
-            SchedulerError: the scheduler refused, or cannot be reached.
+            SubmissionUnconfirmed: the scheduler did not answer, and may have accepted the job.
+            SchedulerError: the scheduler refused or cannot be reached.
         """
 
-    def look(self, jobs: Sequence[Job]) -> list[JobView]:
-        """What the scheduler says about each job; never raises because it cannot be reached."""
+    def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
+        """Return the scheduler's view of each job; do not raise if it is unreachable."""
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[JobRecord]) -> None:
         """Ask jobs to end for good.
 
         Raises:
-            SchedulerError: the scheduler refused, or cannot be reached.
+            SchedulerError: the scheduler refused or cannot be reached.
         """
 
-    def requeue(self, jobs: Sequence[Job]) -> None:
+    def requeue(self, jobs: Sequence[JobRecord]) -> None:
         """Ask the ranks of running jobs to save and to continue in a new attempt.
 
         Raises:
-            SchedulerError: the scheduler refused, or cannot be reached.
+            SchedulerError: the scheduler refused or cannot be reached.
         """
 
-    def lift_hold(self, jobs: Sequence[Job]) -> bool:
-        """Let requeued jobs start without their delay, and return whether the scheduler agreed."""
+    def lift_hold(self, jobs: Sequence[JobRecord]) -> None:
+        """End the scheduler's delay of requeued jobs.
+
+        Raises:
+            SchedulerError: the scheduler refused or cannot be reached.
+        """
 
 
 def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
-    """The backend of that name, with the variables that its commands run under."""
-    # Each is imported only when it is needed: a dry run has to be quick.
+    """Return the backend of that name; `environ` is the environment of its commands."""
+    # Imported only when needed: a dry run has to be quick.
     if name == "slurm":
         from hpctrain.jobs.backends.slurm import SlurmBackend
 
@@ -95,26 +99,26 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
     return LocalBackend(environ)
 
 
-#: Words of a Slurm that is there and says nothing: its login node is no place to train on.
+#: Errors of a Slurm that is installed but silent: its login node is no place to train.
 _SILENT = ("gave no answer within", "Unable to contact slurm controller")
 
 
-def is_silent(trouble: str) -> bool:
-    """Whether what is wrong with Slurm says that it is set up here, and does not answer."""
+def is_unreachable(trouble: str) -> bool:
+    """True if the error means that Slurm is set up here but does not answer."""
     return any(words in trouble for words in _SILENT)
 
 
 def choose_backend(
     asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str]
 ) -> tuple[Backend, list[str]]:
-    """The backend for a submission, and what the user should know about the choice.
+    """Return the backend for a submission, and notes for the user about the choice.
 
     Args:
-        asked: `slurm`, `local`, or `auto`, which takes Slurm where it answers.
-        environ: variables that Slurm's commands run under.
+        asked: `slurm`, `local`, or `auto`, which takes Slurm if it answers.
+        environ: environment variables for Slurm's commands.
 
     Raises:
-        SchedulerError: Slurm was asked for by name and does not answer, or it is set up here and silent.
+        SchedulerError: Slurm was requested by name and does not answer, or it is set up here and silent.
     """
     if asked == "local":
         return open_backend("local", environ), []
@@ -129,11 +133,9 @@ def choose_backend(
             f"Slurm does not answer here: {trouble}. Submit from a login node of the cluster, "
             "or take --backend local to run on this machine."
         )
-    if is_silent(trouble):
+    if is_unreachable(trouble):
         raise SchedulerError(
             f"Slurm is set up here, but does not answer: {trouble}. Try again later, "
             "or take --backend local to run on this very machine."
         )
-    return open_backend("local", environ), [
-        f"No Slurm here ({trouble}): the run goes to this machine itself."
-    ]
+    return open_backend("local", environ), [f"Slurm not available ({trouble}); running on this machine."]

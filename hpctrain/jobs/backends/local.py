@@ -13,37 +13,38 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import is_locked
-from hpctrain.jobs.array import Array
-from hpctrain.jobs.backends import Outlook
-from hpctrain.jobs.environment import outer_environment
-from hpctrain.jobs.record import Job, read_record
-from hpctrain.jobs.site.facts import Site
-from hpctrain.jobs.spec import BackendName, JobSpec
-from hpctrain.jobs.states import JobView, RunState
+from hpctrain.files import is_locked, own_file, read_regular
+from hpctrain.jobs.backends import PreflightResult
+from hpctrain.records.run_record import JobRecord, read_run_record
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.environment import strip_job_env
+from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.site_facts import Site
+from hpctrain.slurm.states import JobStateView, RunState
+from hpctrain.spec.job_spec import BackendName, JobSpec
+from hpctrain.text import pluralize
 
-#: Each rank is a process with PyTorch in it: beyond this a laptop is only kept busy.
+#: Each rank is a process with PyTorch: more than this only overloads a laptop.
 _RANKS_PER_CPU, _LEAST_RANKS = 4, 32
-#: The number of a supervisor's process is written within milliseconds of its start.
+#: Seconds until the supervisor's process id is in the lock; it is written within milliseconds.
 _NUMBER_LIMIT_S = 2.0
-#: A supervisor starts the ranks within a second, where what the job script readies takes no longer.
+#: A supervisor starts the ranks within a second, unless the job script's setup takes longer.
 _START_LIMIT_S = 5.0
 
 
 class LocalBackend:
-    """Jobs on this machine. A run is alive as long as its supervisor holds the run's lock."""
+    """Jobs on this machine. A run is alive while its supervisor holds the run's lock."""
 
     name: ClassVar[BackendName] = "local"
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def check(self, spec: JobSpec, script: str, profile: Site) -> Outlook:  # noqa: ARG002 (no site here)
+    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (no site here)
         at_once = _tasks_at_once(spec)
         most = max(_LEAST_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (asked := at_once * spec.world_size) > most:
-            options = "--nodes, --gpus-per-node, --tasks-per-node" + (", --array" if at_once > 1 else "")
+            options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
                 f"{asked} ranks are asked for ({options}), but on this machine with {os.cpu_count()} CPUs "
                 f"the local backend starts {most} at the most. Ask for fewer, or submit to a cluster."
@@ -58,21 +59,21 @@ class LocalBackend:
             notes.append(f"There is no queue on this machine: {options} {changes} nothing here.")
         if spec.gpus_per_node:
             notes += self._check_gpus(spec, at_once)
-        return Outlook(tuple(notes))
+        return PreflightResult(tuple(notes))
 
     def _check_gpus(self, spec: JobSpec, at_once: int) -> list[str]:
-        from hpctrain.telemetry.gpus import count_gpus
+        from hpctrain.telemetry.sampling.nvml import count_gpus
 
         here = count_gpus(self._environ)
         if here == 0:
-            return [f"No GPU here: the {spec.world_size} ranks run on this machine's CPU, with gloo."]
+            return [f"No GPU found; running {pluralize(spec.world_size, 'rank')} on CPU with gloo."]
         factors = [spec.nodes, spec.gpus_per_node, *([at_once] if at_once > 1 else [])]
         if (asked := math.prod(factors)) > here:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"{' × '.join(map(str, factors))} = {asked} GPUs are asked for ({options}), but this machine "
-                f"has {here}, which its pretend nodes share. Ask for fewer, or "
-                f"for ranks on CPUs with --tasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
+                f"{' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} requested ({options}), "
+                f"but this machine has {here}, which its pretend nodes share. Ask for fewer, or "
+                f"for ranks on CPUs with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )
         if spec.gpu_type is not None:
             return [f"Any GPU of this machine is taken: the type {spec.gpu_type} changes nothing here."]
@@ -80,11 +81,11 @@ class LocalBackend:
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002
         try:
-            with open(run.slurm_log, "ab") as log:
+            with open(run.slurm_log, "ab", opener=own_file) as log:
                 process = subprocess.Popen(
                     ["/bin/bash", str(run.job_script)],
                     cwd=run.path,
-                    env=outer_environment(self._environ),
+                    env=strip_job_env(self._environ),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -93,58 +94,63 @@ class LocalBackend:
                 )
         except OSError as error:
             raise SchedulerError(f"The run's supervisor could not be started: {error}.") from error
-        # The script ends in an exec, so this is the supervisor's process id.
+        # The script ends in an exec, so this is also the supervisor's process id.
         os.pwrite(lock, f"{process.pid}\n".encode(), 0)
-        # A program that goes on after submitting must not keep a zombie when the run has ended.
+        # A caller that keeps running must not keep a zombie when the run has ended.
         threading.Thread(target=process.wait, name=f"reap-{process.pid}", daemon=True).start()
         return str(process.pid)
 
-    def look(self, jobs: Sequence[Job]) -> list[JobView]:
+    def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         return [self._look(job.run) for job in jobs]
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
-            # A task that waits for its turn finds the request in its folder.
+            # A pending task finds the request in its folder.
             if not _waits_in_array(job.run):
                 _signal_supervisor(job.run, signal.SIGTERM)
 
-    def requeue(self, jobs: Sequence[Job]) -> None:
+    def requeue(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
             _await_start(job.run)
             _signal_supervisor(job.run, signal.SIGUSR2)
 
-    def lift_hold(self, jobs: Sequence[Job]) -> bool:  # noqa: ARG002
-        return False
+    def lift_hold(self, jobs: Sequence[JobRecord]) -> None:
+        """Do nothing: there is no delay here."""
 
-    def _look(self, run: RunDir) -> JobView:
-        if is_locked(run.lock):
-            return JobView(RunState.RUNNING)
+    def _look(self, run: RunDir) -> JobStateView:
+        try:
+            is_going = is_locked(run.lock)
+        except PermissionError:
+            words = f"only its owner can tell: {shlex.quote(str(run.lock))} is another user's"
+            return JobStateView(RunState.UNKNOWN, words)
+        if is_going:
+            return JobStateView(RunState.RUNNING)
         if _waits_in_array(run):
-            return JobView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
-        return JobView(
+            return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
+        return JobStateView(
             RunState.FAILED,
             f"its supervisor ended without a word; {shlex.quote(str(run.slurm_log))} may tell why",
         )
 
 
 def _tasks_at_once(spec: JobSpec) -> int:
-    """How many tasks of an array run at the same time: without a limit it is one here."""
-    return Array.parse(spec.array).throttle or 1 if spec.array else 1
+    """Return the number of concurrent tasks of an array; without a limit it is one here."""
+    return JobArray.parse(spec.array).throttle or 1 if spec.array else 1
 
 
 def _waits_in_array(run: RunDir) -> bool:
-    """Whether the run is a task of an array whose supervisor has not come to it yet."""
+    """True if the run is a task of an array whose supervisor has not reached it yet."""
     return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
 def _await_start(run: RunDir) -> None:
-    """Wait until the supervisor knows what a signal means: it would end what its script does before.
+    """Wait until the supervisor handles signals: earlier, one would end the job script's setup.
 
     Raises:
-        SchedulerError: that takes too long.
+        SchedulerError: this takes too long.
     """
     deadline = time.monotonic() + _START_LIMIT_S
-    while is_locked(run.lock) and read_record(run).started is None:
+    while is_locked(run.lock) and read_run_record(run).started is None:
         if time.monotonic() > deadline:
             raise SchedulerError(
                 f"No rank of the run {run.path} is running: they are being started. "
@@ -156,8 +162,8 @@ def _await_start(run: RunDir) -> None:
 def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
     pid = _supervisor_of(run)
     try:
-        # A program by which the job script readies something would go on without it, and hold the lock.
-        is_script = read_record(run).started is None and os.getpgid(pid) == pid
+        # Signal the whole group: a setup program of the job script would otherwise keep the lock.
+        is_script = read_run_record(run).started is None and os.getpgid(pid) == pid
         (os.killpg if is_script else os.kill)(pid, number)
     except ProcessLookupError:
         raise SchedulerError(
@@ -166,17 +172,17 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
 
 
 def _supervisor_of(run: RunDir) -> int:
-    """The process that holds the run's lock.
+    """Return the id of the process that holds the run's lock.
 
     Raises:
-        SchedulerError: nobody does.
+        SchedulerError: no process holds it.
     """
     deadline = time.monotonic() + _NUMBER_LIMIT_S
-    # Only while the lock is held is the number in it still this run's process.
+    # The process id in the lock is valid only while the lock is held.
     while is_locked(run.lock):
-        if text := run.lock.read_text(encoding="ascii").strip():
+        if text := read_regular(run.lock).strip():
             return int(text)
-        # Whoever started it writes the number down in this moment.
+        # The process that started it is just writing the id.
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)

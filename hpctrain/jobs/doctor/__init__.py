@@ -1,1 +1,1 @@
-"""A read-only look at a Slurm site and at this machine: what will hold a run up, and what to do about it."""
+"""Read-only diagnosis of a Slurm site and this machine: obstacles to runs, and remedies."""

@@ -1,4 +1,4 @@
-"""A function that was submitted, and how it ended."""
+"""A submitted function, its result and its failure."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
-from hpctrain.jobs.doubt import Doubt
-from hpctrain.jobs.executor.watcher import RunWatcher
-from hpctrain.jobs.functions import FunctionFailure, read_call, read_printed, read_result
-from hpctrain.jobs.runs import Run
-from hpctrain.jobs.spec import JobSpec
-from hpctrain.jobs.states import RunState
+from hpctrain.jobs.executor.function_runs import FunctionFailure, read_call, read_result, read_stdout
+from hpctrain.jobs.executor.run_watcher import RunWatcher
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
+from hpctrain.spec.job_spec import JobSpec
 
 log = logging.getLogger("hpctrain")
 
-#: Seconds between two looks at a job that is waited for; they burden nobody but this machine.
+#: Seconds between two polls of a job; they only load this machine.
 _LOOK_S = 0.2
 
 R = TypeVar("R", covariant=True)
 
 
 class JobFailed(RunFailed, FailedJobError):
-    """The function failed. The message names the rank that failed first, and has its traceback.
+    """Failure of the function. The message names the rank that failed first and has its traceback.
 
-    The exception itself, where it could be pickled, is the cause (`__cause__`).
+    The exception itself, if it could be pickled, is the cause (`__cause__`).
     """
 
     rank: int | None = None
-    """The rank that failed first; None where no rank could be started."""
+    """The rank that failed first; None if no rank could be started."""
     host: str | None = None
     log: str | None = None
-    """What that rank printed."""
+    """Log of that rank."""
 
     @classmethod
     def of(cls, failure: FunctionFailure) -> JobFailed:
@@ -53,8 +53,8 @@ class JobCancelled(RunFailed, UncompletedJobError):
     """The job was cancelled."""
 
 
-class RunPaths(JobPaths):
-    """submitit's names for files of a run folder."""
+class RunJobPaths(JobPaths):
+    """Files of a run folder under submitit's names."""
 
     def __init__(self, run: RunDir, job_id: str, rank: int | None) -> None:
         super().__init__(run.path, job_id, rank)
@@ -83,7 +83,7 @@ class RunPaths(JobPaths):
 
     @property
     def stderr(self) -> Path:
-        """The same log: both streams go into it, in the order in which they are written."""
+        """The same log: it holds both streams in the order of writing."""
         return self.stdout
 
     @property
@@ -92,18 +92,18 @@ class RunPaths(JobPaths):
 
 
 class Job(submitit.Job[R]):
-    """A function that was submitted: a run, with submitit's way of asking for it."""
+    """A submitted function: a run with submitit's interface."""
 
     watcher = RunWatcher()
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
         self.run = Run(RunDir(Path(folder).absolute()), os.environ)
         super().__init__(folder, job_id, tasks)
-        self._paths = RunPaths(self.run.dir, job_id, self.task_id)
+        self._paths = RunJobPaths(self.run.dir, job_id, self.task_id)
 
     @classmethod
     def of(cls, run: Run) -> Job[Any]:
-        """The job of a run that an executor submitted.
+        """Return the job of a run that an executor submitted.
 
         Raises:
             SpecError: the run has no specification.
@@ -118,7 +118,7 @@ class Job(submitit.Job[R]):
         """Ask the ranks to stop, and end the run for good.
 
         Raises:
-            SchedulerError: with `check`, where the scheduler refused, or cannot be reached.
+            SchedulerError: with `check`, if the scheduler refused or cannot be reached.
         """
         try:
             self.run.cancel()
@@ -127,17 +127,18 @@ class Job(submitit.Job[R]):
                 raise
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether the run has ended, with success or without."""
+        """True if the run has ended, successfully or not."""
         status = self.watcher.status(self.run, "force" if force_check else "standard")
         return status is not None and status.state.ended
 
     def wait(self) -> None:
-        """Wait for the end, however that is.
+        """Wait until the run has ended, successfully or not.
 
         Raises:
-            SchedulerError: for an hour nobody could say where the run stands, and it wrote nothing.
+            SchedulerError: the state was unknown for an hour in which the run wrote nothing, or it will never
+                start.
         """
-        doubt = Doubt()
+        doubt = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
             if status is not None and (words := doubt.words(status)):
                 log.warning(f"Waiting for run {status.run_id}: {words}")
@@ -145,7 +146,7 @@ class Job(submitit.Job[R]):
         self.run.await_exit()
 
     def result(self) -> R:
-        """Wait for the end, and return what the function returned.
+        """Wait for the end, and return the function's result.
 
         Raises:
             UserError: there are several ranks, and so several results.
@@ -160,7 +161,7 @@ class Job(submitit.Job[R]):
         return self.results()[0]
 
     def results(self) -> list[R]:
-        """Wait for the end, and return what the function returned in each rank, in their order.
+        """Wait for the end, and return the function's result on each rank, in order of ranks.
 
         Raises:
             JobFailed: the function failed.
@@ -171,9 +172,9 @@ class Job(submitit.Job[R]):
         return [read_result(self.run.dir, rank) for rank in self._tasks]
 
     def exception(self) -> UncompletedJobError | None:
-        """Wait for the end, and return why there is no result; None where there is one.
+        """Wait for the end, and return why there is no result; None if there is one.
 
-        A run fails as a whole: whichever rank is asked for, the failure is told that the others follow from.
+        A run fails as a whole: for any rank, this is the first failure, which caused the others.
         """
         self.wait()
         status = self.watcher.status(self.run)
@@ -188,7 +189,7 @@ class Job(submitit.Job[R]):
 
     @property
     def state(self) -> str:
-        """`PENDING`, `RUNNING`, `COMPLETED`, `FAILED`, `CANCELLED`, or `UNKNOWN` where nobody can tell."""
+        """`PENDING`, `RUNNING`, `COMPLETED`, `FAILED`, `CANCELLED`, or `UNKNOWN` if not known."""
         return self.watcher.get_state(self._key)
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
@@ -202,11 +203,11 @@ class Job(submitit.Job[R]):
         self.watcher.follow(self.run)
 
     def stdout(self) -> str | None:
-        """What the ranks printed, in all attempts; of ranks that began no log, what the job itself did."""
-        return read_printed(self.run.dir, self._tasks, self.done)
+        """Return the ranks' output of all attempts; for ranks without a log, the job's own output."""
+        return read_stdout(self.run.dir, self._tasks, self.done)
 
     def stderr(self) -> str | None:
-        """The same: both streams of a rank go into one log."""
+        """Return the same as `stdout`: both streams of a rank go into one log."""
         return self.stdout()
 
     def __del__(self) -> None:
@@ -214,7 +215,7 @@ class Job(submitit.Job[R]):
             self.cancel(check=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Variables of an environment are nothing to write down.
+        # Do not write environment variables to disk.
         return {**self.__dict__, "run": Run(self.run.dir, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

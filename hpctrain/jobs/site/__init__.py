@@ -1,1 +1,1 @@
-"""What a Slurm site is like: read from Slurm, kept in a profile, held against jobs."""
+"""A Slurm site: read from Slurm, kept in a profile, compared with jobs."""

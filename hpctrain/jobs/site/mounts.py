@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and whether other hosts see it, too."""
+"""The file system of a path, and whether other hosts share it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mounts")
 
-#: Types whose files every host can have mounted. Those of FUSE are named after the dot.
+#: File system types that several hosts can mount. FUSE types have their name after the dot.
 _SHARED = re.compile(
     r"(?:fuse\.)?(?:nfs4?|lustre|gpfs|beegfs|ceph|wekafs|panfs|cifs|smb3|afs|pvfs2|orangefs|glusterfs|sshfs|"
     r"mfs|moosefs|juicefs|dfuse|daos|quobyte|9p|virtiofs|vast|gfs2|ocfs2|s3fs|gcsfuse|blobfuse2?)"
 )
-#: Folders that every node has for itself, whatever else it shares.
+#: Folders that are local to each node on any cluster.
 _PER_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -22,7 +22,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """One mounted file system."""
+    """A mounted file system."""
 
     source: str
     point: str
@@ -31,19 +31,19 @@ class Mount:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is of a type that several hosts can have at once."""
+        """True if several hosts can mount this type at once."""
         return _SHARED.fullmatch(self.type) is not None
 
 
-def mount_of(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | None:
-    """The file system that `path` lies on; None where the kernel has no table of them."""
+def find_mount(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | None:
+    """Return the file system of `path`; None if the kernel provides no mount table."""
     try:
         lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
     wanted = os.path.realpath(path)
     found = None
-    # The last of two on the same point hides the other.
+    # Of two mounts on the same point the last one hides the other.
     for line in lines:
         words = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), word) for word in line.split(" ")]
         if len(words) < 4:
@@ -55,10 +55,10 @@ def mount_of(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | Non
     return found
 
 
-def is_per_node(path: str | os.PathLike[str]) -> bool:
-    """Whether other nodes have something else at this path: in /tmp and its like, unless that is shared."""
+def is_node_local(path: str | os.PathLike[str]) -> bool:
+    """True if the path is local to each node: in /tmp and the like, unless that is shared."""
     real = os.path.realpath(path)
     if not any(real == folder or real.startswith(f"{folder}/") for folder in _PER_NODE):
         return False
-    mount = mount_of(real)
+    mount = find_mount(real)
     return mount is None or not mount.is_shared

@@ -25,6 +25,18 @@
   const roundTimes = [1e-3, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200,
     ...[1, 2, 5, 10, 20, 50, 100, 200, 500].map((days) => 86400 * days)];
 
+  // Distances of marks on the axis of values, however large these are.
+  const increments = (_plot, _axis, low, high, size, space) => {
+    const least = (high - low) * space / size, power = Math.floor(Math.log10(least));
+    return [power, power + 1].flatMap((p) => [1, 2, 2.5, 5].map((m) => Number(m + "e" + p))).filter((step) => step >= least);
+  };
+  // The axis of values; one without any finite value has a range, too.
+  const valueRange = (chart) => (_, low, high) => {
+    if (low == null) return chart.log ? [0.1, 1] : [0, 1];
+    if (chart.axis === "time") return [0, high * 1.1 || 1];
+    return chart.log ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
+  };
+
   // Vertical lines where the ranks were started again.
   const marks = (list) => ({
     hooks: {
@@ -41,7 +53,7 @@
         let free = -Infinity;
         for (const mark of list) {
           const x = Math.round(plot.valToPos(mark.x, "x", true)) + 0.5;
-          if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width) continue;
+          if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width + 1) continue;
           context.beginPath();
           context.moveTo(x, plot.bbox.top);
           context.lineTo(x, plot.bbox.top + plot.bbox.height);
@@ -72,6 +84,7 @@
     // 2: a gap of one series goes on where only the others have points.
     const columns = many ? uPlot.join(chart.series.map((s) => [s.x, s.y]), chart.series.map(() => [0, 2])) : [chart.series[0].x, chart.series[0].y];
     const byTime = chart.axis === "time";
+    const notFinite = chart.series.map((series) => new Map(series.not_finite));
     const axis = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1, size: 4 },
       font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif" };
     chart.plot = new uPlot({
@@ -82,11 +95,11 @@
       legend: { live: true },
       scales: {
         x: { time: false, range: byTime ? (_, low, high) => [chart.zoomed ? low : 0, high] : undefined },
-        y: { distr: chart.log ? 3 : 1, range: byTime ? (_, low, high) => [0, high * 1.1 || 1] : undefined },
+        y: { distr: chart.log ? 3 : 1, range: valueRange(chart) },
       },
       axes: [
         { ...axis, size: 30, space: 70, incrs: byTime ? roundTimes : undefined, values: byTime ? (_, values) => values.map(elapsed) : undefined },
-        { ...axis, size: (_, values) => labels(chart, values), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
+        { ...axis, incrs: increments, size: (_, values) => labels(chart, values), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
       ],
       series: [
         { label: byTime ? "time since submission" : "step", value: (_, v) => byTime ? elapsed(v) : number(v) },
@@ -97,7 +110,8 @@
           dash: series.faint ? [4, 3] : undefined,
           spanGaps: chart.join === true,
           points: { show: series.x.length < 60, size: 4, fill: color("raised") },
-          value: (_, v) => number(v) + (series.unit && v != null ? " " + series.unit : ""),
+          value: (plot, v, _, at) => v == null && at != null && notFinite[index].get(plot.data[0][at])
+            || number(v) + (series.unit && v != null ? " " + series.unit : ""),
         })),
       ],
       plugins: [marks(chart.marks || [])],

@@ -1,13 +1,13 @@
-"""Where metrics go besides `metrics.jsonl`: a file of CSV, TensorBoard, Weights & Biases, MLflow, Neptune.
+"""Loggers that receive the metrics: CSV, TensorBoard, Weights & Biases, MLflow, Neptune.
 
 Imports none of their clients, and no torch.
 """
 
-from hpctrain.telemetry.loggers.choice import find_loggers
 from hpctrain.telemetry.loggers.csv_file import Csv
+from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
+from hpctrain.telemetry.loggers.logger_registry import find_loggers
 from hpctrain.telemetry.loggers.mlflow import MLflow
 from hpctrain.telemetry.loggers.neptune import Neptune
-from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun, Logger
 from hpctrain.telemetry.loggers.tensorboard import TensorBoard
 from hpctrain.telemetry.loggers.wandb import Wandb
 
@@ -19,7 +19,7 @@ __all__ = [
     "Neptune",
     "Logger",
     "LoggedRun",
-    "Line",
-    "Ending",
+    "MetricRecord",
+    "TrainingEnd",
     "find_loggers",
 ]

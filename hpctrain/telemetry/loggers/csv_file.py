@@ -1,4 +1,4 @@
-"""Metrics as a table: a row a logged step, a column a metric."""
+"""Metrics as a CSV table: one row per logged step, one column per metric."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.files import end_torn_line, write_atomic
-from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+from hpctrain.files import make_folder, own_file, terminate_partial_line, write_atomic
+from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
 
 _FIRST = ("step", "epoch", "time", "attempt")
 
 
 @dataclass
 class Csv:
-    """Writes `metrics.csv` in the run folder, or another file."""
+    """Logger that writes `metrics.csv` in the run folder, or another file."""
 
     path: str | None = None
     name: str = "csv"
@@ -24,12 +24,12 @@ class Csv:
 
     def start(self, run: LoggedRun) -> None:
         self._file = Path(self.path) if self.path else run.folder / "metrics.csv"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        end_torn_line(self._file)
+        make_folder(self._file.parent)
+        terminate_partial_line(self._file)
         rows = self._read()
         self._columns = list(rows[0]) if rows else []
 
-    def log(self, lines: Sequence[Line]) -> None:
+    def log(self, lines: Sequence[MetricRecord]) -> None:
         new = dict.fromkeys(name for line in lines for name in line.values)
         columns = [*(self._columns or _FIRST)]
         columns += [name for name in new if name not in columns]
@@ -39,10 +39,10 @@ class Csv:
             for line in lines
         ]
         if columns == self._columns:
-            with open(self._file, "a", newline="", encoding="utf-8") as file:
+            with open(self._file, "a", newline="", encoding="utf-8", opener=own_file) as file:
                 file.write(_text(columns, rows))
             return
-        # A metric that comes later, as those of validation do, makes the table wider.
+        # A metric that first appears later, e.g. in validation, adds a column.
         self._write(columns, [*self._read(), *rows])
 
     def rewind(self, step: int) -> bool:
@@ -50,8 +50,8 @@ class Csv:
             self._write(self._columns, [row for row in self._read() if _step(row) <= step])
         return True
 
-    def finish(self, ending: Ending) -> None:
-        """Every line has been written as it came."""
+    def finish(self, ending: TrainingEnd) -> None:
+        """Do nothing: every line is already written."""
 
     def _read(self) -> list[dict[str, str]]:
         try:
@@ -78,4 +78,4 @@ def _step(row: dict[str, str]) -> float:
     try:
         return float(row.get("step", ""))
     except ValueError:
-        return float("inf")  # a line that was cut
+        return float("inf")  # a truncated line

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Logger for MLflow."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
 
-#: What a server takes at once (MLflow, REST API, "Log Batch").
+#: Limits of the server per request (MLflow, REST API, "Log Batch").
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
-_STATES: dict[Ending, str] = {"completed": "FINISHED", "stopped": "SCHEDULED", "failed": "FAILED"}
+_STATES: dict[TrainingEnd, str] = {"completed": "FINISHED", "stopped": "SCHEDULED", "failed": "FAILED"}
 
 
 @dataclass
 class MLflow:
-    """A run of MLflow, one for all starts of the ranks. Needs `pip install 'hpctrain[mlflow]'`.
+    """Logger that writes one MLflow run for all attempts. Needs `pip install 'hpctrain[mlflow]'`.
 
-    The server is the one of `tracking_uri`, or MLFLOW_TRACKING_URI; without either, `mlflow.db` in the run
-    folder holds the run.
+    The server is that of `tracking_uri` or MLFLOW_TRACKING_URI; without either, the run is stored in
+    `mlflow.db` in the run folder.
     """
 
     experiment: str = "hpctrain"
@@ -45,7 +45,7 @@ class MLflow:
             self._client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMS])
         return self._id
 
-    def log(self, lines: Sequence[Line]) -> None:
+    def log(self, lines: Sequence[MetricRecord]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
@@ -59,8 +59,8 @@ class MLflow:
     def rewind(self, step: int) -> bool:  # noqa: ARG002
         return False
 
-    def finish(self, ending: Ending) -> None:
-        # A run that waits to go on is scheduled, and has no end yet.
+    def finish(self, ending: TrainingEnd) -> None:
+        # A run that will be resumed is marked as scheduled, without an end time.
         if ending == "stopped":
             self._client.update_run(self._id, status=_STATES[ending])
         else:
@@ -68,5 +68,5 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """A name that MLflow takes: letters, digits, and some of the other characters."""
+    """Replace characters that MLflow does not allow in a name."""
     return "".join(one if one.isalnum() or one in "_-. /:" else "_" for one in name)[:250] or "_"

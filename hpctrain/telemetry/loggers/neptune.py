@@ -1,4 +1,4 @@
-"""Neptune."""
+"""Logger for Neptune."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 from uuid import uuid4
 
-from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
 
 
 @dataclass
 class Neptune:
-    """A run of Neptune, one for all starts of the ranks. Needs `pip install 'hpctrain[neptune]'`.
+    """Logger that writes one Neptune run for all attempts. Needs `pip install 'hpctrain[neptune]'`.
 
-    Its variables count: NEPTUNE_PROJECT, NEPTUNE_API_TOKEN, NEPTUNE_MODE. Offline, its files lie in the run
-    folder.
+    Neptune's hosted service has ended, and its data was deleted after 2026-03-05. `mode="offline"` still
+    writes files.
+
+    NEPTUNE_PROJECT, NEPTUNE_API_TOKEN and NEPTUNE_MODE are respected. In offline mode the files are in the
+    run folder.
     """
 
     project: str | None = None
@@ -27,7 +30,7 @@ class Neptune:
         from neptune_scale import Run
 
         name = run.known or f"{run.run_id[:80]}-{uuid4().hex[:8]}"
-        # A run of that id goes on where there is one.
+        # Resumes the run with that id, if it exists.
         self._run: Any = Run(
             run_id=name,
             experiment_name=run.run_id,
@@ -40,7 +43,7 @@ class Neptune:
             self._run.log_configs({f"config/{key}": str(value) for key, value in run.config.items()})
         return name
 
-    def log(self, lines: Sequence[Line]) -> None:
+    def log(self, lines: Sequence[MetricRecord]) -> None:
         for line in lines:
             self._run.log_metrics(
                 dict(line.values), step=line.step, timestamp=datetime.fromtimestamp(line.time, UTC)
@@ -49,5 +52,5 @@ class Neptune:
     def rewind(self, step: int) -> bool:  # noqa: ARG002
         return False
 
-    def finish(self, ending: Ending) -> None:  # noqa: ARG002
+    def finish(self, ending: TrainingEnd) -> None:  # noqa: ARG002
         self._run.close()

@@ -1,7 +1,7 @@
-"""The process in which loggers work: beside rank 0, so that a slow tracker holds up no training.
+"""The process of the loggers, started next to rank 0 so that a slow tracker cannot block the training.
 
-It is told what to do on its standard input, which stays open as long as the training goes on; a line says
-how that ended.
+It reads its configuration from standard input, which stays open during the training. A final line reports how
+the training ended.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.feed import Feed
-from hpctrain.telemetry.loggers.memory import Memory
-from hpctrain.telemetry.loggers.protocol import Ending, LoggedRun
+from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
+from hpctrain.telemetry.loggers.logger import LoggedRun, TrainingEnd
+from hpctrain.telemetry.loggers.logger_state import LoggerState
 
-#: Seconds that the last lines may take, where the training has not ended by itself; else it is waited for.
+#: Seconds allowed for the last lines after the training has ended.
 _LIMIT_S = 30.0
 _HEAD = 8
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the process is to do."""
+class LoggerConfig:
+    """Configuration of the process."""
 
     folder: str
     config: dict[str, Any]
     sys_path: list[str]
-    """Where the training finds modules: a logger may be of one of them."""
+    """The module search path of the training, because a logger may be defined in one of its modules."""
     loggers: bytes
-    """Pickled, by themselves: to read them takes those modules."""
+    """Pickled separately, because unpickling requires those modules."""
 
     def to_bytes(self) -> bytes:
-        """What `read` reads."""
+        """Serialize the configuration for `read`."""
         data = pickle.dumps((self.folder, self.config, self.sys_path, self.loggers))
         return len(data).to_bytes(_HEAD, "big") + data
 
     @classmethod
-    def read(cls, fd: int) -> Order:
-        """Read it from a file descriptor.
+    def read(cls, fd: int) -> LoggerConfig:
+        """Read the configuration from a file descriptor.
 
         Raises:
             EOFError: the training ended before it was written.
@@ -53,19 +53,19 @@ class Order:
 
 
 def main() -> int:
-    """Bring metrics to loggers until the training ends."""
+    """Deliver metrics to the loggers until the training ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        order = Order.read(0)
+        order = LoggerConfig.read(0)
     except EOFError:
         return 0
     sys.path += [path for path in order.sys_path if path not in sys.path]
     run = RunDir(Path(order.folder))
     logged = LoggedRun(run.run_id, run.path, config=order.config)
-    ended, endings = threading.Event(), list[Ending]()
+    ended, endings = threading.Event(), list[TrainingEnd]()
     feeds = [
-        Feed(logger, logged, run.metrics, Memory.load(run.logger_memory(logger.name)), _say)
+        LoggerDispatcher(logger, logged, run.metrics, LoggerState.load(run.logger_memory(logger.name)), _say)
         for logger in pickle.loads(order.loggers)
     ]
     threads = [
@@ -80,17 +80,17 @@ def main() -> int:
         thread.join(max(0.0, deadline - time.monotonic()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # What a tracker's client left behind must not keep the process.
+    # Threads left by a tracker's client must not keep the process alive.
     os._exit(0)
 
 
-def _read_ending(fd: int) -> Ending:
-    """Wait for the end of the training; one that is killed says nothing."""
+def _read_ending(fd: int) -> TrainingEnd:
+    """Wait for the end of the training; a killed one sends nothing and counts as failed."""
     told = b""
     while b"\n" not in told and (part := os.read(fd, 64)):
         told += part
     word = told.decode("ascii", "replace").strip()
-    return cast(Ending, word) if word in get_args(Ending) else "failed"
+    return cast(TrainingEnd, word) if word in get_args(TrainingEnd) else "failed"
 
 
 def _exactly(fd: int, count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""TensorBoard: a folder of event files, written by TensorBoard's own package."""
+"""Logger for TensorBoard: event files written by TensorBoard's own package."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
 
 
 @dataclass
 class TensorBoard:
-    """Writes `tensorboard/` in the run folder, or another folder.
+    """Logger that writes `tensorboard/` in the run folder, or another folder.
 
     Needs `pip install 'hpctrain[tensorboard]'`.
     """
@@ -26,7 +26,7 @@ class TensorBoard:
         folder = Path(self.folder) / run.run_id if self.folder else run.folder / "tensorboard"
         self._events: Any = EventFileWriter(str(folder))
 
-    def log(self, lines: Sequence[Line]) -> None:
+    def log(self, lines: Sequence[MetricRecord]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -36,11 +36,11 @@ class TensorBoard:
         self._events.flush()
 
     def rewind(self, step: int) -> bool:
-        """A start of a session takes back what was logged from its step on (tensorflow, event.proto)."""
+        """Start a new session, which discards everything logged since its step (tensorflow, event.proto)."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._events.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         return True
 
-    def finish(self, ending: Ending) -> None:  # noqa: ARG002
+    def finish(self, ending: TrainingEnd) -> None:  # noqa: ARG002
         self._events.close()

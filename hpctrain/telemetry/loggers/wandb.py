@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Logger for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from hpctrain.telemetry.loggers.protocol import Ending, Line, LoggedRun
+from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
 
 
 @dataclass
 class Wandb:
-    """A run of Weights & Biases, one for all starts of the ranks. Needs `pip install 'hpctrain[wandb]'`.
+    """Logger that writes one Weights & Biases run for all attempts. Needs `pip install 'hpctrain[wandb]'`.
 
-    Its variables count, such as WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY. Without a mode its files lie in
-    the run folder.
+    Its environment variables are respected, e.g. WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY. Without a mode
+    the files are in the run folder.
     """
 
     project: str | None = None
     entity: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Whatever else `wandb.init` takes."""
+    """Other arguments of `wandb.init`."""
     name: str = "wandb"
 
     def start(self, run: LoggedRun) -> str:
@@ -34,25 +34,25 @@ class Wandb:
                 "name": run.run_id,
                 "dir": str(run.folder),
                 "id": run.known or uuid4().hex[:12],
-                # Goes on with the run of that id, or makes it.
+                # Resumes the run with that id, or creates it.
                 "resume": "allow",
                 "config": dict(run.config),
                 **self.options,
             }
         )
-        # A step that is trained again may bring a metric that was not there before, as validation does, and
-        # the tracker's own count of steps only goes up: so the axis is a metric of ours.
+        # The step is logged as a metric and used as the axis: the tracker's own step only increases, but a
+        # step that is trained again may log a new metric, e.g. of validation.
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 
-    def log(self, lines: Sequence[Line]) -> None:
+    def log(self, lines: Sequence[MetricRecord]) -> None:
         for line in lines:
             self._run.log({"step": line.step, "epoch": line.epoch, **line.values})
 
     def rewind(self, step: int) -> bool:  # noqa: ARG002
         return False
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: TrainingEnd) -> None:
         if ending == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == "completed" else 1)

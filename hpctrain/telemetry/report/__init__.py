@@ -1,1 +1,1 @@
-"""A run in one page: what is known of it, and how that is shown."""
+"""Reports on one page: the data of a run, and its presentation."""

@@ -1,4 +1,4 @@
-"""What would make a run faster or cheaper, as far as what it measured shows that; each with its evidence."""
+"""Recommendations to make a run faster or cheaper, each with evidence from its measurements."""
 
 from __future__ import annotations
 
@@ -7,59 +7,60 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.telemetry.marks import is_finite
-from hpctrain.telemetry.report.devices import Node
-from hpctrain.telemetry.report.words import count, duration, share, size
-from hpctrain.telemetry.spans import What
-from hpctrain.telemetry.stragglers import how_slow, who
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.telemetry.report.device_metrics import NodeSeries
+from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
+from hpctrain.text import format_duration, format_share, format_size, pluralize
 
 if TYPE_CHECKING:
-    from hpctrain.telemetry.report.facts import Facts
+    from hpctrain.telemetry.report.run_data import RunData
 
-#: Shares of the time above which something is worth a word.
+#: Shares of the time above which a recommendation is given.
 _MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
-#: A run that trained shorter says little about itself.
+#: Shorter runs give too little evidence.
 _LEAST_STEPS, _LEAST_S = 20, 10.0
-#: Time with the other ranks that is much, and buckets of gradients that are many and small: below some
-#: megabytes it is the number of messages that takes time, and no longer their length. torch's own have 25.
+#: Share of time spent on communication that is high; number of gradient buckets that is high; bucket size
+#: below which latency, not bandwidth, limits the speed; and the bucket size to recommend, which is torch's
+#: default.
 _MUCH_COMMUNICATING, _MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 0.2, 8, 10 << 20, 25
-#: How much slower than the others' median a node's clock has to be.
+#: Ratio of the other nodes' median clock to a node's clock above which the node is slow.
 _SLOW = 1.1
-#: Shares of what there is: processors that are busy, and GPU memory of which much is left.
+#: Share of CPU use that is high, and share of GPU memory use that is low.
 _BUSY, _ROOMY = 0.9, 0.5
-#: A rank has seldom use for more workers than that.
+#: More workers per rank rarely help.
 _MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to do."""
+    """A recommendation."""
 
     what: str
     evidence: str
 
 
-def advise(facts: Facts) -> list[Advice]:
-    """All advice for which there is evidence, what weighs most first."""
+def advise(facts: RunData) -> list[Advice]:
+    """Return all recommendations with evidence, the most important first."""
     told = [*_no_number(facts), *_faults(facts), *_slow_nodes(facts)]
     if len(facts.curves.counting) >= _LEAST_STEPS and _steps_us(facts) > _LEAST_S * 1e6:
         told += [*_data(facts), *_buckets(facts), *_saving(facts), *_lost_work(facts), *_memory(facts)]
     return told
 
 
-def _steps_us(facts: Facts) -> int:
-    """Time in which steps that count were trained."""
+def _steps_us(facts: RunData) -> int:
+    """Return the time spent on steps that count."""
     totals = facts.ledger.totals_us
-    return totals[What.TRAINING] + totals[What.DATA] + totals[What.COMMUNICATING]
+    return totals[TimeCategory.TRAINING] + totals[TimeCategory.DATA] + totals[TimeCategory.COMMUNICATING]
 
 
-def _setting(facts: Facts, name: str) -> Any:
+def _setting(facts: RunData, name: str) -> Any:
     settings = facts.environment.get("settings")
     return settings.get(name) if isinstance(settings, dict) else None
 
 
-def _no_number(facts: Facts) -> Iterator[Advice]:
-    """A training that has gone astray; what comes after that is worth nothing."""
+def _no_number(facts: RunData) -> Iterator[Advice]:
+    """Detect a NaN or infinite loss, after which all steps are worthless."""
     if (since := facts.curves.no_number_since("loss")) is None:
         return
     what = "Lower the learning rate, or Trainer(gradient_clip_norm=1.0)"
@@ -70,15 +71,15 @@ def _no_number(facts: Facts) -> Iterator[Advice]:
     number_of = sum(step >= since for step in facts.curves.counting)
     yield Advice(
         f"{what}.",
-        f"The loss is infinite or not a number in {count(number_of, 'step')}, from step {since} on.",
+        f"The loss is infinite or not a number in {pluralize(number_of, 'step')}, from step {since} on.",
     )
 
 
-def _data(facts: Facts) -> Iterator[Advice]:
-    part = facts.ledger.totals_us[What.DATA] / _steps_us(facts)
-    if What.DATA not in facts.ledger.measured or part < _MUCH_WAITING:
+def _data(facts: RunData) -> Iterator[Advice]:
+    part = facts.ledger.totals_us[TimeCategory.DATA] / _steps_us(facts)
+    if TimeCategory.DATA not in facts.ledger.measured or part < _MUCH_WAITING:
         return
-    evidence = [f"the ranks waited for data in {share(part)} of the time of their steps"]
+    evidence = [f"the ranks waited for data in {format_share(part)} of the time of their steps"]
     if (util := facts.devices.mean("gpu_util")) is not None:
         evidence.append(f"the GPUs were idle in {100 - util:.0f} % of the time")
     cpu = facts.devices.mean("cpu")
@@ -92,41 +93,42 @@ def _data(facts: Facts) -> Iterator[Advice]:
         evidence.append(f"num_workers is {workers}")
     elif (more := min(_MOST_WORKERS, max(2, 4 * workers), cpus)) > workers:
         what = f"Trainer(num_workers={more}) in the place of {workers}."
-        evidence.append(f"a rank may use {count(cpus, 'processor')}")
+        evidence.append(f"a rank may use {pluralize(cpus, 'processor')}")
     else:
         what = f"Give the ranks more processors (--cpus-per-task) and workers: num_workers is {workers}."
-        evidence.append(f"a rank may use only {count(cpus, 'processor')}")
+        evidence.append(f"a rank may use only {pluralize(cpus, 'processor')}")
     yield Advice(what, _sentence(evidence))
 
 
-def _buckets(facts: Facts) -> Iterator[Advice]:
-    """Gradients that are sent in many small parts, where the ranks wait for them."""
-    part = facts.ledger.totals_us[What.COMMUNICATING] / _steps_us(facts)
+def _buckets(facts: RunData) -> Iterator[Advice]:
+    """Detect gradients that are sent in many small buckets while ranks wait for communication."""
+    part = facts.ledger.totals_us[TimeCategory.COMMUNICATING] / _steps_us(facts)
     known = facts.environment.get("gradient_buckets"), facts.environment.get("gradient_bytes")
-    if What.COMMUNICATING not in facts.ledger.measured or part < _MUCH_COMMUNICATING:
+    if TimeCategory.COMMUNICATING not in facts.ledger.measured or part < _MUCH_COMMUNICATING:
         return
     number, num_bytes = (int(value) if is_finite(value) else 0 for value in known)
     if number < _MANY_BUCKETS or num_bytes / number > _SMALL_BUCKET_BYTES:
         return
-    setting = _setting(facts, "bucket_mb")
+    setting = _setting(facts, "bucket_cap_mb")
     place = f" in the place of {setting:g}" if is_finite(setting) else ""
     evidence = [
-        f"the ranks waited for each other in {share(part)} of the time of their steps",
-        f"gradients of {size(num_bytes)} went in {number} parts of {size(num_bytes / number)}",
+        f"the ranks waited for each other in {format_share(part)} of the time of their steps",
+        f"gradients of {format_size(num_bytes)} went in {number} parts of {format_size(num_bytes / number)}",
     ]
     yield Advice(
-        f"Send gradients in larger parts: Trainer(bucket_mb={_GOOD_BUCKET_MB}){place}.", _sentence(evidence)
+        f"Send gradients in larger parts: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){place}.",
+        _sentence(evidence),
     )
 
 
-def _faults(facts: Facts) -> Iterator[Advice]:
-    """GPUs that are about to fail, or have."""
+def _faults(facts: RunData) -> Iterator[Advice]:
+    """Detect GPUs that have failed or are likely to fail."""
     for node in facts.devices.nodes:
         evidence = []
         if node.xids:
             evidence.append(f"the driver reported {', '.join(f'Xid {xid}' for xid in node.xids)}")
         if node.ecc_errors:
-            evidence.append(f"{count(node.ecc_errors, 'memory error')} could not be corrected")
+            evidence.append(f"{pluralize(node.ecc_errors, 'memory error')} could not be corrected")
         if evidence:
             yield Advice(
                 f"Have the GPUs of {node.host} looked at, and leave it out meanwhile: --exclude {node.host}.",
@@ -134,13 +136,15 @@ def _faults(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def _slow_nodes(facts: Facts) -> Iterator[Advice]:
-    """Nodes for which all others wait in every step."""
+def _slow_nodes(facts: RunData) -> Iterator[Advice]:
+    """Detect nodes that slow down every step of all others."""
     noticed: dict[str, list[str]] = {}
     for event in facts.events:
-        # Slow in one stretch may be a chance; the supervisor says so where it stays.
+        # One slow interval may be chance; the supervisor marks a lasting straggler.
         if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True):
-            noticed.setdefault(str(event["host"]), []).append(f"{who(event)} takes {how_slow(event)}")
+            noticed.setdefault(str(event["host"]), []).append(
+                f"{describe_rank(event)} takes {describe_slowness(event)}"
+            )
     clocks = {node.host: node.clock_mhz for node in facts.devices.nodes if node.clock_mhz}
     for node in facts.devices.nodes:
         evidence = [noticed.pop(node.host)[-1]] if node.host in noticed else []
@@ -161,18 +165,18 @@ def _slow_nodes(facts: Facts) -> Iterator[Advice]:
         yield Advice(f"{host} is slow, and all others wait for it: --exclude {host}.", _sentence(told[-1:]))
 
 
-def _throttled(node: Node) -> list[str]:
-    """Why the clocks of a node were lowered much; that it uses all the power it may is as it should be."""
+def _throttled(node: NodeSeries) -> list[str]:
+    """Return the reasons for significant throttling; reaching the power cap is normal."""
     reasons = [
-        f"{reason} in {share(part)} of the time"
+        f"{reason} in {format_share(part)} of the time"
         for reason, part in node.throttled.items()
         if part >= _MUCH_THROTTLED and reason not in ("power cap", "clock setting", "sync boost")
     ]
     return [f"its clocks were lowered: {', '.join(reasons)}"] if reasons else []
 
 
-def _saving(facts: Facts) -> Iterator[Advice]:
-    saving_us = facts.ledger.totals_us[What.SAVING]
+def _saving(facts: RunData) -> Iterator[Advice]:
+    saving_us = facts.ledger.totals_us[TimeCategory.SAVING]
     part = saving_us / (saving_us + _steps_us(facts))
     if part < _MUCH_SAVING or len(facts.checkpoints) < 3:
         return
@@ -182,18 +186,19 @@ def _saving(facts: Facts) -> Iterator[Advice]:
         what = "Save into a fast folder first: Trainer(local_checkpoints='auto')."
     else:
         what = "Save more rarely; Trainer(checkpoint_every='auto') weighs a save against the work it spares."
-    evidence = f"{count(len(facts.checkpoints), 'save')} held the training up for {duration(saving_us / 1e6)}"
-    yield Advice(what, _sentence([evidence, f"that is {share(part)} of its time"]))
+    saves = pluralize(len(facts.checkpoints), "save")
+    evidence = f"{saves} held the training up for {format_duration(saving_us / 1e6)}"
+    yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of its time"]))
 
 
-def _lost_work(facts: Facts) -> Iterator[Advice]:
-    lost_us = facts.ledger.totals_us[What.LOST]
+def _lost_work(facts: RunData) -> Iterator[Advice]:
+    lost_us = facts.ledger.totals_us[TimeCategory.LOST]
     part = lost_us / (lost_us + _steps_us(facts))
     every = _setting(facts, "checkpoint_every")
     if part < _MUCH_LOST or every == "auto":
         return
     steps = [attempt for attempt in facts.interruptions if attempt.lost_us]
-    evidence = [f"{share(part)} of the work was lost in {count(len(steps), 'interruption')}"]
+    evidence = [f"{format_share(part)} of the work was lost in {pluralize(len(steps), 'interruption')}"]
     if is_finite(every):
         evidence.append(f"it was saved every {every:g} steps")
     yield Advice(
@@ -201,8 +206,8 @@ def _lost_work(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def _memory(facts: Facts) -> Iterator[Advice]:
-    """Room for larger micro-batches, where the training was told to take small ones."""
+def _memory(facts: RunData) -> Iterator[Advice]:
+    """Detect room for larger micro-batches, if their size is fixed."""
     known = [
         (node.highest_gpu_memory, node.gpu_memory_bytes)
         for node in facts.devices.nodes
@@ -215,7 +220,7 @@ def _memory(facts: Facts) -> Iterator[Advice]:
     if used / there < _ROOMY:
         yield Advice(
             f"Compute more samples at once: Trainer(micro_batch_size='auto') in the place of {micro_batch}.",
-            _sentence([f"no GPU had more than {size(used)} of its {size(there)} in use"]),
+            _sentence([f"no GPU had more than {format_size(used)} of its {format_size(there)} in use"]),
         )
 
 

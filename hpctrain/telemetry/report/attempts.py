@@ -1,4 +1,4 @@
-"""The starts of a run's workers: what each did, how it ended, and what its end cost."""
+"""Attempts of a run: what each did, how it ended, and what its end cost."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.telemetry.ledger import Ledger
-from hpctrain.telemetry.marks import microseconds
-from hpctrain.telemetry.spans import What
+from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import microseconds
 
-VANISHED = "the job was killed, and nobody was left to say why"
+VANISHED_CAUSE = "the job was killed; cause unknown"
+CANCELLED = "cancelled; the job ended before its supervisor could record it"
 
 
 @dataclass
 class Attempt:
-    """One start of the workers. Times are seconds since the epoch."""
+    """One attempt. Times are seconds since the epoch."""
 
     number: int
     started: float
@@ -23,46 +24,52 @@ class Attempt:
     nodes: int | None = None
     world_size: int | None = None
     resumed_step: int | None = None
-    """The step of the checkpoint that it went on from."""
+    """The step of the checkpoint from which it resumed."""
     first_step: int | None = None
     last_step: int | None = None
-    """The last that it logged."""
+    """The last logged step."""
     ended: float | None = None
     end: str | None = None
-    """`failure`, `stop`, `vanished`, `completed`, `cancelled`, `failed`; None while it goes on."""
+    """`failure`, `stop`, `vanished`, `completed`, `cancelled` or `failed`; None while it is active."""
     cause: str | None = None
     stopped_for: str | None = None
-    """What it was asked to stop for, or who has struck it."""
+    """The reason for a requested stop, or the injected fault."""
     rank: int | None = None
     host: str | None = None
     log: str | None = None
     followed_by: str | None = None
-    """What came next: `restart`, `requeue`, `successor`, a new `submission`, or nothing."""
-    lost_us: int = 0
-    """Time in which it trained steps that had to be trained again."""
+    """Next event: `restart`, `requeue`, `successor`, a new `submission`, or nothing."""
+    lost_us: int | None = 0
+    """Time of training that had to be repeated; None if steps are not reported."""
     away_us: int = 0
     """Time from its end until the next attempt trained: in the queue, starting, loading."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether it ended before the run did."""
+        """True if it ended before the run did."""
         return self.end in ("failure", "stop", "vanished", "failed")
 
 
-def attempts_of(
-    events: Iterable[Mapping[str, Any]], ledger: Ledger, steps: Mapping[int, tuple[int, int]]
+def read_attempts(
+    events: Iterable[Mapping[str, Any]], ledger: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
 ) -> list[Attempt]:
-    """All attempts of a run, in their order.
+    """Return all attempts of a run, in order.
 
     Args:
         events: lines of `events.jsonl`.
-        ledger: where the run's time went.
-        steps: the first and the last step that each attempt logged.
+        ledger: the time breakdown of the run.
+        steps: first and last logged step of each attempt.
     """
     attempts: list[Attempt] = []
+    job_id: object = None
     for event in events:
-        if (time_us := microseconds(event.get("time"))) is not None:
-            _take(attempts, event, str(event.get("kind")), time_us / 1e6)
+        kind = str(event.get("kind"))
+        if kind == "submitted":
+            job_id = event.get("job_id")
+        # Slurm's final state of an earlier job may be recorded late.
+        late = kind == "seen" and event.get("job_id") != job_id
+        if (time_us := microseconds(event.get("time"))) is not None and not late:
+            _take(attempts, event, kind, time_us / 1e6)
     known = {attempt.number for attempt in attempts}
     for number in sorted(set(steps) - known):
         starts = [span.start_us for span in ledger.spans if span.attempt == number]
@@ -77,7 +84,7 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
     last = attempts[-1] if attempts else None
     if kind == "started":
         if last is not None and last.end is None:
-            last.end, last.cause = "vanished", VANISHED
+            last.end, last.cause = "vanished", VANISHED_CAUSE
         if last is not None and last.followed_by is None:
             last.followed_by = "requeue"
         attempts.append(_started(event, time, len(attempts)))
@@ -102,8 +109,17 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
         last.cause = f"told to stop{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"
     elif kind in ("restart", "shrink", "replace", "requeue"):
         last.followed_by = _text(event.get("by")) or kind
+        kind_of_end = _text(event.get("class"))
         if last.end is None:
-            last.ended, last.end, last.cause = time, "stop", _text(event.get("cause"))
+            last.ended, last.end, last.cause = time, "stop", _text(event.get("cause")) or kind_of_end
+        elif last.end == "stop" and kind_of_end == "preempted" and last.cause:
+            last.cause = last.cause.replace("told to stop", kind_of_end, 1)
+    elif kind == "seen" and last.followed_by is None:
+        state = str(event.get("job_state") or "").partition(" ")[0].rstrip("+")
+        if state == "CANCELLED":
+            mark_cancelled(last)
+        elif last.end is None:
+            last.end, last.cause = "vanished", f"{VANISHED_CAUSE} (Slurm: {state})"
     elif kind == "submitted" and last.end is not None:
         last.followed_by = last.followed_by or "submission"
     elif kind == "finished":
@@ -129,26 +145,35 @@ def _finish(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
         attempt.cause = _text(event.get("cause")) or attempt.cause
 
 
-def _add_costs(attempts: Sequence[Attempt], ledger: Ledger) -> None:
-    after = {What.QUEUED, What.RESTARTING, What.IDLE}
-    before = {What.STARTING, What.LOADING}
+def mark_cancelled(attempt: Attempt) -> None:
+    """Record the cancellation of the run in this attempt, unless its supervisor recorded it."""
+    if attempt.end not in ("cancelled", "completed"):
+        attempt.end, attempt.cause = "cancelled", attempt.cause or CANCELLED
+
+
+def _add_costs(attempts: Sequence[Attempt], ledger: TimeBreakdown) -> None:
+    after = {TimeCategory.QUEUED, TimeCategory.RESTARTING, TimeCategory.IDLE}
+    before = {TimeCategory.STARTING, TimeCategory.LOADING}
     follower = dict(zip((one.number for one in attempts[1:]), attempts, strict=False))
     by_number = {one.number: one for one in attempts}
+    if not ledger.knows_lost_work:
+        for attempt in attempts:
+            attempt.lost_us = None
     for span in ledger.spans:
         us = span.end_us - span.start_us
-        attempt = by_number.get(-1 if span.attempt is None else span.attempt)
-        if attempt is None:
+        found = by_number.get(-1 if span.attempt is None else span.attempt)
+        if found is None:
             continue
-        if span.what is What.LOST:
-            attempt.lost_us += us
-        elif span.what in after and attempt.interrupted:
-            attempt.away_us += us
-        elif span.what in before and (previous := follower.get(attempt.number)) and previous.interrupted:
+        if span.what is TimeCategory.LOST:
+            found.lost_us = (found.lost_us or 0) + us
+        elif span.what in after and found.interrupted:
+            found.away_us += us
+        elif span.what in before and (previous := follower.get(found.number)) and previous.interrupted:
             previous.away_us += us
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None
 
 
 def _text(value: object) -> str | None:

@@ -1,24 +1,24 @@
-"""A run over time as rectangles: where the time went, its attempts, its nodes, and what went wrong."""
+"""Timeline of a run as rectangles: time by category, attempts, nodes and failures."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from hpctrain.telemetry.report.facts import Facts
-from hpctrain.telemetry.report.story import how_it_ended
-from hpctrain.telemetry.report.words import clock, duration
-from hpctrain.telemetry.spans import Span, What
+from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
+from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.summary import describe_attempt_end
+from hpctrain.text import format_clock, format_duration
 
-#: Units of the drawing from left to right; what is narrower than one is not drawn by itself.
+#: Horizontal units of the drawing; anything narrower is not drawn separately.
 WIDTH = 1000
-#: Nodes that are seen at once, and those that are seen where somebody asks.
+#: Nodes visible at first, and after expanding.
 _HOSTS_IN_SIGHT, _MOST_HOSTS = 12, 128
 _STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
 @dataclass(frozen=True)
-class Bar:
+class TimelineBar:
     """A rectangle."""
 
     x: float
@@ -30,7 +30,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Point:
+class TimelinePoint:
     """Something that happened at a moment."""
 
     x: float
@@ -39,58 +39,60 @@ class Point:
 
 
 @dataclass
-class Lane:
+class TimelineRow:
     """A row of the drawing."""
 
     name: str
-    bars: list[Bar] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
+    bars: list[TimelineBar] = field(default_factory=list)
+    points: list[TimelinePoint] = field(default_factory=list)
 
 
 @dataclass
 class Timeline:
     """The whole drawing."""
 
-    time: Lane
-    attempts: Lane
-    hosts: list[Lane]
-    """Those on which something went wrong come first, where not all can be in sight."""
-    more_hosts: list[Lane]
+    time: TimelineRow
+    attempts: TimelineRow
+    hosts: list[TimelineRow]
+    """If not all nodes are visible, those with failures come first."""
+    more_hosts: list[TimelineRow]
     hosts_left_out: int
     ticks: list[tuple[float, str]]
 
 
-def draw(facts: Facts) -> Timeline:
-    """The drawing of a run that has begun."""
+def build_timeline(facts: RunData) -> Timeline:
+    """Return the timeline of a run with at least one record."""
     start, end = facts.start, max(facts.end, facts.start + 1e-6)
 
     def x(time: float) -> float:
         return round(min(max((time - start) / (end - start), 0.0), 1.0) * WIDTH, 2)
 
-    attempts, hosts = Lane("starts"), dict[str, Lane]()
+    attempts, hosts = TimelineRow("attempts"), dict[str, TimelineRow]()
     ends = [attempt.started for attempt in facts.attempts[1:]] + [end]
     for attempt, until in zip(facts.attempts, ends, strict=True):
         ended = attempt.ended if attempt.ended is not None else until
-        words = f"start {attempt.number}, {clock(attempt.started)}: {how_it_ended(attempt)}"
+        words = f"attempt {attempt.number}, {format_clock(attempt.started)}: {describe_attempt_end(attempt)}"
         left = x(attempt.started)
         kind = "failed" if attempt.end in ("failure", "vanished", "failed") else "attempt"
-        bar = Bar(left, max(1.0, x(ended) - left), kind, words, str(attempt.number))
+        bar = TimelineBar(left, max(1.0, x(ended) - left), kind, words, str(attempt.number))
         attempts.bars.append(bar)
         for host in attempt.hosts:
-            lane = hosts.setdefault(host, Lane(host))
-            lane.bars.append(Bar(bar.x, bar.width, "host", f"{host}: {words}"))
+            lane = hosts.setdefault(host, TimelineRow(host))
+            lane.bars.append(TimelineBar(bar.x, bar.width, "host", f"{host}: {words}"))
             if host == attempt.host:
-                lane.points.append(Point(x(ended), "fault", f"{host}: {attempt.cause}"))
+                lane.points.append(TimelinePoint(x(ended), "fault", f"{host}: {attempt.cause}"))
         if attempt.interrupted:
-            attempts.points.append(Point(x(ended), "stop" if attempt.end == "stop" else "fault", words))
-    # Nodes on which something went wrong are not left out.
+            attempts.points.append(
+                TimelinePoint(x(ended), "stop" if attempt.end == "stop" else "fault", words)
+            )
+    # Nodes with failures take precedence.
     shown = list(hosts.values())
     if len(shown) > _HOSTS_IN_SIGHT:
         shown = sorted(shown, key=lambda lane: not lane.points)[:_MOST_HOSTS]
-    saves = Lane("time")
+    saves = TimelineRow("time")
     saves.bars = _bars(facts.ledger.spans)
     saves.points = [
-        Point(x(one.time), "save", f"checkpoint of step {one.step}, {clock(one.time)}")
+        TimelinePoint(x(one.time), "save", f"checkpoint of step {one.step}, {format_clock(one.time)}")
         for one in facts.checkpoints
     ]
     saves.points = _apart(saves.points)
@@ -104,40 +106,40 @@ def draw(facts: Facts) -> Timeline:
     )
 
 
-def _bars(spans: tuple[Span, ...]) -> list[Bar]:
-    """What most of each unit's time was spent on; work that counts is told apart in the table only."""
+def _bars(spans: tuple[TimeSpan, ...]) -> list[TimelineBar]:
+    """Return the dominant category of each unit; merged into bars of equal category."""
     first, last = spans[0].start_us, spans[-1].end_us
     starts = [span.start_us for span in spans]
-    bars: list[Bar] = []
+    bars: list[TimelineBar] = []
     for column in range(WIDTH):
         begin = first + (last - first) * column // WIDTH
         end = first + (last - first) * (column + 1) // WIDTH
-        totals: dict[What, int] = {}
+        totals: dict[TimeCategory, int] = {}
         place = bisect_right(starts, begin) - 1
         while place < len(spans) and spans[place].start_us < end:
             us = min(end, spans[place].end_us) - max(begin, spans[place].start_us)
             totals[spans[place].what] = totals.get(spans[place].what, 0) + us
             place += 1
-        what = max(totals, key=lambda what: totals[what], default=What.IDLE)
+        what = max(totals, key=lambda what: totals[what], default=TimeCategory.IDLE)
         if bars and bars[-1].kind == what.name.lower():
-            bars[-1] = Bar(bars[-1].x, bars[-1].width + 1, bars[-1].kind, "")
+            bars[-1] = TimelineBar(bars[-1].x, bars[-1].width + 1, bars[-1].kind, "")
         else:
-            bars.append(Bar(column, 1, what.name.lower(), ""))
+            bars.append(TimelineBar(column, 1, what.name.lower(), ""))
     unit_s = (last - first) / WIDTH / 1e6
     return [
-        Bar(
+        TimelineBar(
             bar.x,
             bar.width,
             bar.kind,
-            f"{What[bar.kind.upper()].value}, about {duration(bar.width * unit_s)}",
+            f"{TimeCategory[bar.kind.upper()].value}, about {format_duration(bar.width * unit_s)}",
         )
         for bar in bars
     ]
 
 
-def _apart(points: list[Point]) -> list[Point]:
-    """Those that are at least two units apart."""
-    kept: list[Point] = []
+def _apart(points: list[TimelinePoint]) -> list[TimelinePoint]:
+    """Return points that are at least two units apart."""
+    kept: list[TimelinePoint] = []
     for point in points:
         if not kept or point.x - kept[-1].x >= 2:
             kept.append(point)
@@ -145,11 +147,11 @@ def _apart(points: list[Point]) -> list[Point]:
 
 
 def _round(seconds: int) -> str:
-    return f"{seconds} s" if seconds < 60 else duration(seconds)
+    return f"{seconds} s" if seconds < 60 else format_duration(seconds)
 
 
 def _ticks(seconds: float) -> list[tuple[float, str]]:
-    """Five to ten round times since the start."""
+    """Return round times since the start as ticks, five to ten of them."""
     step = next((each for each in _STEPS_S if seconds / each <= 8), None)
     if step is None:
         step = 86400 * -(-round(seconds) // (86400 * 8))

@@ -1,4 +1,4 @@
-"""What a strategy of replicas asks of the way in which they agree."""
+"""Interface of the communication algorithms, and plain all-reduce."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
-from hpctrain.runtime.process_group import Team
-from hpctrain.training.algorithms.weights import Weights
-from hpctrain.training.optimization import Optimization
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.algorithms.flat_params import FlatParameters
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 
 if TYPE_CHECKING:
-    from hpctrain.training.settings import Settings
+    from hpctrain.training.trainer_config import TrainerConfig
 
 
-#: A torch.distributed.GradBucket, of which torch tells no type.
-Bucket = Any
+#: A torch.distributed.GradBucket, which torch does not export as a type.
+GradBucket = Any
 
 
 class Algorithm:
-    """An all-reduce of gradients, as DDP does it by itself; what others do differently, they override.
+    """Base class of the algorithms; by default DDP's all-reduce of gradients.
 
-    An algorithm may let the replicas differ between two steps. Where all ranks meet, for a validation or a
-    checkpoint, they are made equal, so that a checkpoint fits any number of ranks.
+    An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint `align`
+    makes them equal, so that a checkpoint fits any number of ranks.
 
     Attributes:
-        sent_bytes: what this rank has handed over to be sent, since the beginning.
-        shares_gradients: whether every step ends with equal gradients; else weights differ in between.
+        sent_bytes: bytes that this rank has sent since the start.
+        shares_gradients: True if every step ends with equal gradients; if not, weights may differ.
     """
 
     shares_gradients: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.sent_bytes = 0
-        self.team: Team
-        self.weights: Weights
+        self.team: DistributedContext
+        self.weights: FlatParameters
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._kept: dict[str, Any] = {}
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        """Look whether the settings go with this algorithm.
+    def check(cls, settings: TrainerConfig) -> None:
+        """Check that the settings are compatible with this algorithm.
 
         Raises:
-            UserError: they do not; the message says why.
+            UserError: they are not; the message states the reason.
         """
         if settings.precision == "16-mixed" and not cls.shares_gradients:
             raise UserError(
@@ -57,37 +57,37 @@ class Algorithm:
                 "gradients differ skip different steps. Take 'bf16-mixed'."
             )
 
-    def begin(self, module: nn.Module, team: Team) -> None:
-        """Get to know the replicas, which are equal. Called where there are several ranks."""
+    def begin(self, module: nn.Module, team: DistributedContext) -> None:
+        """Receive the replicas, which are equal. Called only if there are several ranks."""
         self.team = team
-        self.weights = Weights(module)
+        self.weights = FlatParameters(module)
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Take the place of DDP's all-reduce of gradients, or leave it as it is."""
+        """Replace DDP's all-reduce of gradients; by default keep it."""
 
-    def optimized(self, optimization: Optimization) -> None:
-        """Get to know the optimizers, before the first step.
+    def optimized(self, optimization: OptimizerSetup) -> None:
+        """Receive the optimizers, before the first step.
 
         Raises:
-            UserError: they do not go with this algorithm.
+            UserError: they are not compatible with this algorithm.
         """
         self.optimizers = optimization.optimizers
 
     def updated(self, step: int) -> None:
-        """The optimizers have made their update of `step`, counted from 1."""
+        """Handle the end of the optimizers' update of `step`, counted from 1."""
 
     def align(self) -> None:
-        """Make weights, and what optimizers keep, equal on all ranks. All ranks must call this."""
+        """Make weights and optimizer state equal on all ranks. All ranks must call this."""
         if not self.shares_gradients:
             self.average(self.weights.parameters)
             self.average(self.weights.kept_by(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep, after `align`: the same on all ranks."""
+        """Return the state for a checkpoint, after `align`: the same on all ranks."""
         return self._kept
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, on any number of ranks."""
+        """Restore the result of `state_dict`, on any number of ranks."""
         self._kept = state
 
     def average(self, tensors: list[torch.Tensor]) -> None:
@@ -99,28 +99,30 @@ class Algorithm:
             self.weights.put(flat, together)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Add up over all ranks, in place, and count what is sent."""
+        """Sum over all ranks, in place, and count the bytes sent."""
         self.sent_bytes += tensor.nbytes
         dist.all_reduce(tensor)
 
 
 class AllReduce(Algorithm):
-    """The mean of all gradients, while the backward pass runs: DDP as it is."""
+    """Plain DDP: average all gradients during the backward pass."""
 
 
-def hook(parallel: DistributedDataParallel, exchange: Callable[[Bucket], Future[torch.Tensor]]) -> None:
-    """Have `exchange` take the place of DDP's all-reduce of each bucket of gradients."""
-    # torch looks at annotations, for a type that it does not show to those that check types.
+def register_comm_hook(
+    parallel: DistributedDataParallel, exchange: Callable[[GradBucket], Future[torch.Tensor]]
+) -> None:
+    """Replace DDP's all-reduce of each gradient bucket by `exchange`."""
+    # A lambda without annotations: torch checks them against a type that type checkers cannot see.
     parallel.register_comm_hook(None, lambda _state, bucket: exchange(bucket))
 
 
-def ready(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """A result that need not be waited for."""
+def completed_future(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    """Return a future that already holds its result."""
     future: Future[torch.Tensor] = Future()
     future.set_result(tensor)
     return future
 
 
-def leave_gradients(bucket: Bucket) -> Future[torch.Tensor]:
-    """A communication hook that sends nothing: each rank keeps its own gradients."""
-    return ready(bucket.buffer())
+def noop_hook(bucket: GradBucket) -> Future[torch.Tensor]:
+    """Keep each rank's own gradients: a communication hook that sends nothing."""
+    return completed_future(bucket.buffer())

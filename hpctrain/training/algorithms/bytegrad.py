@@ -1,4 +1,4 @@
-"""Gradients in 8 bits.
+"""All-reduce of gradients in 8 bits.
 
 Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021.
 """
@@ -9,18 +9,18 @@ import torch
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.training.algorithms.base import Algorithm, Bucket, hook, ready
-from hpctrain.training.algorithms.quantized import mean_in_bytes
+from hpctrain.training.algorithms.base import Algorithm, GradBucket, completed_future, register_comm_hook
+from hpctrain.training.algorithms.quantization import quantized_all_reduce_mean
 
 
 class ByteGrad(Algorithm):
-    """Each gradient bucket is averaged with one byte an element, between the least and the largest in it."""
+    """Averaging of gradient buckets at one byte per element, scaled to a bucket's minimum and maximum."""
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        hook(parallel, self._exchange)
+        register_comm_hook(parallel, self._exchange)
 
-    def _exchange(self, bucket: Bucket) -> Future[torch.Tensor]:
+    def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
-        mean, sent = mean_in_bytes(gradients, self.team.ranks.world_size)
+        mean, sent = quantized_all_reduce_mean(gradients, self.team.ranks.world_size)
         self.sent_bytes += sent
-        return ready(gradients.copy_(mean))
+        return completed_future(gradients.copy_(mean))

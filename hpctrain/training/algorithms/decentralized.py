@@ -1,7 +1,7 @@
-"""Replicas that take the mean of their weights with one or two peers, and none with all.
+"""Averaging of weights with one or two peers instead of all ranks.
 
-Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", 2017; Tang et al.,
-"Communication Compression for Decentralized Training", 2018, for the one in 8 bits (DCD-PSGD).
+Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", 2017. The 8-bit variant is
+DCD-PSGD: Tang et al., "Communication Compression for Decentralized Training", 2018.
 """
 
 from __future__ import annotations
@@ -11,61 +11,61 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.runtime.process_group import Team
-from hpctrain.training.algorithms.base import Algorithm, hook, leave_gradients
-from hpctrain.training.algorithms.quantized import Quantized
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.algorithms.base import Algorithm, noop_hook, register_comm_hook
+from hpctrain.training.algorithms.quantization import QuantizedRows
 
 
 class Decentralized(Algorithm):
-    """After each step a rank takes the mean of its weights and a peer's, another peer every time."""
+    """Averaging of weights with one peer after each step, a different peer every time."""
 
     shares_gradients = False
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        hook(parallel, leave_gradients)
+        register_comm_hook(parallel, noop_hook)
 
     def updated(self, step: int) -> None:
-        peer = peer_of(self.team.ranks.rank, self.team.ranks.world_size, step)
+        peer = tournament_peer(self.team.ranks.rank, self.team.ranks.world_size, step)
         if peer is None:
             return
         own = self.weights.flat()
         theirs = torch.empty_like(own)
-        exchange([(peer, own, theirs)])
+        exchange_tensors([(peer, own, theirs)])
         self.sent_bytes += own.nbytes
         self.weights.load((own + theirs) / 2)
 
 
 class LowPrecisionDecentralized(Algorithm):
-    """The ranks stand in a ring; each sends both neighbours what changed of its weights, in 8 bits.
+    """Averaging with both neighbours in a ring of ranks, which exchange changes of weights in 8 bits.
 
-    A rank knows its neighbours' weights exactly, for all apply the same rounded change, its sender too.
+    Each rank has exact copies of its neighbours' weights: sender and receivers apply the same rounded change.
     """
 
     shares_gradients = False
 
-    def begin(self, module: nn.Module, team: Team) -> None:
+    def begin(self, module: nn.Module, team: DistributedContext) -> None:
         super().begin(module, team)
         rank, size = team.ranks.rank, team.ranks.world_size
         self._neighbours = ((rank - 1) % size, (rank + 1) % size)
         self._know_all()
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        hook(parallel, leave_gradients)
+        register_comm_hook(parallel, noop_hook)
 
     def updated(self, step: int) -> None:  # noqa: ARG002
         moved = self.weights.flat() - self._own
         mean = (self._own + self._left + self._right) / 3
-        change = Quantized.of((mean + moved - self._own).unsqueeze(0))
+        change = QuantizedRows.of((mean + moved - self._own).unsqueeze(0))
         left, right = (
-            Quantized(torch.empty_like(change.codes), torch.empty_like(change.ranges)) for _ in range(2)
+            QuantizedRows(torch.empty_like(change.codes), torch.empty_like(change.ranges)) for _ in range(2)
         )
         before, after = self._neighbours
         for name in ("codes", "ranges"):
             own = getattr(change, name)
             if before == after:
-                exchange([(after, own, getattr(right, name))])
+                exchange_tensors([(after, own, getattr(right, name))])
             else:
-                exchange([(before, own, getattr(left, name)), (after, own, getattr(right, name))])
+                exchange_tensors([(before, own, getattr(left, name)), (after, own, getattr(right, name))])
         self.sent_bytes += change.nbytes * len({before, after})
         self._own += change.restored()[0]
         self._right += right.restored()[0]
@@ -82,20 +82,21 @@ class LowPrecisionDecentralized(Algorithm):
             self._know_all()
 
     def _know_all(self) -> None:
-        """All replicas are equal now."""
+        """Reset own and neighbours' copies to the current weights, which are equal on all ranks."""
         self._own = self.weights.flat()
         self._left, self._right = self._own.clone(), self._own.clone()
 
 
-def peer_of(rank: int, world_size: int, step: int) -> int | None:
-    """Whom a rank meets in a step, as in a tournament: in so many steps everybody meets everybody once.
+def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
+    """Return the peer of a rank in a step; in each cycle of steps every pair of ranks meets once.
 
-    One of the ranks stays, the others go round (the circle method); with an odd number one has nobody.
+    One rank keeps its seat and the others rotate (the circle method). If the number of ranks is odd, one rank
+    per step has no peer and gets None.
     """
     seats = world_size + world_size % 2
     turn = step % (seats - 1)
     if rank == seats - 1:
-        peer = turn * (seats // 2) % (seats - 1)  # the one with 2 · peer ≡ turn
+        peer = turn * (seats // 2) % (seats - 1)  # solves 2 · peer ≡ turn
     elif (2 * rank) % (seats - 1) == turn:
         peer = seats - 1
     else:
@@ -103,8 +104,8 @@ def peer_of(rank: int, world_size: int, step: int) -> int | None:
     return None if peer >= world_size else peer
 
 
-def exchange(transfers: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-    """Send to and receive from peers at once: (peer, what is sent, where to put what comes)."""
+def exchange_tensors(transfers: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+    """Exchange tensors with all peers at once: (peer, tensor to send, buffer for the tensor received)."""
     operations = []
     for peer, own, theirs in transfers:
         operations += [dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)]

@@ -1,4 +1,4 @@
-"""Gradients as products of two thin matrices.
+"""Low-rank compression of gradients.
 
 Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
 """
@@ -11,19 +11,19 @@ import torch
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.training.algorithms.base import Algorithm, Bucket, hook, ready
+from hpctrain.training.algorithms.base import Algorithm, GradBucket, completed_future, register_comm_hook
 
 
 class PowerSGD(Algorithm):
-    """A gradient of shape [n, m] is sent as [n, rank] and [m, rank]: one step of a power iteration.
+    """Transfer of gradients of shape [n, m] as [n, rank] and [m, rank], by one step of a power iteration.
 
-    What that leaves out is added to the next gradient (error feedback). Vectors, and matrices that would
-    not become smaller, are averaged as they are. Before a checkpoint the ranks share what was left out
-    evenly, which leaves its sum over the ranks, and so the next mean, as it is.
+    The residual is added to the next gradient (error feedback). Vectors, and matrices that would not become
+    smaller, are averaged uncompressed. Before a checkpoint the ranks average their residuals, which keeps
+    their sum over the ranks, and so the next mean.
     """
 
     def __init__(self, rank: int = 2, seed: int = 0) -> None:
-        """Take this many columns, and this seed for the first ones, the same on all ranks."""
+        """Use `rank` columns, drawn at first from `seed`, which must be the same on all ranks."""
         super().__init__()
         self.rank, self._seed = rank, seed
         self._number: dict[torch.Tensor, int] = {}
@@ -33,7 +33,7 @@ class PowerSGD(Algorithm):
     def attach(self, parallel: DistributedDataParallel) -> None:
         for number, parameter in enumerate(self.weights.parameters):
             self._number[parameter] = number
-        hook(parallel, self._exchange)
+        register_comm_hook(parallel, self._exchange)
 
     def align(self) -> None:
         self.average([self._errors[number] for number in sorted(self._errors)])
@@ -54,7 +54,7 @@ class PowerSGD(Algorithm):
                 like = self.weights.parameters[int(number)] if self._number else tensor
                 kept[int(number)] = tensor.to(like.device, copy=True)
 
-    def _exchange(self, bucket: Bucket) -> Future[torch.Tensor]:
+    def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         matrices: list[tuple[int, torch.Tensor]] = []
         whole: list[tuple[int, torch.Tensor]] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -64,7 +64,7 @@ class PowerSGD(Algorithm):
             self._average_into([gradient for _, gradient in whole])
         if matrices:
             self._compress(matrices)
-        return ready(bucket.buffer())
+        return completed_future(bucket.buffer())
 
     def _compress(self, numbered: list[tuple[int, torch.Tensor]]) -> None:
         inputs = []

@@ -1,7 +1,7 @@
-"""Adam whose momentum travels in 8 bits, once its variance has settled.
+"""Adam with 8-bit exchange of momenta after a warm-up of the variance.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021;
-in 8 bits and without error feedback as in Gan et al., "BAGUA", 2021.
+8 bits without error feedback as in Gan et al., "BAGUA", 2021.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
-from hpctrain.training.algorithms.base import Algorithm, Bucket, hook, ready
-from hpctrain.training.algorithms.quantized import mean_in_bytes
-from hpctrain.training.optimization import Optimization
+from hpctrain.training.algorithms.base import Algorithm, GradBucket, completed_future, register_comm_hook
+from hpctrain.training.algorithms.quantization import quantized_all_reduce_mean
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 
 if TYPE_CHECKING:
-    from hpctrain.training.settings import Settings
+    from hpctrain.training.trainer_config import TrainerConfig
 
 
-#: The most that a momentum is, in units of its deviation, with the betas that Adam has by default.
+#: Bound of a momentum, in units of its deviation, for Adam's default betas.
 _LARGEST = 3.0
 
 
 class QAdam(Algorithm):
-    """At first it is Adam over averaged gradients.
+    """Adam over averaged gradients during the warm-up, over averaged momenta after it.
 
-    Later each rank updates the momentum by its own gradient, the ranks average the momenta in 8 bits, each
-    in units of its deviation, and the variance stays as it is.
+    After the warm-up each rank updates the momentum from its own gradient, the ranks average the momenta in
+    8 bits, in units of their deviation, and the variance is frozen.
     """
 
     def __init__(self, warmup_steps: int = 100) -> None:
-        """Settle the variance for so many steps."""
+        """Freeze the variance after `warmup_steps` steps."""
         super().__init__()
         self.warmup_steps = warmup_steps
         self._step = 0
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
+    def check(cls, settings: TrainerConfig) -> None:
         for name in ("gradient_clip_norm", "gradient_clip_value"):
             if getattr(settings, name) is not None:
                 raise UserError(
@@ -54,9 +54,9 @@ class QAdam(Algorithm):
             )
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        hook(parallel, self._exchange)
+        register_comm_hook(parallel, self._exchange)
 
-    def optimized(self, optimization: Optimization) -> None:
+    def optimized(self, optimization: OptimizerSetup) -> None:
         super().optimized(optimization)
         self._group: dict[torch.Tensor, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
         for optimizer in optimization.optimizers:
@@ -84,32 +84,32 @@ class QAdam(Algorithm):
     def _is_warm(self) -> bool:
         return self._step >= self.warmup_steps
 
-    def _exchange(self, bucket: Bucket) -> Future[torch.Tensor]:
+    def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
         if not self._is_warm:
             gradients /= self.team.ranks.world_size
             self.all_reduce(gradients)
-            return ready(gradients)
+            return completed_future(gradients)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             optimizer, group = self._group[parameter]
             beta = group["betas"][0]
             if group["weight_decay"] and type(optimizer) is torch.optim.Adam:
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"])
             gradient.mul_(1 - beta).add_(optimizer.state[parameter]["exp_avg"], alpha=beta)
-            # In units of its deviation: rounding would drown an element whose gradients are small, or zero.
-            # One that the warm-up has never seen has none, and would take all of the range for itself.
+            # In units of the deviation: otherwise rounding would erase elements with small or zero gradients.
+            # The clamp keeps elements that had no variance in the warm-up from taking up the whole range.
             gradient.div_(self._deviation(parameter)).clamp_(-_LARGEST, _LARGEST)
-        mean, sent = mean_in_bytes(gradients, self.team.ranks.world_size)
+        mean, sent = quantized_all_reduce_mean(gradients, self.team.ranks.world_size)
         self.sent_bytes += sent
         gradients.copy_(mean)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradient.mul_(self._deviation(parameter))
-        return ready(gradients)
+        return completed_future(gradients)
 
     def _deviation(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The root of the settled variance, equal on all ranks."""
+        """Return the square root of the frozen variance, equal on all ranks."""
         optimizer, group = self._group[parameter]
-        # The variance was settled in the warm-up, and so was its correction.
+        # The variance is that of the warm-up, so its bias correction is too.
         settled = 1 - group["betas"][1] ** float(self.warmup_steps)
         root: torch.Tensor = (optimizer.state[parameter]["exp_avg_sq"] / settled).sqrt_()
         return root.add_(group["eps"])
@@ -117,7 +117,7 @@ class QAdam(Algorithm):
     def _replace_step(self, optimizer: torch.optim.Optimizer) -> None:
         as_ever = optimizer.step
 
-        # A schedule has put its mark on it, and looks for that.
+        # Keep the attributes of the original: LR schedulers mark `step` and check for the mark.
         @functools.wraps(as_ever)
         def step(*args: Any, **kwargs: Any) -> Any:
             return self._momentum_step(optimizer) if self._is_warm else as_ever(*args, **kwargs)
@@ -126,7 +126,7 @@ class QAdam(Algorithm):
 
     @torch.no_grad()
     def _momentum_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adam's update, from the momenta that lie where gradients otherwise do."""
+        """Apply Adam's update, with the momenta stored as gradients."""
         for group in optimizer.param_groups:
             beta = group["betas"][0]
             for parameter in group["params"]:

@@ -1,28 +1,24 @@
-"""As many batches on every rank, for forward passes in which ranks wait for each other."""
+"""Equal numbers of batches on all ranks, for forward passes with collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
-from hpctrain.runtime.process_group import Team
+from hpctrain.runtime.distributed_context import DistributedContext
 
 
-def in_lockstep(batches: Iterator[tuple[int, Any]], team: Team) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) as often as the rank that has most batches does.
+def pad_to_longest(batches: Iterator[tuple[int, Any]], team: DistributedContext) -> Iterator[tuple[int, Any]]:
+    """Yield (number of samples, batch) as often as the rank with the most batches.
 
-    A rank that has none left gets with 0 samples the batch that it had last or, if it never had one, that of
-    another rank. All ranks must go through this alike.
+    A rank that has none left yields its last batch with 0 samples, or another rank's batch if it never had
+    one. All ranks must call this.
     """
     held: tuple[int, Any] | None = None
     new = next(batches, None)
     while who := [rank for rank, has in enumerate(team.gather(new is not None)) if has]:
-        if held is None and len(who) < team.ranks.world_size:  # only before the first batch of all
-            lent = [new if team.ranks.rank == who[0] else None]
-            dist.broadcast_object_list(lent, src=who[0], group=team.control)
-            held = lent[0]
+        if held is None and len(who) < team.ranks.world_size:  # only possible before the first batch
+            held = team.broadcast(new, who[0], "a batch, for ranks that have none,")
         held = new or held
         assert held is not None
         yield (held[0] if new else 0), held[1]

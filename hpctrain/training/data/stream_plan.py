@@ -1,4 +1,4 @@
-"""Which samples the next steps of a stream train, as far as the lengths of its shards are known."""
+"""Plan of a stream's next steps, from the shard lengths known so far."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Mapping
 import torch
 
 from hpctrain.errors import UserError
-from hpctrain.training.data.feed import Until
-from hpctrain.training.data.shards import ENDLESS, Cursor, StreamBatch, next_batch
+from hpctrain.training.data.step_source import StopCondition
+from hpctrain.training.data.stream_order import UNKNOWN_LENGTH, StreamBatch, StreamCursor, next_batch
 
-#: Steps of which the ranks know the samples in advance.
+#: Steps that are planned in advance.
 _AHEAD = 2
 
 
 class StreamPlan:
-    """The next steps; the same on all ranks, for none plans with an end that the others do not know.
+    """Plan of the next steps, equal on all ranks: it uses only shard ends that all ranks have received.
 
     Attributes:
-        cursor: the position behind the step that was taken last.
-        coming: the batches of the next steps.
+        cursor: position after the last step taken.
+        coming: batches of the next steps.
     """
 
-    def __init__(self, num_shards: int, global_batch_size: int, until: Until) -> None:
+    def __init__(self, num_shards: int, global_batch_size: int, until: StopCondition) -> None:
         self._num_shards, self._global_batch_size, self._until = num_shards, global_batch_size, until
         self._lengths: dict[int, torch.Tensor] = {}
-        self.cursor = Cursor()
+        self.cursor = StreamCursor()
         self.coming: deque[StreamBatch] = deque()
 
     def lengths_in(self, epoch: int) -> torch.Tensor:
-        """Of each shard the length in an epoch; `ENDLESS` where its end was not seen yet."""
+        """Return the length of each shard in an epoch; `UNKNOWN_LENGTH` if its end has not been reached."""
         if epoch not in self._lengths:
-            self._lengths[epoch] = torch.full((self._num_shards,), ENDLESS)
+            self._lengths[epoch] = torch.full((self._num_shards,), UNKNOWN_LENGTH)
         return self._lengths[epoch]
 
-    def begin_at(self, cursor: Cursor, lengths: torch.Tensor | None = None) -> None:
-        """Go on from a position, in whose epoch these lengths are known."""
+    def begin_at(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
+        """Begin at a position, with the known lengths of its epoch."""
         self.cursor = cursor
         self._lengths = {} if lengths is None else {cursor.epoch: lengths}
 
@@ -55,7 +55,7 @@ class StreamPlan:
             self.coming.append(batch)
 
     def take(self) -> StreamBatch:
-        """The batch of the next step, which is being trained now."""
+        """Remove and return the batch of the next step, to train it."""
         batch = self.coming.popleft()
         self.cursor = batch.after
         if batch.batch_idx == 0:
@@ -63,18 +63,18 @@ class StreamPlan:
         return batch
 
     def learn(self, ends: Mapping[tuple[int, int], int]) -> None:
-        """Take in where shards end, by (epoch, shard); what was planned has to be planned anew."""
+        """Receive ends of shards, by (epoch, shard), and discard the plan."""
         for (epoch, shard), length in ends.items():
             self.lengths_in(epoch)[shard] = length
         self.coming.clear()
 
-    def _compose(self, cursor: Cursor) -> StreamBatch | None:
-        """The batch from `cursor` on, as far as lengths are known; None where the training has ended."""
+    def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
+        """Return the batch from `cursor`, based on known lengths; None if the training has ended."""
         while self._until.epochs is None or cursor.epoch < self._until.epochs:
             batch = next_batch(self.lengths_in(cursor.epoch), cursor, self._global_batch_size)
             if batch is not None:
                 return batch
             if cursor.batch == 0:
                 raise UserError(f"train_dataset gave no sample in epoch {cursor.epoch}.")
-            cursor = Cursor(cursor.epoch + 1)
+            cursor = StreamCursor(cursor.epoch + 1)
         return None

@@ -1,8 +1,8 @@
-"""How the ranks share the work. Siblings never import each other."""
+"""Strategies: the division of work between the ranks. Strategy modules never import each other."""
 
 from __future__ import annotations
 
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.registry import STRATEGY_VARIABLE, find_strategy, register_strategy
+from hpctrain.training.strategies.strategy_registry import STRATEGY_VARIABLE, find_strategy, register_strategy
 
 __all__ = ["STRATEGY_VARIABLE", "Strategy", "find_strategy", "register_strategy"]

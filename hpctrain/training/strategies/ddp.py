@@ -1,11 +1,11 @@
-"""Distributed data parallelism: one process a device, gradients averaged while the backward pass runs."""
+"""Distributed data parallelism: one process per device, gradients averaged during the backward pass."""
 
 from __future__ import annotations
 
-from hpctrain.training.strategies.replicas import Replicas
+from hpctrain.training.strategies.ddp_base import DataParallelBase
 
 
-class DDP(Replicas):
-    """Each rank takes its loss over its own share of the global batch."""
+class DDP(DataParallelBase):
+    """Strategy in which each rank computes its loss over its own share of the global batch."""
 
     has_algorithms = True

@@ -1,12 +1,12 @@
-"""ddp whose ranks the calling process starts."""
+"""Variant of ddp in which the calling process starts the ranks."""
 
 from __future__ import annotations
 
-from hpctrain.training.strategies.replicas import Replicas
+from hpctrain.training.strategies.ddp_base import DataParallelBase
 
 
-class DDPSpawn(Replicas):
-    """Where ranks were started already, such as by Slurm, there is nothing to start: it is ddp."""
+class DDPSpawn(DataParallelBase):
+    """Strategy that starts the ranks; identical to ddp if a launcher, such as Slurm, has started them."""
 
     has_algorithms = True
     spawns = True

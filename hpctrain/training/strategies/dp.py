@@ -1,4 +1,4 @@
-"""One process computes on several devices: the way of old scripts."""
+"""Data parallelism in one process on several devices, for old scripts."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hpctrain.errors import UserError
-from hpctrain.runtime.process_group import Team
-from hpctrain.training.data.loading import to_device
-from hpctrain.training.data.plan import split
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.data.batch_plan import split_range
+from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.module import Module
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.rows import rows
+from hpctrain.training.strategies.batch_split import slice_batch
 
 if TYPE_CHECKING:
-    from hpctrain.training.settings import Settings
+    from hpctrain.training.trainer_config import TrainerConfig
 
 
 class DP(Strategy):
-    """Every step the batch is split among the devices, the module copied to them, and the outputs gathered.
+    """Strategy that in each step splits the batch, copies the module to all devices, and gathers outputs.
 
-    `training_step_end` sees the outputs of the whole batch: tensors joined along their first dimension, and
-    scalars as a vector with an element a device. A module without one returns means over a device's
-    samples, and the mean of them is taken, weighted by the samples.
+    `training_step_end` gets the outputs of the whole batch: tensors joined along their first dimension, and
+    scalars as a vector with one element per device. A module without it returns means over a device's
+    samples; their mean, weighted by samples, is used.
 
-    Buffers, such as running means, go by the samples of the first device.
+    Buffers, such as running means, are updated from the samples of the first device only.
     """
 
     one_process = True
     remarks = ("strategy 'dp' copies the module to every device in every step: 'ddp' is faster",)
 
-    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
-        """Put the module on the first device.
+    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+        """Move the module to the first device.
 
         Raises:
             UserError: there are several ranks.
@@ -65,18 +65,18 @@ class DP(Strategy):
 
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
-    """The batch in parts, each on its device, with their samples; no part is without any."""
+    """Split the batch into parts on their devices, with their number of samples, at least 1 each."""
     count = min(len(devices), num_samples)
     parts = []
     for number, device in zip(range(count), devices, strict=False):
-        low, high = split(num_samples, number, count)
-        part = rows(batch, num_samples, low, high)
+        low, high = split_range(num_samples, number, count)
+        part = slice_batch(batch, num_samples, low, high)
         parts.append((to_device(part, device), high - low))
     return parts
 
 
 def _copy(module: Module, device: torch.device) -> Any:
-    """The module with its parameters copied to `device`; gradients go back to the originals."""
+    """Return the module with its parameters copied to `device`; gradients go back to the originals."""
     copies: dict[nn.Module, Any] = {}
     for part in module.modules():
         # torch's own protocol, which some layers extend.
@@ -85,7 +85,7 @@ def _copy(module: Module, device: torch.device) -> Any:
         for name, child in part._modules.items():
             copy._modules[name] = None if child is None else copies[child]
         for name, parameter in part._parameters.items():
-            # An attribute, for what is registered as a parameter must be a leaf.
+            # A plain attribute: registered parameters must be leaves.
             setattr(copy, name, None if parameter is None else parameter.to(device))
         for name, buffer in part._buffers.items():
             copy._buffers[name] = None if buffer is None else buffer.to(device, copy=True)
@@ -93,7 +93,7 @@ def _copy(module: Module, device: torch.device) -> Any:
 
 
 def _joined(outputs: list[Any], device: torch.device) -> Any:
-    """The outputs of all devices as one: tensors and numbers joined on `device`, other values the first's."""
+    """Join the outputs of all devices: tensors and numbers on `device`; of other values keep the first."""
     structure = pytree.tree_structure(outputs[0])
     joined = []
     for leaves in zip(*(pytree.tree_flatten(output)[0] for output in outputs), strict=True):
@@ -106,5 +106,5 @@ def _joined(outputs: list[Any], device: torch.device) -> Any:
 
 
 def _mean(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The mean over the devices' samples of a scalar that each device gave."""
+    """Return the mean over samples of a scalar that each device computed."""
     return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each

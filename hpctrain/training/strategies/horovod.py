@@ -1,4 +1,4 @@
-"""Horovod: its DistributedOptimizer averages gradients, over gloo, or what else it was built with.
+"""Horovod strategy: its DistributedOptimizer averages gradients, over gloo or another compiled-in backend.
 
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
 """
@@ -17,26 +17,26 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.errors import UserError
-from hpctrain.runtime.process_group import Team
+from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
-from hpctrain.training.optimization import Optimization, parameters_of
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.buffers import share_buffers
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 
 if TYPE_CHECKING:
-    from hpctrain.training.settings import Settings
+    from hpctrain.training.trainer_config import TrainerConfig
 
-#: Set for a process that horovodrun has started, or that has met the others before.
+#: Variable of a process that horovodrun has started.
 _MARK = "HOROVOD_RANK"
 
 
 class Horovod(Strategy):
-    """Under horovodrun the ranks meet at its server; under any other launcher rank 0 hosts one."""
+    """Strategy with rendezvous at horovodrun's server or, under any other launcher, at a server on rank 0."""
 
     has_turns = False
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
+    def check(cls, settings: TrainerConfig) -> None:
         if find_spec("horovod") is None:
             raise UserError(
                 f"strategy is {settings.strategy!r}, and Horovod is not installed here. It has no builds to "
@@ -49,8 +49,8 @@ class Horovod(Strategy):
                 "Take 'bf16-mixed', whose gradients are in float32, or strategy 'ddp'."
             )
 
-    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
-        """Begin Horovod, and broadcast rank 0's parameters and buffers. All ranks must call this."""
+    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+        """Initialize Horovod, and broadcast rank 0's parameters and buffers. All ranks must call this."""
         super().__init__(module, team, settings)
         self._optimizers: list[Any] = []
         self._is_pending = False
@@ -64,7 +64,7 @@ class Horovod(Strategy):
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self.team.is_distributed:
-            share_buffers(self.module)
+            broadcast_buffers(self.module)
         return super().training_step(batch, batch_idx, num_samples)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -77,20 +77,20 @@ class Horovod(Strategy):
             optimizer.set_backward_passes_per_step(2)  # so that this pass is not the last one
         yield
 
-    def optimized(self, optimization: Optimization) -> Optimization:
+    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if not self.team.is_distributed:
             return optimization
         for original in optimization.optimizers:
             own = {parameter for group in original.param_groups for parameter in group["params"]}
             named = [(name, p) for name, p in self.module.named_parameters() if p in own]
             optimizer = self._horovod.DistributedOptimizer(original, named_parameters=named)
-            # A schedule holds the original, and loading a state makes new groups: they share all they have.
+            # Schedules refer to the original, and loading a state creates new groups: share all attributes.
             _as_torch_has_it(optimizer)
             original.__dict__ = optimizer.__dict__
-            # Gradients are complete before the step: they may have to be clipped.
+            # `before_update` completes the gradients before the step, because they may have to be clipped.
             self._stack.enter_context(optimizer.skip_synchronize())
             self._optimizers.append(optimizer)
-        return Optimization(tuple(self._optimizers), optimization.schedulers)
+        return OptimizerSetup(tuple(self._optimizers), optimization.schedulers)
 
     def before_update(self) -> None:
         if not (self._is_pending and self.team.is_distributed):
@@ -104,7 +104,7 @@ class Horovod(Strategy):
             parameter.grad = None
 
     def _find_unused(self) -> list[torch.Tensor]:
-        """Parameters without a gradient on any rank; Horovod would make zeros of these."""
+        """Return parameters without a gradient on any rank, for which Horovod would create zeros."""
         parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
         has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
         dist.all_reduce(has, group=self.team.control)
@@ -114,7 +114,7 @@ class Horovod(Strategy):
 
     def align_buffers(self) -> None:
         if self.team.is_distributed:
-            share_buffers(self.module)
+            broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
         self._stack.close()
@@ -122,10 +122,10 @@ class Horovod(Strategy):
 
 
 def _imported() -> Any:
-    """Horovod for PyTorch.
+    """Import Horovod for PyTorch.
 
     Raises:
-        UserError: it was built for another PyTorch, or without one.
+        UserError: it was built for another PyTorch, or without PyTorch.
     """
     try:
         return importlib.import_module("horovod.torch")
@@ -137,9 +137,9 @@ def _imported() -> Any:
 
 
 def _as_torch_has_it(optimizer: Any) -> None:
-    """Give back what Horovod's optimizer has lost.
+    """Restore what torch expects of an optimizer and Horovod's lacks.
 
-    A schedule wraps the step, and warns where that is another one now; `zero_grad` has an argument.
+    LR schedulers wrap `step`, and warn if it was replaced later; `zero_grad` takes an argument.
     """
     step, zero_grad = optimizer.step, optimizer.zero_grad
     optimizer.zero_grad = lambda set_to_none=True: zero_grad()  # noqa: ARG005
@@ -154,12 +154,12 @@ def _as_torch_has_it(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _meeting(team: Team, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Set meanwhile what horovodrun would have set, with a server of rank 0's own. All ranks must call this.
+def _meeting(team: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this.
 
     Args:
         team: the ranks.
-        environ: the process's own variables, which Horovod reads when it begins.
+        environ: environment of the process, which Horovod reads when it starts.
     """
     ranks = team.ranks
     places = team.gather((ranks.node_rank, ranks.local_rank))
@@ -187,13 +187,13 @@ def _meeting(team: Team, environ: MutableMapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Left there, they would tell the next detection that horovodrun has started this process.
+        # If they stayed, the next launcher detection would find horovodrun.
         for name in variables:
             del environ[name]
 
 
 def _slot(places: list[tuple[int, int]], rank: int) -> dict[str, Any]:
-    """A rank's place as Horovod has it, out of the node and the local rank of each."""
+    """Return a rank's slot for Horovod, from the (node, local rank) of each rank."""
     node, local_rank = places[rank]
     across = sorted(other for other, its_local_rank in places if its_local_rank == local_rank)
     return {

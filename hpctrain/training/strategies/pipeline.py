@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each rank computes a stage of the module, and micro-batches run through the stages.
+"""Pipeline parallelism: each rank computes a stage of the module, and micro-batches pass through the stages.
 
-Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019; Narayanan
-et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, for the order of the passes
-(1F1B). torch.distributed.pipelining runs them.
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019; the order
+of the passes (1F1B) follows Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training",
+2019. Based on torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from torch.utils import _pytree as pytree
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
-from hpctrain.runtime.process_group import Team
-from hpctrain.training.data.plan import Deal
-from hpctrain.training.micro_batches import left_as_it_was
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.metric_accumulator import TOKENS_FIELD
+from hpctrain.training.base.rng import derive_seed
+from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
-from hpctrain.training.optimization import Optimization
-from hpctrain.training.rng import derived_seed
+from hpctrain.training.optim.micro_batch_size import preserve_state
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.kept import Kept
-from hpctrain.training.strategies.rows import micro_batch_sizes, rows
-from hpctrain.training.strategies.stages import Stages
-from hpctrain.training.sums import TOKENS
+from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
+from hpctrain.training.strategies.optimizer_state_gather import OptimizerStateGather
+from hpctrain.training.strategies.pipeline_stages import PipelineStages
 
 if TYPE_CHECKING:
-    from hpctrain.training.settings import Settings
+    from hpctrain.training.trainer_config import TrainerConfig
 
 
 class Pipeline(Strategy):
-    """Every rank has the global batch; rank r updates the parameters of stage r.
+    """Strategy in which every rank has the global batch, and rank r updates the parameters of stage r.
 
-    The weights of all stages stay on every rank, and are brought up to date before a validation, which the
-    ranks share as ever, and before a checkpoint, which fits any number of stages and any other strategy.
+    Every rank holds the weights of all stages. They are updated before a validation, which is divided between
+    the ranks as usual, and before a checkpoint, which fits any number of stages and any other strategy.
     """
 
     splits_itself = True
     has_turns = False
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
+    def check(cls, settings: TrainerConfig) -> None:
         if settings.precision == "16-mixed":
             raise UserError(
                 "precision '16-mixed' does not go with strategy 'pipeline', whose schedule takes the loss "
@@ -60,20 +60,20 @@ class Pipeline(Strategy):
             )
 
     @classmethod
-    def deal(cls, _ranks: Ranks) -> Deal:
-        return Deal(0, 1)
+    def deal(cls, _ranks: Ranks) -> DataRank:
+        return DataRank(0, 1)
 
-    def __init__(self, module: Module, team: Team, settings: Settings) -> None:
-        """Cut the module into stages, and broadcast rank 0's parameters. All ranks must call this.
+    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this.
 
         Raises:
-            UserError: it has nothing to cut into as many stages as there are ranks.
+            UserError: it cannot be divided into as many stages as there are ranks.
         """
         super().__init__(module, team, settings)
         self._is_pending = False
         if team.is_distributed:
-            self._stages = Stages(module, team.ranks.rank, team.ranks.world_size)
-            self._kept = Kept(self._stages.owned, team)
+            self._stages = PipelineStages(module, team.ranks.rank, team.ranks.world_size)
+            self._kept = OptimizerStateGather(self._stages.owned, team)
             self._is_last = team.ranks.rank == team.ranks.world_size - 1
             self._shapes: dict[Any, tuple[Any, Any]] = {}
             self._names: list[str] = []
@@ -89,23 +89,23 @@ class Pipeline(Strategy):
         ended: list[dict[str, torch.Tensor]] = []
         size = self.settings.micro_batch_size
         assert size != "auto"  # See `check`.
-        sizes = micro_batch_sizes(num_samples, size, self.team.ranks.world_size)
+        sizes = pipeline_micro_batch_sizes(num_samples, size, self.team.ranks.world_size)
         for parts in _equal_parts(batch, sizes, self._shared_seed()):
             self._run(parts, where, self._loss_of(parts, where, num_samples, ended))
         return self._scalars(ended, num_samples)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Among several ranks the schedule has gone through the backward passes already."""
+        """Do nothing with several ranks: the schedule has already run the backward passes."""
         if not self.team.is_distributed:
             super().backward(loss)
 
-    def optimized(self, optimization: Optimization) -> Optimization:
+    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if self.team.is_distributed:
             self._kept.optimizers = optimization.optimizers
         return optimization
 
     def before_update(self) -> None:
-        """Add up the gradients of what is in no stage alone, or in several."""
+        """Sum the gradients of parameters outside of all stages, or in several."""
         if not (self._is_pending and self.team.is_distributed):
             return
         self._is_pending = False
@@ -133,7 +133,7 @@ class Pipeline(Strategy):
         return torch.pow(powers + alike**p, 1 / p)
 
     def align_buffers(self) -> None:
-        """Bring parameters, buffers and what optimizers keep up to date on every rank."""
+        """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""
         if not self.team.is_distributed:
             return
         for rank, owned in enumerate(self._stages.owned):
@@ -142,7 +142,7 @@ class Pipeline(Strategy):
         self._kept.gather()
 
     def _shared_seed(self) -> int:
-        """A number that rank 0 draws, on every rank. All ranks must call this."""
+        """Return a random number from rank 0. All ranks must call this."""
         seed = torch.randint(2**62, (1,))
         dist.broadcast(seed, src=0, group=self.team.control)
         return int(seed)
@@ -154,16 +154,17 @@ class Pipeline(Strategy):
         num_samples: int,
         ended: list[dict[str, torch.Tensor]],
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """What takes the loss of a micro-batch, weighted, and notes its scalars in `ended`."""
+        """Return a function for the weighted loss of a micro-batch, which adds its scalars to `ended`."""
 
         def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
             part = parts[int(number)]
             scalars = as_scalars(
                 self._stages.end(output, part.batch, where, part.seed), "loss", type(self.module).__name__
             )
-            if TOKENS in scalars:
+            if TOKENS_FIELD in scalars:
                 raise UserError(
-                    f"training_step returned {TOKENS!r}, but with strategy 'pipeline' a loss counts samples."
+                    f"training_step returned {TOKENS_FIELD!r}, but with strategy 'pipeline' a loss "
+                    "counts samples."
                 )
             weight = part.num_samples / num_samples
             ended.append({name: value.detach() * weight for name, value in scalars.items()})
@@ -172,7 +173,7 @@ class Pipeline(Strategy):
         return loss_of
 
     def _run(self, parts: list[_Part], where: tuple[int, ...], loss_of: Callable[..., torch.Tensor]) -> None:
-        """Send micro-batches of one size through the stages and back."""
+        """Run micro-batches of one size forward and backward through the stages."""
         ranks, device = self.team.ranks, self.team.device
         inputs, output = self._find_shapes(parts[0].batch, where)
         stage = PipelineStage(
@@ -184,7 +185,7 @@ class Pipeline(Strategy):
             output_args=output,
         )
         kind = Schedule1F1B if len(parts) >= ranks.world_size else ScheduleGPipe
-        # The loss is divided above: torch would divide gradients, but sees only those inside of the stages.
+        # `loss_of` scales the loss: torch would scale gradients, but only those inside of the stages.
         schedule = kind(stage, len(parts), loss_fn=loss_of, scale_grads=False)
         numbers = torch.arange(len(parts), device=device)
         if ranks.rank == 0:
@@ -195,9 +196,9 @@ class Pipeline(Strategy):
             schedule.step()
 
     def _find_shapes(self, batch: Any, where: tuple[int, ...]) -> tuple[Any, Any]:
-        """What goes into this rank's stage and what comes out, for micro-batches that look like this one.
+        """Return this rank's stage input and output for micro-batches with the shapes of `batch`.
 
-        The first time, one goes through the stages without a gradient, and leaves nothing behind.
+        For new shapes one micro-batch runs through the stages without gradients; all state is preserved.
         """
         look = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
@@ -206,26 +207,24 @@ class Pipeline(Strategy):
         looks = (look, torch.is_autocast_enabled(self.team.device.type))
         if looks not in self._shapes:
             number = torch.zeros(1, dtype=torch.int64, device=self.team.device)
-            box: list[Any] = [None]
             inputs = output = number
-            with left_as_it_was(self.module), torch.no_grad():
+            shape: Any = None
+            with preserve_state(self.module), torch.no_grad():
                 for rank in range(self.team.ranks.world_size):
                     if rank == self.team.ranks.rank:
                         if rank > 0:
-                            inputs = torch.zeros(box[0][0], dtype=box[0][1], device=self.team.device)
+                            inputs = torch.zeros(shape[0], dtype=shape[1], device=self.team.device)
                         output = self._stages.forward(inputs, batch, where)
-                        box = [(output.shape, output.dtype)]
-                    dist.broadcast_object_list(box, src=rank, group=self.team.control)
-            # The schedule takes from these what it is to receive, and whether gradients go back.
+                    shape = self.team.broadcast((tuple(output.shape), output.dtype), rank)
+            # From these the schedule derives what to receive, and if it sends gradients back.
             self._shapes[looks] = inputs.requires_grad_(inputs.is_floating_point()), output.requires_grad_()
         return self._shapes[looks]
 
     def _scalars(self, ended: list[dict[str, torch.Tensor]], num_samples: int) -> tuple[Any, float]:
-        """Means over the micro-batches, which the last rank has; on the others zeros that do not count."""
+        """Return means over the micro-batches on the last rank; on the others zeros that do not count."""
         if not self._names:
-            box = [list(ended[0]) if self._is_last else None]
-            dist.broadcast_object_list(box, src=self.team.ranks.world_size - 1, group=self.team.control)
-            self._names = box[0] or []
+            names = list(ended[0]) if self._is_last else None
+            self._names = self.team.broadcast(names, self.team.ranks.world_size - 1) or []
         if not self._is_last:
             return {name: torch.zeros((), device=self.team.device) for name in self._names}, 0
         return {name: torch.stack([each[name] for each in ended]).sum() for name in self._names}, num_samples
@@ -233,18 +232,18 @@ class Pipeline(Strategy):
 
 @dataclass(frozen=True)
 class _Part:
-    """A micro-batch."""
+    """Micro-batch of a pipeline."""
 
     batch: Any
     num_samples: int
     seed: int
-    """What random numbers of the training step follow from, on the first stage and on the last one."""
+    """Seed of the training step's random numbers, on the first and the last stage."""
 
 
 class _Stage(nn.Module):
-    """This rank's stage, as torch's schedules call it: the first one with the number of a micro-batch."""
+    """Stage of this rank for torch's schedules; the first stage gets the number of a micro-batch as input."""
 
-    def __init__(self, stages: Stages, parts: list[_Part], where: tuple[int, ...]) -> None:
+    def __init__(self, stages: PipelineStages, parts: list[_Part], where: tuple[int, ...]) -> None:
         super().__init__()
         self._stages, self._parts, self._where = stages, parts, where
 
@@ -256,12 +255,12 @@ class _Stage(nn.Module):
 
 
 def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part]]:
-    """The batch in micro-batches of these sizes, those of one size together."""
+    """Yield the micro-batches of the batch, grouped by size."""
     low, num_samples = 0, sum(sizes)
     for size, alike in groupby(sizes):
         parts = []
         for _ in alike:
-            part = rows(batch, num_samples, low, low + size)
-            parts.append(_Part(part, size, derived_seed(seed, low)))
+            part = slice_batch(batch, num_samples, low, low + size)
+            parts.append(_Part(part, size, derive_seed(seed, low)))
             low += size
         yield parts

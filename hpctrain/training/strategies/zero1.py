@@ -1,4 +1,4 @@
-"""ZeRO stage 1: replicas of the module, of whose parameters each rank's optimizer updates a part.
+"""ZeRO stage 1: replicas of the module; each rank's optimizer updates a part of the parameters.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
@@ -10,23 +10,26 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpctrain.training.optimization import Optimization
-from hpctrain.training.strategies.parts import Parts, gradient_norm
-from hpctrain.training.strategies.replicas import Replicas
+from hpctrain import messages
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.strategies.ddp_base import DataParallelBase
+from hpctrain.training.strategies.sharded_params import ShardedParameters, gradient_norm
 
 
-class ZeRO1(Replicas):
-    """As ddp, but what the optimizer keeps is cut over the ranks.
+class ZeRO1(DataParallelBase):
+    """Variant of ddp with optimizer state sharded over the ranks.
 
-    Gradients are averaged as with ddp. Each rank updates its rows of every parameter, and then the ranks
-    exchange the rows. An optimizer that computes element by element gives the very bits that ddp gives.
+    Gradients are averaged as with ddp. Each rank updates its rows of every parameter, then the ranks exchange
+    the rows. With an element-wise optimizer the result is bitwise equal to that of ddp.
     """
 
-    def optimized(self, optimization: Optimization) -> Optimization:
-        self._parts: Parts | None = None
+    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+        self._parts: ShardedParameters | None = None
         if self.team.is_distributed:
             ranks, device = self.team.ranks, self.team.device
-            parts = self._parts = Parts(init_device_mesh(device.type, (ranks.world_size,)))
+            mesh = init_device_mesh(device.type, (ranks.world_size,))
+            messages.prove(mesh.get_group())
+            parts = self._parts = ShardedParameters(mesh)
             for optimizer in optimization.optimizers:
                 parts.put_into(optimizer, self.before_update)
                 optimizer.register_step_post_hook(lambda updated, *_: parts.gather(updated))

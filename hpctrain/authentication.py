@@ -1,0 +1,99 @@
+"""The secret of an attempt, and message authentication codes that prove its possession.
+
+The secret is in the environment of the ranks, which only processes of the run's owner can read. It is never
+sent: a peer proves it by a code over fresh nonces of both sides. An empty secret proves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.errors import Unauthenticated
+
+#: Environment variable of the secret. Set by the supervisor, or by the user for ranks without one.
+SECRET_VARIABLE = "HPCTRAIN_SECRET"
+CODE_BYTES = 32
+#: Length of a nonce in a line of text, in bytes.
+NONCE_LENGTH = 32
+
+
+def new_secret() -> dict[str, str]:
+    """Return an environment variable with a fresh secret."""
+    return {SECRET_VARIABLE: secrets.token_hex(32)}
+
+
+def secret_of(environ: Mapping[str, str]) -> bytes:
+    """Return the secret in `environ`, or empty bytes if there is none."""
+    return environ.get(SECRET_VARIABLE, "").encode()
+
+
+def new_nonce() -> bytes:
+    """Return a random number for a single use, as hexadecimal digits."""
+    return secrets.token_hex(NONCE_LENGTH // 2).encode()
+
+
+def code(key: bytes, *parts: object) -> bytes:
+    """Return the HMAC-SHA256 of `parts`: bytes, or anything that `str` represents exactly."""
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        mac.update(len(data).to_bytes(8, "big"))
+        mac.update(data)
+    return mac.digest()
+
+
+def matches(given: bytes, expected: bytes) -> bool:
+    """Compare two codes in constant time."""
+    return hmac.compare_digest(given, expected)
+
+
+def seal(key: bytes, content: bytes, *context: object) -> bytes:
+    """Return `content` preceded by its code, which is valid only in `context`."""
+    return b"%s %s" % (code(key, *context, content).hex().encode("ascii"), content)
+
+
+def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
+    """Return the content that `seal` was given.
+
+    Raises:
+        Unauthenticated: the code is wrong.
+    """
+    content = sealed.partition(b" ")[2]
+    if not matches(sealed, seal(key, content, *context)):
+        raise Unauthenticated("the right authentication code is missing")
+    return content
+
+
+class Signed:
+    """One direction of a connection: JSON lines, each with a code over its content and line number.
+
+    The receiver detects lines that were changed, dropped, repeated or sent back.
+    """
+
+    def __init__(self, key: bytes, *purpose: object) -> None:
+        self._key, self._count = code(key, *purpose), 0
+
+    def seal(self, message: Mapping[str, Any]) -> bytes:
+        """Return the next line to send."""
+        self._count += 1
+        return seal(self._key, json.dumps(message).encode("ascii"), self._count) + b"\n"
+
+    def open(self, line: bytes) -> dict[str, Any]:
+        """Return the message in the next received line. The code is checked before anything is parsed.
+
+        Raises:
+            Unauthenticated: the code is wrong, or the line is not a JSON object.
+        """
+        self._count += 1
+        try:
+            message = json.loads(unseal(self._key, line.rstrip(b"\n"), self._count))
+        except (ValueError, RecursionError) as error:
+            raise Unauthenticated(f"a line was received that is no JSON: {error}") from None
+        if not isinstance(message, dict):
+            raise Unauthenticated("a line was received that is no JSON object")
+        return message

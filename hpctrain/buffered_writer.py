@@ -1,0 +1,82 @@
+"""Line writer that does not fail the run if the disk is full or the folder vanished."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpctrain.files import append_lines
+
+#: Shows a message to the user.
+ReportMessage = Callable[[str], None]
+
+#: Maximum number of buffered lines; the oldest are dropped first.
+_KEPT = 100_000
+_RETRY_AFTER_S = 1.0
+
+
+class BufferedLineWriter:
+    """Appends lines to a file, and buffers those that cannot be written until they can be."""
+
+    def __init__(self, path: Path, say: ReportMessage) -> None:
+        """Append to the file at `path`; report to `say` when writing fails and when it works again."""
+        self._path, self._say = path, say
+        self._waiting: deque[str] = deque(maxlen=_KEPT)
+        self._retry_at = 0.0
+        self._writing = threading.RLock()
+        self.trouble: OSError | None = None
+        """Why the file cannot be written; None if it can."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if lines are buffered that could not be written so far."""
+        return bool(self._waiting)
+
+    @contextmanager
+    def waiting(self) -> Iterator[list[str]]:
+        """Yield the lines that could not be written so far; none is written during the block."""
+        with self._writing:
+            yield list(self._waiting)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append `record` as JSON after the buffered lines, now or later."""
+        self.append_line(json.dumps(record))
+
+    def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append all `records` after the buffered lines. Opens the file only once."""
+        self._waiting.extend(json.dumps(record) for record in records)
+        if time.monotonic() >= self._retry_at:
+            self.flush()
+
+    def append_line(self, line: str) -> None:
+        """Append `line` after the buffered lines, now or later."""
+        self._waiting.append(line)
+        if time.monotonic() >= self._retry_at:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write as many buffered lines as possible."""
+        with self._writing:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            append_lines(self._path, self._waiting)
+        except OSError as error:
+            said, self.trouble = self.trouble is not None, error
+            self._retry_at = time.monotonic() + _RETRY_AFTER_S
+            if not said:
+                self._say(
+                    f"hpctrain: {self._path} cannot be written: {error.strerror}. The run goes on; "
+                    "its lines are kept and written once that works again."
+                )
+        else:
+            if self.trouble is not None:
+                self.trouble = None
+                self._say(f"hpctrain: {self._path} can be written again, and is complete.")

@@ -1,0 +1,92 @@
+"""Export of a checkpoint into one file that can be read without hpctrain."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from hpctrain.checkpoint.format.manifest import read_verified
+from hpctrain.checkpoint.io.coordination import RankCoordinator
+from hpctrain.checkpoint.io.loading import LoadedCheckpoint, VerifiedCheckpoint, load
+from hpctrain.errors import CheckpointError, UserError
+from hpctrain.files import fsync_path
+
+_SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth")
+
+
+def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False) -> list[str]:
+    """Write the module's weights in the folder `checkpoint`, or the whole state, to `file`.
+
+    `file` appears only when it is complete; an existing file is replaced.
+
+    Returns:
+        Sentences about what was written and what was left out.
+
+    Raises:
+        UserError: `file` does not end in .safetensors, .pt or .pth, or `everything` is requested for a
+            .safetensors file.
+        CheckpointError: the checkpoint is broken or cannot be read, or `file` cannot be written.
+        OSError: `file` cannot be written.
+    """
+    suffix = file.suffix.lower()
+    if suffix not in (*_SAFETENSORS, *_TORCH):
+        raise UserError(f"{file} ends in {suffix!r}; give a name that ends in .safetensors or .pt.")
+    if everything and suffix not in _TORCH:
+        raise UserError(f"{file} can hold tensors alone, and --all is more; give a name that ends in .pt.")
+    loaded = load_on_cpu(checkpoint)
+    step, state = loaded.step, loaded.state
+    if everything:
+        _write(file, lambda path: torch.save({"step": step, **state}, path))
+        return [f"{file}: the whole state after step {step}"]
+    weights = state["module"]
+    if suffix in _TORCH:
+        _write(file, lambda path: torch.save(weights, path))
+        return [f"{file}: {_count(weights)} of the state after step {step}"]
+    tensors = {name: value.contiguous() for name, value in _tensors(weights)}
+    _write(file, lambda path: save_file(tensors, path, {"format": "pt", "step": str(step)}))
+    left_out = sorted(set(weights) - set(tensors))
+    return [
+        f"{file}: {_count(tensors)} of the state after step {step}",
+        *(f"{name} is no tensor, and is left out; a .pt file can hold it" for name in left_out),
+    ]
+
+
+def load_on_cpu(folder: Path) -> LoadedCheckpoint:
+    """Verify and load the checkpoint in `folder` on the CPU of this process, written by any number of ranks.
+
+    Raises:
+        CheckpointError: it is broken or cannot be read.
+    """
+    return load(RankCoordinator(None, 0.0), VerifiedCheckpoint(folder, read_verified(folder)), None)
+
+
+def _tensors(weights: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, value) for name, value in weights.items() if isinstance(value, torch.Tensor))
+
+
+def _count(weights: dict[str, Any]) -> str:
+    numbers = sum(tensor.numel() for _, tensor in _tensors(weights))
+    return f"{len(weights)} tensors, {numbers:,} numbers,"
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` create a temporary file, sync it to disk and rename it to `file`."""
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{file} cannot be written: there is no folder {file.parent}.")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    except (RuntimeError, SafetensorError) as error:  # both libraries raise these if the disk is full
+        raise CheckpointError(f"{file} was not written: {str(error).partition(chr(10))[0]}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(file.absolute().parent)

@@ -1,0 +1,123 @@
+"""Formats in which other programs store a training state in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hpctrain.errors import UserError
+
+#: Common names of each part in a dict.
+_WEIGHTS = ("state_dict", "model", "module", "model_state_dict", "net", "weights")
+_OPTIMIZERS = ("optimizer_states", "optimizers", "optimizer", "optimizer_state_dict", "optim")
+_SCHEDULERS = (
+    *("lr_schedulers", "schedulers", "scheduler", "lr_scheduler"),
+    *("scheduler_state_dict", "lr_scheduler_state_dict"),
+)
+_STEPS = ("global_step", "step", "steps", "iteration", "iter", "num_steps")
+#: Prefix that a wrapper adds to each name of the wrapped module → the wrapper.
+_WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
+
+
+@dataclass(frozen=True)
+class ExternalState:
+    """A training state from the file of another program."""
+
+    origin: str
+    """The program that seems to have written it."""
+    weights: dict[str, Any]
+    optimizers: list[Any] | None = None
+    """One state_dict each; None if the file has none."""
+    schedulers: list[Any] | None = None
+    step: int | None = None
+    left_out: tuple[str, ...] = ()
+    """Names of the other entries of the file."""
+    remarks: tuple[str, ...] = field(default=())
+
+    def weights_alone(self) -> ExternalState:
+        """Return a copy without optimizers and schedulers."""
+        names = [name for name in ("optimizers", "schedulers") if getattr(self, name)]
+        return replace(self, optimizers=None, schedulers=None, left_out=(*self.left_out, *names))
+
+    def tree(self) -> dict[str, Any]:
+        """Return the state as the Trainer's checkpoints hold it; parts that the file lacks are empty."""
+        return {
+            "module": self.weights,
+            "optimizers": self.optimizers,
+            "schedulers": self.schedulers,
+            "scaler": None,
+            "user": {},
+            "plan": None,
+            "validated_step": 0,
+            "validation": {},
+            "latest": {},
+        }
+
+
+def parse_external_state(content: Any, origin: str) -> ExternalState:
+    """Return the training state in `content`, which was read from a file.
+
+    Raises:
+        UserError: it contains no weights.
+    """
+    if not isinstance(content, Mapping):
+        raise UserError(f"{origin} holds a {type(content).__name__}; a dict with a state_dict is needed.")
+    if _is_state_dict(content):
+        weights, remarks = _unwrapped(content)
+        return ExternalState("a state_dict", weights, remarks=remarks)
+    name = next((name for name in _WEIGHTS if _is_state_dict(content.get(name))), None)
+    if name is None:
+        raise UserError(
+            f"{origin} has {', '.join(map(repr, content)) or 'nothing'}, and no state_dict among them. It is "
+            f"looked for as {', '.join(map(repr, _WEIGHTS))}, or as the whole file: put it there."
+        )
+    version = content.get("pytorch-lightning_version")
+    weights, remarks = _unwrapped(content[name])
+    optimizers, schedulers = (_first(content, names) for names in (_OPTIMIZERS, _SCHEDULERS))
+    used = {name, "pytorch-lightning_version", optimizers[0], schedulers[0], *_STEPS}
+    step = next((content[key] for key in _STEPS if isinstance(content.get(key), int)), None)
+    return ExternalState(
+        f"Lightning {version}" if version else "PyTorch",
+        weights,
+        optimizers[1],
+        schedulers[1],
+        step=step,
+        left_out=tuple(str(key) for key in content if key not in used),
+        remarks=remarks,
+    )
+
+
+def _is_state_dict(value: Any) -> bool:
+    """True if `value` maps names to tensors; a few `_extra_state` entries of other types are allowed."""
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(item, torch.Tensor) for item in value.values())
+        and all(
+            isinstance(item, torch.Tensor) or str(name).endswith("_extra_state")
+            for name, item in value.items()
+        )
+    )
+
+
+def _first(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str | None, list[Any] | None]:
+    """Return the first of `names` that has a value, and its states as a list."""
+    for name in names:
+        if states := content.get(name):
+            return name, list(states) if isinstance(states, (list, tuple)) else [states]
+    return None, None
+
+
+def _unwrapped(weights: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the weights without the wrappers' prefixes, and a remark for each prefix removed."""
+    plain, remarks = dict(weights), []
+    found = True
+    while found:
+        found = False
+        for prefix, wrapper in _WRAPPERS.items():
+            if plain and all(name.startswith(prefix) for name in plain):
+                plain, found = {name.removeprefix(prefix): value for name, value in plain.items()}, True
+                remarks.append(f"each name began with {prefix!r}, as {wrapper} has it: that was cut off")
+    return plain, tuple(remarks)

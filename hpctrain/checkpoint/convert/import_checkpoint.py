@@ -1,0 +1,141 @@
+"""Import of another trainer's file as a checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from hpctrain.checkpoint.convert.external_formats import ExternalState, parse_external_state
+from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import UserError
+from hpctrain.files import make_folder
+from hpctrain.rundir import RunDir
+
+
+def import_checkpoint(
+    file: Path,
+    run: RunDir,
+    *,
+    step: int | None = None,
+    weights_only: bool = False,
+    allow: Sequence[str] = (),
+) -> list[str]:
+    """Create the checkpoint of step `step` in `run` from `file`.
+
+    Args:
+        file: a bare state_dict, a dict that contains one, a Lightning checkpoint, or a .safetensors file.
+        run: a run that is not active; its folder is created if it does not exist.
+        step: completed optimizer steps; None takes the number in the file, or 0.
+        weights_only: import neither optimizers nor schedulers.
+        allow: names of classes that the file may contain in addition to tensors and plain values.
+
+    Returns:
+        Sentences about what was imported and what was not.
+
+    Raises:
+        UserError: the file contains other classes or no weights, or the run has a checkpoint of this or a
+            later step.
+        CheckpointError: the checkpoint could not be written, or a value cannot be stored in one.
+    """
+    foreign = parse_external_state(_read(file, allow), str(file))
+    if weights_only:
+        foreign = foreign.weights_alone()
+    if step is None:
+        step = foreign.step or 0
+    newest = max((one.step for one in list_checkpoints(run)[0]), default=-1)
+    if newest >= step:
+        raise UserError(
+            f"{run.checkpoints} has a checkpoint of step {newest}, and {file} would be that of step {step}: "
+            "a run goes on from the newest. Give a higher --step, or another folder."
+        )
+    make_folder(run.path)
+    store = CheckpointStore(run.checkpoints)
+    saved = store.save(step, foreign.tree(), {})
+    store.close()
+    return [f"{saved.path}: the state after step {step}, from {file} ({foreign.origin})", *_told(foreign)]
+
+
+def _read(file: Path, allow: Sequence[str]) -> Any:
+    """Return the content of the file, on the CPU, without running code from it.
+
+    Raises:
+        UserError: it contains objects of classes that are not allowed, or has another format.
+    """
+    if file.suffix.lower() == ".safetensors":
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise UserError(f"{file} is no safetensors file: {error}.") from error
+    with torch.serialization.safe_globals([_class(name) for name in allow]):
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if others := _other_classes(file):
+                raise UserError(
+                    f"{file} holds objects of {', '.join(others)}, and loading them would run code of the "
+                    "file. If you trust it, name them: "
+                    f"{' '.join(f'--allow {name}' for name in others)}. Or write a file without them where "
+                    "it comes from: torch.save({'state_dict': model.state_dict()}, FILE)."
+                ) from error
+            raise UserError(
+                f"{file} is no file that torch.save has written: {_first_line(error)}."
+            ) from error
+
+
+def _other_classes(file: Path) -> list[str]:
+    """Return the names of classes and functions in the file that were not allowed, without loading it."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # noqa: BLE001 (an unreadable file has no names)
+        return []
+
+
+def _class(name: str) -> Any:
+    """Import the class that the user calls `name`.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{name!r} (--allow) cannot be imported: {error}. Give module and class.") from error
+
+
+def _told(foreign: ExternalState) -> Iterator[str]:
+    """Yield sentences about what was imported and what was not."""
+    parts: Mapping[str, list[Any] | None] = {
+        "optimizer": foreign.optimizers,
+        "scheduler": foreign.schedulers,
+    }
+    taken = [f"{len(states)} {name}{'s' * (len(states) != 1)}" for name, states in parts.items() if states]
+    yield "taken over: " + ", ".join([f"{len(foreign.weights)} weights and buffers", *taken])
+    for name, states in parts.items():
+        if not states:
+            yield (
+                f"no state of an {name}: it begins anew"
+                if name == "optimizer"
+                else (f"no state of a {name}: it begins anew, at its first step")
+            )
+    if foreign.left_out:
+        yield f"left out: {', '.join(foreign.left_out)}"
+    yield from foreign.remarks
+    yield (
+        "not in such a file: which samples were trained, and the random state. The run goes on in its own "
+        "order of samples, as if it had trained that many steps of it."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

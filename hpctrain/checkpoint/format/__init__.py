@@ -1,0 +1,1 @@
+"""Files of a checkpoint: the manifest, the tensors in torch's DCP format, and the write plan."""

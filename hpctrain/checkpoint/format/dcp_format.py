@@ -1,0 +1,114 @@
+"""Tables with the location of each tensor: one for `torch.distributed.checkpoint`, one as JSON for hpctrain.
+
+torch's own table, `.metadata`, is a pickle, which may run code when it is read. It is only for readers
+without hpctrain; hpctrain reads `tensors.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hpctrain.checkpoint.format.staged_file import StagedFile
+
+METADATA_NAME = ".metadata"
+TENSORS_NAME = "tensors.json"
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A piece of a tensor in a file."""
+
+    key: str
+    dtype: str
+    """torch's name of the element type, without `torch.`."""
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+def rank_file_name(rank: int) -> str:
+    """Return torch's name for the first file of a rank."""
+    return f"__{rank}_0.distcp"
+
+
+def stored_chunks(image: StagedFile, rank: int) -> list[StoredChunk]:
+    """Return the location of each piece in the file of a rank."""
+    return [
+        StoredChunk(
+            piece.key,
+            str(piece.dtype).removeprefix("torch."),
+            piece.whole,
+            piece.offsets,
+            piece.sizes,
+            rank_file_name(rank),
+            span.offset,
+            span.length,
+        )
+        for piece, span in zip(image.pieces, image.spans, strict=True)
+    ]
+
+
+def build_tables(everything: Iterable[StoredChunk]) -> dict[str, bytes]:
+    """Return the two tables of a checkpoint, by file name."""
+    record: dict[str, Any] = {}
+    for item in everything:
+        entry = record.setdefault(item.key, {"dtype": item.dtype, "size": item.whole, "pieces": []})
+        entry["pieces"].append((item.offsets, item.sizes, item.file, item.offset, item.length))
+    text = json.dumps(record)
+    return {
+        METADATA_NAME: pickle.dumps(_metadata(json.loads(text))),
+        TENSORS_NAME: f"{text}\n".encode("ascii"),
+    }
+
+
+def _metadata(record: dict[str, Any]) -> Metadata:
+    tensors, places = {}, {}
+    for key, entry in record.items():
+        chunks = []
+        for i, (offsets, sizes, file, offset, length) in enumerate(entry["pieces"]):
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[MetadataIndex(key, offsets, i)] = _StorageInfo(file, offset, length)
+        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+        tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+    # torch's type also allows entries that are no tensors; there are none here.
+    return Metadata(dict(tensors), storage_data=places, version=CURRENT_DCP_VERSION)
+
+
+class TensorReader(FileSystemReader):
+    """Reader for the tensors of a checkpoint that unpickles nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.table = _metadata(json.loads((folder / TENSORS_NAME).read_bytes()))
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self.table
+
+    def keys(self, prefixes: Sequence[str]) -> list[str]:
+        """Return the keys that begin with one of `prefixes`."""
+        return [key for key in self.table.state_dict_metadata if key.startswith(tuple(prefixes))]
+
+    def empty(self, key: str) -> torch.Tensor:
+        """Return an empty CPU tensor with the type and shape of the tensor `key`."""
+        entry = self.table.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -1,0 +1,182 @@
+"""The manifest, which makes a folder a checkpoint and is written last. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.files import open_regular, read_regular
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+
+MANIFEST_NAME = "manifest.json"
+_FORMAT = 1
+_BLOCK_BYTES = 8 << 20
+#: Precedes the manifest's own checksum, which covers all bytes before this.
+_SEAL = b',\n"xxh3_128": "'
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint, as it was written."""
+
+    name: str
+    bytes: int
+    xxh3_128: str
+    """Checksum, as 32 hexadecimal digits."""
+
+    def verify(self, folder: Path) -> None:
+        """Compare the file in `folder` with its size and checksum.
+
+        Raises:
+            CorruptCheckpoint: it is missing or differs; the message names it.
+            CheckpointError: it cannot be read at the moment.
+        """
+        path = folder / self.name
+        try:
+            found = checksum(path)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path} is missing; the manifest lists it.") from None
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if found.bytes != self.bytes:
+            raise CorruptCheckpoint(f"{path} has {found.bytes} bytes; the manifest says {self.bytes}.")
+        if found != self:
+            raise CorruptCheckpoint(
+                f"{path} has checksum {found.xxh3_128}; the manifest says {self.xxh3_128}."
+            )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The record of a checkpoint and its files."""
+
+    step: int
+    """Completed optimizer steps."""
+    world_size: int
+    """Number of ranks that wrote it."""
+    time: float
+    """Time of the snapshot, in seconds since the epoch."""
+    score: float | None
+    """Value of the metric by which the run keeps its best checkpoints."""
+    files: tuple[FileEntry, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files)
+
+    def encode(self) -> bytes:
+        """Return the text of the manifest file; its last line is a checksum of all bytes before it."""
+        body = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).removesuffix("\n}").encode("ascii")
+        return body + _tail(body)
+
+    @classmethod
+    def decode(cls, content: bytes, path: Path) -> Manifest:
+        """Parse the output of `encode`; `path` is its source, for messages.
+
+        Raises:
+            CorruptCheckpoint: any byte differs from what was written.
+            CheckpointError: it was written by another version.
+        """
+        body, _, _ = content.rpartition(_SEAL)
+        if not body or content != body + _tail(body):
+            raise CorruptCheckpoint(
+                f"{path} is garbled: its last line is not the checksum of those before it."
+            )
+        try:
+            record = json.loads(content)
+            if record["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {record['format']!r}; this hpctrain reads format {_FORMAT}. "
+                    "Resume with the hpctrain that wrote it."
+                )
+            files = tuple(FileEntry(**entry) for entry in record["files"])
+            return cls(record["step"], record["world_size"], record["time"], record["score"], files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f"{path} is garbled: {type(error).__name__}: {error}.") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest in `folder`.
+
+        Raises:
+            CorruptCheckpoint: it is missing, garbled, or belongs to another step.
+            CheckpointError: it cannot be read at the moment, or was written by another version.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            content = read_regular(path)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(
+                f"{folder} has no {MANIFEST_NAME}: its writing was never finished."
+            ) from None
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        manifest = cls.decode(content, path)
+        if checkpoint_folder_name(manifest.step) != folder.name:
+            raise CorruptCheckpoint(f"{folder} holds the manifest of step {manifest.step}.")
+        return manifest
+
+    def shares(self, num_ranks: int) -> list[list[FileEntry]]:
+        """Return the files divided among `num_ranks` ranks, with about the same number of bytes for each."""
+        shares: list[list[FileEntry]] = [[] for _ in range(num_ranks)]
+        loads = [0] * num_ranks
+        for entry in sorted(self.files, key=lambda entry: (-entry.bytes, entry.name)):
+            rank = loads.index(min(loads))
+            shares[rank].append(entry)
+            loads[rank] += entry.bytes
+        return shares
+
+
+def make_entry(name: str, content: bytes) -> FileEntry:
+    """Return the entry of a file that holds `content`."""
+    return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def checksum(path: Path) -> FileEntry:
+    """Compute the size and checksum of the file at `path`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest, size = xxhash.xxh3_128(), 0
+    with open_regular(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(path.name, size, digest.hexdigest())
+
+
+def read_verified(folder: Path) -> Manifest:
+    """Read the manifest of the checkpoint in `folder` and verify every file.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint is not intact; the message names the cause.
+        CheckpointError: a file cannot be read at the moment.
+    """
+    manifest = Manifest.read(folder)
+    for entry in manifest.files:
+        entry.verify(folder)
+    return manifest
+
+
+def committed_steps(checkpoints: Path) -> Iterator[int]:
+    """Yield the steps in `checkpoints` that have a manifest, newest first; files are not verified."""
+    for step in reversed(list_checkpoint_steps(checkpoints)):
+        if (checkpoints / checkpoint_folder_name(step) / MANIFEST_NAME).is_file():
+            yield step
+
+
+def _tail(body: bytes) -> bytes:
+    return _SEAL + xxhash.xxh3_128_hexdigest(body).encode("ascii") + b'"\n}\n'
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error.strerror}. Nothing was changed. "
+        "See to the file system, and start again."
+    )

@@ -1,0 +1,193 @@
+"""The file of a rank, laid out in memory exactly as on disk.
+
+It is a sequence of archives, each the output of `torch.save` for one piece of a tensor, which is what
+`torch.distributed.checkpoint` reads. The bytes around the data depend only on its type and shape, so they are
+generated once. A save then only copies tensors to their places and writes one contiguous range of memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import IO, Any, cast
+
+import torch
+
+from hpctrain.checkpoint.format.write_plan import WriteItem, item_bytes
+
+#: Archives start at multiples of this, so that their data is aligned for every type.
+_ALIGNMENT = 64
+_RECORD = b"archive/data/0"
+#: Room for growth in later saves, such as more digits in the random state.
+_SLACK_BYTES = 1 << 20
+#: cudaHostRegisterPortable (CUDA Runtime API, memory management).
+_PORTABLE = 1
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """The position of a piece's archive in the file, in bytes."""
+
+    offset: int
+    length: int
+
+
+class StagedFile:
+    """The file of one rank, for pieces of given types and shapes."""
+
+    def __init__(self, pieces: Sequence[WriteItem]) -> None:
+        """Compute the layout; `lie_in` provides the memory.
+
+        Args:
+            pieces: the content of the file.
+        """
+        self.pieces = tuple(pieces)
+        self.spans: list[ByteRange] = []
+        self.num_bytes = 0
+        self._targets: list[torch.Tensor] = []
+        for piece in pieces:
+            offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            head, tail = _envelope(piece.dtype, piece.sizes)
+            self.spans.append(ByteRange(offset, len(head) + item_bytes(piece) + len(tail)))
+            self.num_bytes = offset + self.spans[-1].length
+
+    def lie_in(self, memory: mmap.mmap) -> None:
+        """Use `memory`, of at least `num_bytes` bytes, and write the bytes around the data into it."""
+        self.content = memoryview(memory)[: self.num_bytes]
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        end = 0
+        for piece, span in zip(self.pieces, self.spans, strict=True):
+            head, tail = _envelope(piece.dtype, piece.sizes)
+            begin, stop = span.offset + len(head), span.offset + span.length - len(tail)
+            self.content[end:begin] = bytes(span.offset - end) + head
+            end = stop + len(tail)
+            self.content[stop:end] = tail
+            self._targets.append(everything[begin:stop].view(piece.dtype).view(piece.sizes))
+
+    def fill(self, data: Sequence[torch.Tensor]) -> _Arrival:
+        """Copy the data of all pieces to their places.
+
+        Copies from a GPU are queued on the current stream and may still be in progress on return.
+
+        Returns:
+            An object to `synchronize()` with before the content is read.
+        """
+        if data:
+            # One call for all, because a state may have thousands of small tensors.
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, list(data), non_blocking=True)
+        return _Arrival({source.device for source in data if source.is_cuda})
+
+
+class _Arrival:
+    """Completion of all copies from some GPUs."""
+
+    def __init__(self, gpus: Iterable[torch.device]) -> None:
+        self._events = []
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(gpu))
+            self._events.append(event)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
+    """Allocate memory for images, with all pages touched so that no save has to fault them in.
+
+    Args:
+        num_bytes: size of the content in bytes.
+        gpu: pin the memory, so that this and any other GPU can copy into it asynchronously.
+    """
+    num_bytes += _SLACK_BYTES
+    # Private, so that no limit on shared memory applies. Not inherited by children: otherwise each fork, such
+    # as that of a data worker, would make the next save copy every page.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    with _ignoring_refusal():
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    everything.zero_()
+    if gpu is not None:
+        # Registered, because torch's own pinned memory is rounded up to powers of two. A new thread's current
+        # device is the first GPU, on which each rank of the node would otherwise create a context.
+        with torch.cuda.device(gpu):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            address = everything.data_ptr()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return memory
+
+
+@contextmanager
+def _ignoring_refusal() -> Iterator[None]:
+    """Suppress OSError: a kernel without huge pages refuses the hint, which does no harm."""
+    try:
+        yield
+    except OSError:
+        return
+
+
+class _Envelope:
+    """Stream for `torch.save` that keeps the bytes before and after the tensor's data."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.head, self.tail = bytearray(), bytearray()
+        self._found, self._left = False, num_bytes
+
+    def write(self, block: Any) -> int:
+        rest = memoryview(block).cast("B")
+        written = len(rest)
+        if not self._found:
+            self.head += rest
+            rest = memoryview(self._split())
+        skipped = min(self._left, len(rest))
+        self._left -= skipped
+        self.tail += rest[skipped:]
+        return written
+
+    def flush(self) -> None:
+        """Do nothing: the stream has no buffer."""
+
+    def _split(self) -> bytes:
+        """Return the bytes that follow the header of the data's record, and remove them from the head.
+
+        Returns no bytes while that header is incomplete.
+        """
+        at = self.head.find(_RECORD)
+        if at < 0:
+            return b""
+        # The last two fields before the name in a local file header of a zip archive (APPNOTE.TXT, 4.3.7).
+        name_length, extra_length = struct.unpack("<HH", self.head[at - 4 : at])
+        begin = at + name_length + extra_length
+        if len(self.head) < begin:
+            return b""
+        self._found = True
+        rest = bytes(self.head[begin:])
+        del self.head[begin:]
+        return rest
+
+
+@cache
+def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the bytes that `torch.save` writes before and after the data of a contiguous tensor.
+
+    Checksums inside the archive are left out, as torch allows, because they would depend on the data.
+    """
+    tensor = torch.empty(sizes, dtype=dtype)  # never touched, so it takes no memory
+    stream = _Envelope(tensor.nbytes)
+    with_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, cast(IO[bytes], stream))
+    finally:
+        torch.serialization.set_crc32_options(with_checksums)
+    return bytes(stream.head), bytes(stream.tail)

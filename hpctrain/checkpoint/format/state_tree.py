@@ -1,0 +1,68 @@
+"""Splitting of a nested state into tensors and plain values, which are stored as JSON.
+
+Nothing is pickled: a save refuses a value that JSON cannot represent exactly, and names its path. Floats are
+exact, because JSON stores the shortest text that reads back to the same number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hpctrain.errors import CheckpointError
+
+_TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
+
+
+def split_tree(tree: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return (plain, tensors): `tree` with a reference in place of each tensor, and the tensors by path.
+
+    Raises:
+        CheckpointError: a value is neither a tensor nor None, bool, int, float, str, list, tuple or dict.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _split(tree, path, tensors), tensors
+
+
+def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        while path in tensors:  # {"a/b": …, "a": {"b": …}}, or the keys 1 and "1"
+            path += "+"
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Counter):  # MultiStepLR requires this type for its milestones
+        return {_COUNTER: _split(dict(value), path, tensors)}
+    if isinstance(value, Mapping):
+        items = [(key, _split(item, f"{path}/{key}", tensors)) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+            return dict(items)
+        return {_ITEMS: [[_split(key, f"{path}/key", tensors), item] for key, item in items]}
+    if isinstance(value, (list, tuple)):
+        parts = [_split(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. "
+        "Use tensors, numbers, text, lists, tuples and dicts in state_dict()."
+    )
+
+
+def join_tree(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Rebuild the tree from the result of `split_tree`."""
+    if isinstance(plain, list):
+        return [join_tree(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensors[plain[_TENSOR]]
+    if _COUNTER in plain:
+        return Counter(join_tree(plain[_COUNTER], tensors))
+    if _TUPLE in plain:
+        return tuple(join_tree(item, tensors) for item in plain[_TUPLE])
+    if _ITEMS in plain:
+        return {join_tree(key, tensors): join_tree(item, tensors) for key, item in plain[_ITEMS]}
+    return {key: join_tree(item, tensors) for key, item in plain.items()}

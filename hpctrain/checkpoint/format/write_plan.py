@@ -1,0 +1,155 @@
+"""The write plan: the part of each tensor that a rank writes.
+
+Tensors that are replicated on the same ranks are laid end to end, in the order of the tree, and divided into
+one equal range per rank. Each rank computes its own range without communication, and all ranks write about
+the same amount. A tensor is cut only if the end of a range falls into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hpctrain.errors import CheckpointError
+
+#: Smaller tensors are not cut, in bytes: opening another piece would cost more than it saves.
+_CUT_FROM_BYTES = 1 << 20
+
+
+class WriteItem(NamedTuple):
+    """A rectangular region of a tensor, which one rank writes."""
+
+    key: str
+    dtype: torch.dtype
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Position of the piece in the whole tensor."""
+    sizes: tuple[int, ...]
+
+
+class _Held(NamedTuple):
+    """This rank's part of a tensor, and the ranks that hold the same part."""
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+    holders: tuple[int, ...]
+
+
+def plan_writes(
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    rank_of: Callable[[int], int] = lambda global_rank: global_rank,
+) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    """Yield the pieces that this rank writes, with their data, in an order that depends only on shapes.
+
+    Args:
+        tensors: by key; plain ones are equal on all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        rank_of: maps a global rank to the rank in the group that saves.
+
+    Raises:
+        CheckpointError: a tensor is of a kind that cannot be stored.
+    """
+    groups: dict[tuple[int, ...], list[_Held]] = {}
+    everyone = tuple(range(world_size))
+    for key, tensor in tensors.items():
+        for held in _held(key, tensor, rank, everyone, rank_of):
+            groups.setdefault(held.holders, []).append(held)
+    for holders, members in groups.items():
+        yield from _cut(members, holders.index(rank), len(holders))
+
+
+def slice_item(piece: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of a piece of `tensor`, which this rank holds whole."""
+    data = tensor.detach()
+    if piece.sizes == piece.whole:
+        return data
+    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+        data = data.narrow(dim, offset, size)
+    return data
+
+
+def _cut(members: Iterable[_Held], index: int, num_holders: int) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    members = list(members)
+    length = sum(held.data.nbytes for held in members) / num_holders
+    begin = 0
+    for held in members:
+        data, nbytes = held.data, held.data.nbytes
+        # Rows are slices along the first dimension with a size above 1.
+        dim = next((d for d, size in enumerate(data.shape) if size > 1), None)
+        rows = 1 if dim is None or nbytes < _CUT_FROM_BYTES else data.shape[dim]
+
+        def row(cut: int, begin: int = begin, nbytes: int = nbytes, rows: int = rows) -> int:
+            """Return the first row of range number `cut`."""
+            if cut in (0, num_holders):
+                return 0 if cut == 0 else rows
+            if nbytes == 0:
+                return 0 if begin < cut * length else rows
+            return min(rows, max(0, round((cut * length - begin) / nbytes * rows)))
+
+        first, end = row(index), row(index + 1)
+        begin += nbytes
+        if first >= end:
+            continue
+        offsets = list(held.offsets)
+        if dim is not None and end - first < rows:
+            offsets[dim] += first
+            data = data.narrow(dim, first, end - first)
+        yield WriteItem(held.key, data.dtype, held.whole, tuple(offsets), tuple(data.shape)), data
+
+
+def _held(
+    key: str, tensor: torch.Tensor, rank: int, everyone: tuple[int, ...], rank_of: Callable[[int], int]
+) -> Iterator[_Held]:
+    if isinstance(tensor, DTensor):
+        yield from _held_of_dtensor(key, tensor, rank_of)
+    elif isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            offsets = tuple(shard.metadata.shard_offsets)
+            yield _Held(key, tuple(tensor.size()), offsets, _storable(key, shard.tensor), (rank,))
+    else:
+        data = _storable(key, tensor)
+        yield _Held(key, tuple(data.shape), (0,) * data.dim(), data, everyone)
+
+
+def _held_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -> Iterator[_Held]:
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if place is None:
+        return
+    if not all(isinstance(placement, (Replicate, Shard)) for placement in tensor.placements):
+        raise CheckpointError(
+            f"{key} is a DTensor with placements {tensor.placements}; only shards and replicas can be "
+            "stored. Call redistribute() on it first."
+        )
+    alike = tuple(
+        slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
+        for placement, at in zip(tensor.placements, place, strict=True)
+    )
+    holders = tuple(sorted(rank_of(other) for other in mesh.mesh[alike].flatten().tolist()))
+    data = _storable(key, tensor.to_local())
+    for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call] # torch's protocol
+        yield _Held(key, tuple(tensor.shape), tuple(chunk.offsets), data, holders)
+
+
+def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{key} is a tensor of layout {tensor.layout} and type {tensor.dtype} on {tensor.device}, "
+            "which a checkpoint cannot hold. Store a dense one."
+        )
+    return tensor.detach()
+
+
+def item_bytes(piece: WriteItem) -> int:
+    """Return the size of a piece's data in bytes."""
+    return math.prod(piece.sizes) * piece.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Writing, committing, reading and removing checkpoints, with a limit on every wait for a disk."""

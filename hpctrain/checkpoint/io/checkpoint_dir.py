@@ -1,0 +1,230 @@
+"""A folder of checkpoints: commit, deletion and cleanup. Imports no torch.
+
+A checkpoint is written into a hidden folder, which readers ignore; the rename to its final name is the
+commit. Deletion first renames it to another hidden name. Every folder with the name of a step was therefore
+complete when it got that name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.files import (
+    fsync_path,
+    is_locked,
+    lock_folder,
+    make_folder,
+    own_file,
+    write_atomic,
+)
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+
+_SAVING, _DELETING = ".saving-", ".deleting-"
+_SHOWN = re.compile(r"step-\d{8,}(\.broken-\d+)?")
+#: A hidden folder of another machine counts as abandoned after this time without a change, in seconds.
+ABANDONED_AFTER_S = 600.0
+
+
+def temporary_name(step: int, machine: str, token: str) -> str:
+    """Return the name of the hidden folder in which the checkpoint of a step is written.
+
+    Args:
+        step: completed optimizer steps.
+        machine: `boot_identity()` of the process that creates the folder.
+        token: unique to this save, across all attempts.
+    """
+    return f"{_SAVING}{checkpoint_folder_name(step)}-{machine}-{token}"
+
+
+def is_checkpoint_entry(name: str) -> bool:
+    """True if an entry in a folder of checkpoints was written by hpctrain, complete or not."""
+    return name.startswith((_SAVING, _DELETING)) or _SHOWN.fullmatch(name) is not None
+
+
+def new_save_token() -> str:
+    """Return a token that is unique to a save."""
+    return secrets.token_hex(4)
+
+
+def boot_identity() -> str:
+    """Return an identifier of the running system; process locks are visible only within one system."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """A folder of checkpoints, from the view of the process that creates and renames folders in it."""
+
+    folder: Path
+    durable: bool = True
+    """True if commits must survive a power failure."""
+    records: tuple[Path, ...] = ()
+    """Files to sync to disk before a commit, so that their records of the checkpoint are not lost."""
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Path]:
+        """Create the hidden folder `name`; on exit, remove it unless it was committed.
+
+        While it is open, a lock shows that its writer is alive.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        path = self.folder / name
+        make_folder(self.folder)
+        path.mkdir(0o755)
+        lock = None
+        try:
+            with suppress(
+                OSError
+            ):  # without locks, each of two parallel attempts could treat the other as abandoned
+                lock = lock_folder(path)
+            self._sweep(path)
+            yield path
+        finally:
+            if lock is not None:
+                os.close(lock)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def commit(self, path: Path, step: int, files: Mapping[str, bytes]) -> bool:
+        """Write the remaining files into the hidden folder `path` and rename it to its final name.
+
+        Its large files must already be on disk.
+
+        Args:
+            path: the hidden folder.
+            step: completed optimizer steps.
+            files: the content of the remaining files by name; the manifest is written last.
+
+        Returns:
+            False if a checkpoint of this step already exists; it is left unchanged.
+
+        Raises:
+            OSError: nothing was committed.
+        """
+        for name in sorted(files, key=lambda name: name == MANIFEST_NAME):
+            with open(path / name, "xb", opener=own_file) as file:
+                file.write(files[name])
+                file.flush()
+                if self.durable:
+                    os.fsync(file.fileno())
+        if self.durable:
+            fsync_path(path)
+            for record in self.records:
+                with suppress(OSError):  # a checkpoint without its metrics is better than none
+                    fsync_path(record)
+        final = self.folder / checkpoint_folder_name(step)
+        if final.exists():
+            return False
+        path.rename(final)
+        if self.durable:
+            for folder in (self.folder, self.folder.parent):
+                fsync_path(folder)
+        return True
+
+    def steps(self) -> list[int]:
+        """Return the steps with a folder here, ascending; their contents are not checked."""
+        return list_checkpoint_steps(self.folder)
+
+    def prune(self, newest: int, retention: Retention) -> list[str]:
+        """Delete the checkpoints before `newest` that no rule keeps.
+
+        Deletes nothing if the files of `newest` do not have the sizes in its manifest. Checkpoints without a
+        readable manifest are not deleted and do not count among those kept.
+
+        Returns:
+            A sentence for each checkpoint that could not be deleted.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        try:
+            manifest = Manifest.read(self.folder / checkpoint_folder_name(newest))
+            for entry in manifest.files:
+                size = (self.folder / checkpoint_folder_name(newest) / entry.name).stat().st_size
+                if size != entry.bytes:
+                    raise CorruptCheckpoint(f"{entry.name} has {size} bytes, not {entry.bytes}")
+        except (OSError, CheckpointError) as error:
+            return [f"No old checkpoint was deleted, for the new one cannot be trusted: {error}"]
+        scores: dict[int, float | None] = {}
+        for step in list_checkpoint_steps(self.folder):
+            with suppress(CheckpointError):
+                scores[step] = Manifest.read(self.folder / checkpoint_folder_name(step)).score
+        notes = []
+        for step in sorted(scores.keys() - retention.kept(scores)):
+            if step < newest:
+                try:
+                    self.delete(step)
+                except FileNotFoundError:
+                    continue  # deleted by another process
+                except OSError as error:
+                    path = self.folder / checkpoint_folder_name(step)
+                    notes.append(f"{path} is no longer needed, and cannot be deleted: {error.strerror}.")
+        return notes
+
+    def add_score(self, step: int, score: float) -> None:
+        """Write the score of a step into its manifest.
+
+        Raises:
+            CheckpointError: the manifest cannot be read.
+            OSError: it cannot be written; the old one is unchanged.
+        """
+        folder = self.folder / checkpoint_folder_name(step)
+        content = replace(Manifest.read(folder), score=score).encode()
+        write_atomic(folder / MANIFEST_NAME, content, durable=self.durable)
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of a step.
+
+        Raises:
+            OSError: it still exists, or a part of it under a hidden name.
+        """
+        hidden = self.folder / f"{_DELETING}{checkpoint_folder_name(step)}-{new_save_token()}"
+        (self.folder / checkpoint_folder_name(step)).rename(hidden)
+        shutil.rmtree(hidden)
+
+    def withdraw(self, step: int) -> None:
+        """Delete the checkpoint of a step, if it exists and deletion is possible."""
+        with suppress(OSError):
+            self.delete(step)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a broken checkpoint, so that it no longer counts and can still be inspected.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        folder = self.folder / checkpoint_folder_name(step)
+        taken = {entry.name for entry in self.folder.iterdir()}
+        free = next(i for i in range(len(taken) + 1) if f"{folder.name}.broken-{i}" not in taken)
+        return folder.rename(folder.with_name(f"{folder.name}.broken-{free}"))
+
+    def _sweep(self, own: Path) -> None:
+        """Remove the remains of killed saves and deletions, as far as possible."""
+        now = own.stat().st_mtime  # by the clock of the file system
+        for path in self.folder.glob(f"{_DELETING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_SAVING}*"):
+            if path != own and _is_abandoned(path, now):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_abandoned(path: Path, now: float) -> bool:
+    """True if the writer of a save's hidden folder cannot be alive any more."""
+    try:
+        if path.name.split("-")[-2] == boot_identity():
+            return not is_locked(path)
+        changes = [path.stat().st_mtime, *(entry.stat().st_mtime for entry in path.iterdir())]
+    except (OSError, IndexError):
+        return False
+    return now - max(changes) > ABANDONED_AFTER_S

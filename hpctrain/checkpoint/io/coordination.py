@@ -1,0 +1,154 @@
+"""Communication between the ranks that save together.
+
+They use a process group of their own, because saves run in the background and their messages must not mix
+with those of the training. Every wait has a limit. When a rank is lost, all later communication fails at
+once.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hpctrain import messages
+from hpctrain.errors import CheckpointError, DiskFull, Unauthenticated
+
+T = TypeVar("T")
+
+#: Start of the text of an OSError that a full disk or a quota causes.
+_FULL = re.compile(rf"\[Errno (?:{errno.ENOSPC}|{errno.EDQUOT})\]")
+
+
+class PeerLost(CheckpointError):
+    """Error for a lost rank: no checkpoint can be coordinated until all ranks are started again."""
+
+
+class RankCoordinator:
+    """The ranks that save together, from the view of one rank. Every method but `rank_of` is a collective.
+
+    See `hpctrain.messages.gather` for the types of values that can be exchanged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
+        """Create a group with the ranks of `group`; None means a single process.
+
+        Args:
+            group: all ranks.
+            limit_s: longest time for which one rank may block the others, in seconds.
+        """
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self._limit_s = limit_s
+        self._lost: str | None = None
+        self._members = [0] if group is None else dist.get_process_group_ranks(group)
+        self._group = (
+            None
+            if group is None
+            else messages.new_group(self._members, timeout=timedelta(seconds=limit_s), backend="gloo")
+        )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def lost(self) -> str | None:
+        """The reason why this rank can no longer communicate; None while it can."""
+        return self._lost
+
+    def rank_of(self, global_rank: int) -> int:
+        """Return the rank within the saving group for a global rank."""
+        return self._members.index(global_rank)
+
+    def from_main(self, value: T, waiting_for: str) -> T:
+        """Return rank 0's `value`."""
+        box = [value]
+
+        def exchange(group: dist.ProcessGroup) -> None:
+            box[0] = messages.broadcast(group, value, src=0)
+
+        self._communicate(waiting_for, exchange)
+        return box[0]
+
+    def all(self, value: T, waiting_for: str) -> list[T]:
+        """Return the values of all ranks."""
+        return self._gather(value, waiting_for, None)
+
+    def on_main(self, value: T, waiting_for: str) -> list[T]:
+        """Return the values of all ranks on rank 0; the result on other ranks is meaningless."""
+        return self._gather(value, waiting_for, 0)
+
+    def _gather(self, value: T, waiting_for: str, to: int | None) -> list[T]:
+        values = [value] * self.world_size
+
+        def exchange(group: dist.ProcessGroup) -> None:
+            values[:] = messages.gather(group, value, to=to)
+
+        self._communicate(waiting_for, exchange)
+        return values
+
+    def counts(self, *flags: bool, waiting_for: str) -> list[int]:
+        """Return, for each flag, the number of ranks on which it is set."""
+        numbers = torch.tensor(flags, dtype=torch.int32)
+        self._communicate(waiting_for, lambda group: dist.all_reduce(numbers, group=group))
+        return [int(number) for number in numbers]
+
+    def together(self, action: Callable[[], T], failure: str) -> T:
+        """Run `action` on every rank and return its result; if it raises on any rank, raise on all.
+
+        Args:
+            action: the operation of this rank.
+            failure: description of a failure, as the start of a sentence.
+
+        Raises:
+            CheckpointError: with the cause on the first rank that has one.
+        """
+        result: Any = None
+        problem: str | None = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
+            problem = describe_exception(error)
+        self.raise_alike(problem, failure)
+        return result  # type: ignore[no-any-return]
+
+    def raise_alike(self, problem: str | None, failure: str) -> None:
+        """Raise on all ranks if any has a problem.
+
+        Raises:
+            CheckpointError: as for `together`.
+        """
+        for rank, text in enumerate(self.all(problem, failure)):
+            if text:
+                kind = DiskFull if _FULL.search(text) else CheckpointError
+                raise kind(f"{failure}: {text}{self._whose(rank)}")
+
+    def _whose(self, rank: int) -> str:
+        return f" (rank {rank})" if self.world_size > 1 else ""
+
+    def _communicate(self, waiting_for: str, exchange: Callable[[dist.ProcessGroup], Any]) -> None:
+        if self._group is None:
+            return
+        if self._lost:
+            raise PeerLost(self._lost)
+        try:
+            exchange(self._group)
+        except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
+            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._lost = (
+                f"the ranks that save have lost touch with one another (limit {self._limit_s:g} s; at: "
+                f"{waiting_for}): {cause}. Nothing can be saved before the ranks are started again."
+            )
+            raise PeerLost(self._lost) from error
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return an exception in one line; CheckpointErrors need no type name."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

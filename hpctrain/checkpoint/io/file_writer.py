@@ -1,0 +1,138 @@
+"""Writing of a checkpoint's large files and their checksums, coordinated between the ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpctrain.checkpoint.format.manifest import FileEntry
+from hpctrain.checkpoint.io.background_io import IoTask, wait_on_all_ranks
+from hpctrain.checkpoint.io.coordination import RankCoordinator
+from hpctrain.errors import CheckpointError
+from hpctrain.files import own_file
+
+#: Size of one write and checksum update; both release the GIL.
+_BLOCK_BYTES = 8 << 20
+#: Bytes between two syncs, so that progress on a slow disk is visible.
+_FLUSH_BYTES = 256 << 20
+
+
+class SaveAborted(CheckpointError):
+    """Error after a rank has asked to give up the save."""
+
+
+@dataclass(frozen=True)
+class FileWrite:
+    """A file to write."""
+
+    name: str
+    blocks: Callable[[], Iterator[memoryview]]
+
+
+def write_of_bytes(name: str, content: memoryview) -> FileWrite:
+    """Return a write of `content` to the file `name`."""
+
+    def blocks() -> Iterator[memoryview]:
+        for begin in range(0, len(content), _BLOCK_BYTES):
+            yield content[begin : begin + _BLOCK_BYTES]
+
+    return FileWrite(name, blocks)
+
+
+def write_of_file(path: Path) -> FileWrite:
+    """Return a write that copies the file at `path`."""
+
+    def blocks() -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                yield buffer[:size]
+
+    return FileWrite(path.name, blocks)
+
+
+class FileWriter(IoTask[list[FileEntry]]):
+    """Background writer of files into a folder; its result is the entries of the files."""
+
+    def __init__(self, folder: Path, parts: Sequence[FileWrite], *, durable: bool, ready: Any = None) -> None:
+        """Prepare to write; `start` begins it.
+
+        Args:
+            folder: the target folder.
+            parts: the files to write.
+            durable: sync the files, so that they survive a power failure.
+            ready: object to `synchronize()` with before anything is read, or None.
+        """
+        super().__init__()
+        self._folder, self._parts, self._durable, self._ready = folder, parts, durable, ready
+
+    def start(self) -> None:
+        """Start writing in a new thread."""
+        threading.Thread(target=self.run, name="hpctrain-checkpoint-writing", daemon=True).start()
+
+    def work(self) -> list[FileEntry]:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [self._write(part) for part in self._parts]
+
+    def _write(self, part: FileWrite) -> FileEntry:
+        digest, size, flushed = xxhash.xxh3_128(), 0, 0
+        with open(self._folder / part.name, "xb", buffering=0, opener=own_file) as file:
+            for block in part.blocks():
+                if self.stop.is_set():
+                    break
+                digest.update(block)
+                rest = block
+                while rest:
+                    rest = rest[file.write(rest) :]
+                    self.moved_at = time.monotonic()
+                size += len(block)
+                if self._durable and size - flushed >= _FLUSH_BYTES:
+                    os.fdatasync(file.fileno())
+                    self.moved_at, flushed = time.monotonic(), size
+            if self._durable:
+                os.fsync(file.fileno())
+        return FileEntry(part.name, size, digest.hexdigest())
+
+
+def write_on_all_ranks(
+    agreement: RankCoordinator,
+    writing: FileWriter,
+    give_up: threading.Event,
+    *,
+    patience_s: float,
+    failure: str,
+) -> list[FileEntry]:
+    """Write the files of all ranks; return when all ranks have finished. All ranks must call this.
+
+    After it returns or raises, no rank writes any more, unless its disk hangs.
+
+    Args:
+        agreement: the ranks.
+        writing: the writer of this rank; this function starts it.
+        give_up: makes all ranks give up when set on any of them.
+        patience_s: longest time without disk progress, in seconds.
+        failure: description of a failure, as the start of a sentence.
+
+    Raises:
+        CheckpointError: on all ranks, if any could not write.
+        SaveAborted: on all ranks, if any asked to give up.
+    """
+    writing.start()
+    try:
+        given_up = wait_on_all_ranks(agreement, writing, give_up, patience_s=patience_s, failure=failure)
+    finally:
+        # It has already ended, unless a rank was lost or the disk hangs.
+        writing.stop.set()
+    agreement.raise_alike(writing.problem, failure)
+    if given_up:
+        raise SaveAborted(f"{failure}: it was given up.")
+    assert writing.result is not None
+    return writing.result

@@ -1,0 +1,188 @@
+"""Verifying and loading of checkpoints by all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
+
+from hpctrain.checkpoint.format.dcp_format import TensorReader
+from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+from hpctrain.checkpoint.format.state_tree import join_tree, split_tree
+from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
+from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
+from hpctrain.checkpoint.staging import STATE_KEY, rank_key
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+
+STATE_NAME = "state.json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory."""
+
+    step: int
+    path: Path
+    state: Any
+    """The `state` that was saved."""
+    rank_state: dict[str, torch.Tensor] | None
+    """The `rank_state` that this rank saved; None if another number of ranks wrote the checkpoint."""
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """A checkpoint whose files were all verified."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def list_shared_steps(site: CommitTarget) -> Iterator[int]:
+    """Return the steps in the folder that all ranks share, newest first. All ranks must call this.
+
+    Raises:
+        CheckpointError: on all ranks: the folder cannot be read.
+    """
+    agreement, folder = site.agreement, site.place.folder
+    failure = f"{folder} cannot be looked through"
+    steps = agreement.together(lambda: list_checkpoint_steps(folder) if agreement.is_main else [], failure)
+    return reversed(agreement.from_main(steps, failure))
+
+
+def check_shared(site: CommitTarget, step: int) -> VerifiedCheckpoint:
+    """Verify the files of a checkpoint that all ranks see, each rank its share. All ranks must call this.
+
+    Raises:
+        CorruptCheckpoint: on all ranks: the checkpoint is not intact; the message names the cause.
+        CheckpointError: on all ranks: a file cannot be checked at the moment.
+    """
+    agreement, folder = site.agreement, site.place.folder / checkpoint_folder_name(step)
+    read = check_on_all(agreement, lambda: Manifest.read(folder) if agreement.is_main else None)
+    manifest = shared_manifest(agreement, read, folder, f"reading {folder}")
+    check_files(agreement, folder, manifest.shares(agreement.world_size)[agreement.rank], all_see_it=True)
+    return VerifiedCheckpoint(folder, manifest)
+
+
+def check_files(
+    agreement: RankCoordinator, folder: Path, own: Sequence[FileEntry], *, all_see_it: bool
+) -> None:
+    """Verify this rank's share of a checkpoint's files. All ranks must call this.
+
+    Args:
+        agreement: the ranks.
+        folder: the checkpoint.
+        own: this rank's share.
+        all_see_it: True if rank 0 sees the same files. It then checks whether a file is broken or is only
+            unreadable on another rank's node.
+
+    Raises:
+        CorruptCheckpoint: on all ranks.
+        CheckpointError: on all ranks.
+    """
+
+    def check() -> None:
+        for entry in own:
+            entry.verify(folder)
+
+    broken: CheckpointError | None = None
+    try:
+        check_on_all(agreement, check)
+    except CorruptCheckpoint as error:
+        if not all_see_it:
+            raise
+        broken = error
+    if broken is None:
+        return
+
+    def look_again() -> None:
+        if agreement.is_main:
+            for entry in Manifest.read(folder).files:
+                entry.verify(folder)
+
+    check_on_all(agreement, look_again)
+    raise CheckpointError(
+        f"{broken} Rank 0 finds the checkpoint whole, so nothing was changed. "
+        "See to the file system of the other rank's node, and start again."
+    )
+
+
+def check_on_all(agreement: RankCoordinator, check: Callable[[], T]) -> T:
+    """Run `check` on every rank and return its result; if it raises on any rank, raise on all.
+
+    Raises:
+        CorruptCheckpoint: if every finding is a broken checkpoint.
+        CheckpointError: if a rank could not complete its check.
+    """
+    result: Any = None
+    finding: tuple[bool, str] | None = None
+    try:
+        result = check()
+    except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
+        finding = isinstance(error, CorruptCheckpoint), describe_exception(error)
+    findings = [found for found in agreement.all(finding, "checking a checkpoint") if found is not None]
+    for broken, text in sorted(findings, key=lambda found: found[0]):
+        raise CorruptCheckpoint(text) if broken else CheckpointError(text)
+    return result  # type: ignore[no-any-return]
+
+
+def load(agreement: RankCoordinator, whole: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
+    """Load this rank's part of a checkpoint. All ranks must call this.
+
+    Raises:
+        CheckpointError: on all ranks: a rank could not read it.
+    """
+    return agreement.together(lambda: _load(agreement, whole, like), f"{whole.folder} cannot be loaded")
+
+
+def _load(agreement: RankCoordinator, whole: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
+    plain = json.loads((whole.folder / STATE_NAME).read_bytes())
+    reader = TensorReader(whole.folder)
+    own = rank_key(agreement.rank)
+    same_ranks = whole.manifest.world_size == agreement.world_size
+    distributed = _distributed(like)
+    tensors: dict[str, Any] = {
+        key: _empty_like(distributed, key, reader.empty(key))
+        for key in reader.keys([STATE_KEY, *([own] if same_ranks else [])])
+    }
+    with _without_remark_on_single_process():
+        dcp_load(tensors, storage_reader=reader, no_dist=True)
+    rank_state = {key.removeprefix(own): tensors.pop(key) for key in list(tensors) if key.startswith(own)}
+    state = join_tree(plain, tensors)
+    return LoadedCheckpoint(whole.manifest.step, whole.folder, state, rank_state if same_ranks else None)
+
+
+def _distributed(like: Any) -> dict[str, torch.Tensor]:
+    _, tensors = split_tree(like, STATE_KEY)
+    return {key: value for key, value in tensors.items() if isinstance(value, (DTensor, ShardedTensor))}
+
+
+def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor, distributed like the tensor at its path or one of its size above that path."""
+    if not distributed:
+        return whole
+    steps = key.split("/")
+    for length in range(len(steps), 0, -1):
+        similar = distributed.get("/".join(steps[:length]))
+        if similar is not None and similar.size() == whole.size():
+            return torch.empty_like(similar, dtype=whole.dtype)
+    return whole
+
+
+@contextlib.contextmanager
+def _without_remark_on_single_process() -> Iterator[None]:
+    """Suppress DCP's warning about a single process, which is intended here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

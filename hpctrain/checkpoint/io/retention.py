@@ -1,0 +1,61 @@
+"""Rules for the checkpoints to keep. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Rules for the checkpoints to keep; a checkpoint stays if any rule keeps it.
+
+    Raises:
+        UserError: a rule is out of its range.
+    """
+
+    last: int = 3
+    """Number of newest checkpoints to keep, at least 1."""
+    every: int | None = None
+    """Keep the steps that are a multiple of this."""
+    best: int = 0
+    """Number of checkpoints with the best score to keep."""
+    mode: Literal["min", "max"] = "min"
+    """Direction of the score: "min" if lower is better, "max" if higher."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("last", 1), ("every", 1), ("best", 0)):
+            value = getattr(self, name)
+            if value is None and name == "every":
+                continue
+            if type(value) is not int or value < least:
+                raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+        if self.mode not in ("min", "max"):
+            raise UserError(f"mode is {self.mode!r}; give 'min' or 'max'.")
+
+    def kept(self, scores: Mapping[int, float | None]) -> set[int]:
+        """Return the steps to keep; the newest is always among them.
+
+        Args:
+            scores: step → its score; None and NaN never count as best.
+        """
+        steps = sorted(scores)
+        stay = set(steps[-self.last :])
+        if self.every is not None:
+            stay.update(step for step in steps if step % self.every == 0)
+        scored = {
+            step: score for step, score in scores.items() if score is not None and not math.isnan(score)
+        }
+        sign = 1 if self.mode == "min" else -1
+        # Of equal scores the newer is better, because it has trained longer.
+        stay.update(sorted(scored, key=lambda step: (sign * scored[step], -step))[: self.best])
+        return stay
+
+    def may_skip(self, step: int, score: float | None) -> bool:
+        """True if a checkpoint is kept only while it is among the newest."""
+        pinned = self.every is not None and step % self.every == 0
+        return not pinned and (score is None or self.best == 0)

@@ -1,0 +1,74 @@
+"""Records of a pending and of a committed save."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.staging import StagedState
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import checkpoint_folder_name
+
+
+@dataclass(frozen=True)
+class CommittedSave:
+    """A committed checkpoint."""
+
+    step: int
+    path: Path
+    total_bytes: int
+    seconds: float
+    """From the call of `begin` or `save` to the commit, on this rank."""
+    stall_s: float = 0.0
+    """Time in seconds for which that call kept this rank from training."""
+    score: float | None = None
+    world_size: int = 1
+    notes: tuple[str, ...] = ()
+    """Sentences about problems that did not prevent the checkpoint."""
+
+
+@dataclass
+class PendingSave:
+    """A save in flight."""
+
+    step: int
+    score: float | None
+    begun: float
+    captured: StagedState | None
+    problem: str | None
+    """The reason why this rank has nothing to write."""
+    direct: bool
+    """True if the save bypasses the local tier."""
+    time: float = field(default_factory=time.time)
+    stall_s: float = 0.0
+    give_up: threading.Event = field(default_factory=threading.Event)
+    outcome: CommittedSave | CheckpointError | None = None
+    thread: threading.Thread | None = None
+
+
+def describe_save(
+    place: CheckpointDir, manifest: Manifest, begun: float, stall_s: float, notes: list[str]
+) -> CommittedSave:
+    """Return the record of a checkpoint that was just committed.
+
+    Args:
+        place: the folder of checkpoints that contains it.
+        manifest: its manifest.
+        begun: start of the save, by the monotonic clock.
+        stall_s: time in seconds for which it kept this rank from training.
+        notes: problems that did not prevent the checkpoint.
+    """
+    return CommittedSave(
+        step=manifest.step,
+        path=place.folder / checkpoint_folder_name(manifest.step),
+        total_bytes=manifest.total_bytes,
+        seconds=time.monotonic() - begun,
+        stall_s=stall_s,
+        score=manifest.score,
+        world_size=manifest.world_size,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,62 @@
+"""Detection of new checkpoints that a script writes by its own means.
+
+The `Trainer` reports its own checkpoints. Others are detected as new or changed files in the run's
+`checkpoints` folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.checkpoint.io.checkpoint_dir import is_checkpoint_entry
+
+#: Search depth: files in the folder and in its direct subfolders.
+_DEPTH = 2
+
+
+class ScriptCheckpointWatcher:
+    """Watcher for new or changed files in a run's `checkpoints` folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Record the files that exist now."""
+        self._folder = folder
+        self._before = dict(_look(folder, _DEPTH))
+
+    def newest_since(self) -> Path | None:
+        """Return the newest file that was added or changed since; None if there is none.
+
+        Each file is compared with its earlier state, not with the host's clock: the file system may use
+        another one.
+        """
+        changed = {path: at for path, at in _look(self._folder, _DEPTH) if self._before.get(path) != at}
+        return max(changed, key=lambda path: changed[path]) if changed else None
+
+
+def newest(folder: Path) -> tuple[Path, float] | None:
+    """Return the file that changed last, and the time in seconds since the epoch; None if there is none."""
+    files = dict(_look(folder, _DEPTH))
+    if not files:
+        return None
+    path = max(files, key=lambda path: files[path])
+    return path, files[path][0] / 1e9
+
+
+def _look(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:
+    """Yield each file below `folder`, with its modification time in ns and its size in bytes."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if is_checkpoint_entry(entry.name):
+            continue
+        try:
+            if not entry.is_dir():
+                status = entry.stat()
+                yield Path(entry.path), (status.st_mtime_ns, status.st_size)
+            elif depth > 1:
+                yield from _look(Path(entry.path), depth - 1)
+        except OSError:
+            continue  # It was removed during the scan.

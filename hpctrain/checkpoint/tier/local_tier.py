@@ -1,0 +1,264 @@
+"""The local tier: a faster folder that receives checkpoints before they are copied to the shared folder.
+
+Each node has its own folder, with the files of its own ranks and a copy of the common manifest. A checkpoint
+in the tier is valid if the parts on the nodes of the *current* attempt are complete. If every rank sees all
+parts, it is loaded from the tier. Otherwise the parts are first copied to the shared folder, as the
+background copy would have done.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity
+from hpctrain.checkpoint.io.commit import CommitTarget
+from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
+from hpctrain.checkpoint.io.loading import VerifiedCheckpoint
+from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, NodeFiles, find_complete, gather_node_files
+from hpctrain.checkpoint.tier.tier_copier import TierCopier, TierCopyFailed
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+
+
+class LocalTier:
+    """The local tier of one run, from the view of one rank.
+
+    Attributes:
+        site: the target of saves in the tier.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shared: CommitTarget,
+        agreement: RankCoordinator,
+        *,
+        members: list[int],
+        machine: str,
+        limit_bytes: int | None,
+        on_copied: Callable[[Manifest, float], None],
+        on_failure: Callable[[TierCopyFailed], None],
+    ) -> None:
+        """Use `open` instead; it determines `members`, the ranks that see the same folder, and `machine`."""
+        self._shared = shared.place
+        self._limit_bytes, self._num_members = limit_bytes, len(members)
+        leads = agreement.rank == min(members)
+        place = CheckpointDir(folder, durable=False)
+        self.site = CommitTarget(
+            shared.agreement,
+            place,
+            leads=leads,
+            private=True,
+            machine=machine,
+            patience_s=shared.patience_s,
+        )
+        self._copying = TierCopier(self.site, shared, agreement, on_copied=on_copied, on_failure=on_failure)
+
+    @classmethod
+    def open(
+        cls,
+        base: Path,
+        shared: CommitTarget,
+        agreement: RankCoordinator,
+        *,
+        limit_bytes: int | None,
+        on_copied: Callable[[Manifest, float], None],
+        on_failure: Callable[[TierCopyFailed], None],
+    ) -> tuple[LocalTier | None, str | None]:
+        """Create the run's own folder in `base` on every node. All ranks must call this.
+
+        Args:
+            base: the fast folder; the same path on all nodes.
+            shared: the permanent target of checkpoints.
+            agreement: for communication in parallel to the saves.
+            limit_bytes: capacity of the run's folder per node; half of its file system if None.
+            on_copied: called with the manifest and the start time of the copy when a checkpoint has reached
+                the shared folder.
+            on_failure: called when a checkpoint could not be copied.
+
+        Returns:
+            The tier, or None and the reason why there is none.
+        """
+        home = shared.place.folder.resolve()
+        # Two runs with the same name in different folders must not share a folder.
+        folder = base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"
+        token = agreement.from_main(secrets.token_hex(4), f"opening the second tier {base}")
+        marker = folder / f".rank-{token}-{agreement.rank}"
+        failure = f"the second tier {base} cannot be used"
+
+        def mark() -> None:
+            if not base.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "there is no such folder on this node", str(base))
+            _make_own(folder)
+            marker.touch()
+
+        try:
+            agreement.together(mark, failure)
+            machines = agreement.all(boot_identity(), failure)
+            seen = agreement.together(lambda: list(folder.glob(f".rank-{token}-*")), failure)
+            agreement.together(marker.unlink, failure)
+        except CheckpointError as error:
+            return None, f"{error}. Checkpoints go to {shared.place.folder} directly."
+        members = [int(path.name.rpartition("-")[2]) for path in seen]
+        tier = cls(
+            folder,
+            shared,
+            agreement,
+            members=members,
+            machine=machines[min(members)],
+            limit_bytes=limit_bytes,
+            on_copied=on_copied,
+            on_failure=on_failure,
+        )
+        return tier, None
+
+    def make_room(self, num_bytes: int) -> None:
+        """Make sure that a save of `num_bytes` bytes per rank fits. All ranks must call this.
+
+        Raises:
+            CheckpointError: on all ranks: it does not fit.
+        """
+        self._drop_superseded(keep_newest=True)
+        self.site.agreement.together(lambda: self._check_room(num_bytes), "nothing was written")
+
+    def _check_room(self, num_bytes: int) -> None:
+        folder = self.site.place.folder
+        if lost := self._copying.lost:
+            raise CheckpointError(f"nothing is copied from {folder} any more: {lost}")
+        if not self.site.leads:
+            return
+        disk = shutil.disk_usage(folder)
+        used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        limit = disk.total // 2 if self._limit_bytes is None else self._limit_bytes
+        needed = num_bytes * self._num_members
+        if used + needed > limit or needed > disk.free:
+            raise CheckpointError(
+                f"second tier {folder} has no room for {needed} bytes: {used} of {limit} are taken, and "
+                f"{disk.free} are free on its disk"
+            )
+
+    def committed(self, step: int, *, may_skip: bool) -> None:
+        """Schedule the copy of a step committed in the tier. All ranks must call this, in the background.
+
+        Args:
+            step: the step.
+            may_skip: if copying is behind, a newer step may replace this one.
+        """
+        begin = self.site.agreement.is_main and self._copying.request(step, may_skip=may_skip)
+        if self.site.agreement.from_main(begin, f"step {step} in the second tier"):
+            self._copying.start(step)
+        self._drop_superseded(keep_newest=True)
+
+    def close(self, deadline: float | None, *, clean: bool) -> list[str]:
+        """Wait for the copies; with `clean`, remove the tier. All ranks must call this.
+
+        Args:
+            deadline: by the monotonic clock; steps that are not copied by then stay in the tier.
+            clean: remove the run's folder if its newest step has reached the shared folder.
+
+        Returns:
+            Sentences about problems.
+        """
+        self._copying.finish(deadline)
+        if not clean:
+            return []
+        place, shared = self.site.place, self._shared.folder
+        try:
+            newest, in_shared = (
+                max(list_checkpoint_steps(folder), default=-1) for folder in (place.folder, shared)
+            )
+        except OSError as error:
+            reason = describe_exception(error)
+            return [f"{place.folder} was not removed, for it is not known what was copied: {reason}."]
+        if newest > in_shared:
+            return [f"Step {newest} lies in {place.folder} only; it could not be copied to {shared}."]
+        if self.site.leads:
+            for step in place.steps():
+                place.withdraw(step)  # a kill during the removal must not leave an incomplete checkpoint
+            shutil.rmtree(place.folder, ignore_errors=True)
+        return []
+
+    def holdings(self) -> dict[int, list[NodeFiles | None]]:
+        """Return the result of `gather_node_files`. All ranks must call this."""
+        return gather_node_files(self.site)
+
+    def find(self, step: int, held: list[NodeFiles | None]) -> VerifiedCheckpoint:
+        """Return the checkpoint of a step if the available parts are complete. All ranks must call this.
+
+        Raises:
+            CorruptCheckpoint: on all ranks: a part is missing or changed.
+            CheckpointError: on all ranks: a part cannot be checked or copied at the moment.
+        """
+        found = find_complete(self.site, step, held)
+        if found.all_see_all:
+            return VerifiedCheckpoint(self.site.place.folder / checkpoint_folder_name(step), found.manifest)
+        large = [entry.name for entry in found.own if entry.name.endswith(LARGE_SUFFIX)]
+        self._copying.copy(step, large, found.small)
+        return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), found.manifest)
+
+    def start_from(self, whole: VerifiedCheckpoint | None) -> None:
+        """Drop steps that can no longer be loaded; copy the loaded one. All ranks must call this.
+
+        Args:
+            whole: the checkpoint from which the run resumes.
+        """
+        place = self.site.place
+        in_tier = whole is not None and whole.folder.parent == place.folder
+        step = whole.manifest.step if whole is not None else -1
+        self._drop_superseded(keep_newest=in_tier)
+        self.site.agreement.all(None, "clearing the second tier")
+        if in_tier and not self._is_in_shared(step):
+            self.committed(step, may_skip=True)
+
+    def _is_in_shared(self, step: int) -> bool:
+        path, agreement = (
+            self._shared.folder / checkpoint_folder_name(step) / MANIFEST_NAME,
+            self.site.agreement,
+        )
+        return agreement.from_main(agreement.is_main and os.path.isfile(path), f"looking for {path}")
+
+    def _drop_superseded(self, *, keep_newest: bool) -> None:
+        """Delete all steps except those still to be copied and the newest. All ranks must call this."""
+        needed = self.site.agreement.from_main(sorted(self._copying.needed), "clearing the second tier")
+        if not self.site.leads:
+            return
+        with suppress(OSError):  # a step that stays only takes up space
+            for step in self.site.place.steps()[: -1 if keep_newest else None]:
+                if step not in needed:
+                    self.site.place.withdraw(step)
+
+
+def _make_own(folder: Path) -> None:
+    """Create the run's folder. Its name is predictable, and other users may be able to write to `base`.
+
+    Raises:
+        CheckpointError: other users can access or replace it.
+        OSError: it cannot be created.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found, base = folder.lstat(), folder.parent.stat()
+    mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
+        problem, remedy = f"is a {kind}, not a folder", "Remove it"
+    elif found.st_uid != me:
+        problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Have its owner remove it"
+    elif mode & 0o077:
+        problem, remedy = f"has mode {mode:04o}, not 0700: others can get in", "Remove it"
+    elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
+        problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
+        remedy = "Have its sticky bit set (chmod +t)"
+    else:
+        return
+    raise CheckpointError(f"{folder} {problem}. {remedy}, or choose another folder (local_checkpoints)")

@@ -1,0 +1,129 @@
+"""Inventory and completeness check of the checkpoint files on the nodes of the current attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.io.commit import CommitTarget
+from hpctrain.checkpoint.io.loading import check_files, check_on_all
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.files import read_regular
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+
+#: Suffix of the files that only the writing rank's node has; every node has a copy of all others.
+LARGE_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """The files of one step that a rank sees in its node's folder."""
+
+    manifest: str
+    """Checksum of the manifest."""
+    names: frozenset[str]
+    """Files whose size matches the manifest."""
+
+
+@dataclass(frozen=True)
+class NodeCheckpoint:
+    """A checkpoint whose files each exist on some node and were verified."""
+
+    manifest: Manifest
+    small: dict[str, bytes]
+    """Content of all files except the large ones."""
+    own: Sequence[FileEntry]
+    """The share of the files that this rank has verified."""
+    all_see_all: bool
+    """True if each rank sees every file."""
+
+
+def gather_node_files(site: CommitTarget) -> dict[int, list[NodeFiles | None]]:
+    """Return the files that every rank sees in its node's folder, by step. All ranks must call this.
+
+    Raises:
+        CheckpointError: on all ranks: a rank cannot read its folder.
+    """
+    agreement, folder = site.agreement, site.place.folder
+    own = agreement.together(lambda: _own_holdings(folder), f"{folder} cannot be looked through")
+    told = agreement.all(
+        {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
+        "looking through the second tier",
+    )
+    everyone = [
+        {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
+        for held in told
+    ]
+    steps = {step for held in everyone for step in held}
+    return {step: [held.get(step) for held in everyone] for step in steps}
+
+
+def find_complete(site: CommitTarget, step: int, held: list[NodeFiles | None]) -> NodeCheckpoint:
+    """Verify the parts of a step. All ranks must call this.
+
+    Args:
+        site: the target of saves on the nodes.
+        step: the step.
+        held: the files that each rank sees of it.
+
+    Raises:
+        CorruptCheckpoint: on all ranks: a part is missing or changed.
+        CheckpointError: on all ranks: a part cannot be checked at the moment.
+    """
+    agreement, path = site.agreement, site.place.folder / checkpoint_folder_name(step)
+    # If two attempts saved this step, use the version that more ranks see.
+    kinds = [each.manifest for each in held if each is not None]
+    kind = max(sorted(set(kinds)), key=kinds.count)
+    holders = [rank for rank, each in enumerate(held) if each is not None and each.manifest == kind]
+    reads = agreement.rank == holders[0]
+    own_small = check_on_all(agreement, lambda: read_small_files(path) if reads else None)
+    small = next(each for each in agreement.all(own_small, f"reading {path}") if each is not None)
+    manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
+    shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
+    for entry in manifest.files:
+        seeing = [rank for rank in holders if entry.name in _names(held[rank])]
+        if not seeing:
+            raise CorruptCheckpoint(
+                f"{path} is not whole: {entry.name} is on no node that is here now, or was cut short."
+            )
+        rank = min(seeing, key=lambda rank: loads[rank])
+        shares[rank].append(entry)
+        loads[rank] += entry.bytes
+    own = shares.get(agreement.rank, [])
+    check_files(agreement, path, own, all_see_it=False)
+    everything = {entry.name for entry in manifest.files}
+    all_see_all = len(holders) == agreement.world_size and all(_names(each) >= everything for each in held)
+    return NodeCheckpoint(manifest, small, own, all_see_all)
+
+
+def read_small_files(path: Path) -> dict[str, bytes]:
+    """Return the content of all files except the large ones."""
+    return {
+        entry.name: entry.read_bytes() for entry in path.iterdir() if not entry.name.endswith(LARGE_SUFFIX)
+    }
+
+
+def _own_holdings(folder: Path) -> dict[int, NodeFiles]:
+    own: dict[int, NodeFiles] = {}
+    for step in list_checkpoint_steps(folder):
+        path = folder / checkpoint_folder_name(step)
+        try:
+            content = read_regular(path / MANIFEST_NAME)
+            files = Manifest.decode(content, path).files
+            names = frozenset(
+                entry.name
+                for entry in files
+                if (path / entry.name).is_file() and (path / entry.name).stat().st_size == entry.bytes
+            )
+        except (OSError, CheckpointError):
+            content, names = b"", frozenset()
+        own[step] = NodeFiles(xxhash.xxh3_128_hexdigest(content), names)
+    return own
+
+
+def _names(holding: NodeFiles | None) -> frozenset[str]:
+    return frozenset() if holding is None else holding.names

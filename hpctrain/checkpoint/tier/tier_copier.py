@@ -1,0 +1,157 @@
+"""Background copies of checkpoints from the node folders to the shared folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
+from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
+from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
+from hpctrain.checkpoint.io.file_writer import write_of_file
+from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, read_small_files
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.rundir import checkpoint_folder_name
+
+
+class TierCopyFailed(CheckpointError):
+    """Error for a checkpoint that could not be copied and exists only in the local tier."""
+
+
+class TierCopier:
+    """Copier of one step at a time, by all ranks together.
+
+    Rank 0 holds the list of steps to copy and sends each next step to the others.
+    """
+
+    def __init__(
+        self,
+        nodes: CommitTarget,
+        shared: CommitTarget,
+        agreement: RankCoordinator,
+        *,
+        on_copied: Callable[[Manifest, float], None],
+        on_failure: Callable[[TierCopyFailed], None],
+    ) -> None:
+        """Prepare to copy from `nodes` to `shared`; `agreement` is separate from that of the saves."""
+        self._nodes, self._shared = nodes, replace(shared, agreement=agreement)
+        self._agreement = agreement
+        self._on_copied, self._on_failure = on_copied, on_failure
+        self._lock = threading.Lock()
+        self._pending: list[tuple[int, bool]] = []
+        self._is_copying = False
+        self._in_use: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._give_up = threading.Event()
+
+    @property
+    def lost(self) -> str | None:
+        """The reason why copying has stopped for good; None while it works."""
+        return self._agreement.lost
+
+    @property
+    def needed(self) -> set[int]:
+        """The steps still to be copied, on rank 0."""
+        with self._lock:
+            return self._in_use | {step for step, _ in self._pending}
+
+    def request(self, step: int, *, may_skip: bool) -> bool:
+        """Queue a step for copying, on rank 0; return True if all ranks must call `start`.
+
+        Args:
+            step: the step.
+            may_skip: if copying is behind, a newer step may replace this one.
+        """
+        with self._lock:
+            if not self._is_copying:
+                self._is_copying, self._in_use = True, {step}
+                return True
+            if self._pending and self._pending[-1][1]:
+                self._pending.pop()
+            self._pending.append((step, may_skip))
+            return False
+
+    def start(self, step: int) -> None:
+        """Copy this step and those requested during the copy. All ranks must call this."""
+        if self._thread is not None:
+            self._thread.join()  # it has already been asked to end
+        self._thread = threading.Thread(
+            target=self._copy_all, args=(step,), name="hpctrain-checkpoint-copying", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self, deadline: float | None) -> None:
+        """Wait until all copies have ended.
+
+        Args:
+            deadline: by the monotonic clock; all ranks then give up.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._give_up.set()
+            self._thread.join()
+
+    def copy(self, step: int, large: Iterable[str], small: Mapping[str, bytes] | None) -> Manifest:
+        """Copy a step to the shared folder. All ranks must call this.
+
+        Args:
+            step: the step.
+            large: the files that this rank copies.
+            small: the content of the others; None to read them on rank 0.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        path = self._nodes.place.folder / checkpoint_folder_name(step)
+
+        def seal(everything: list[tuple[list[FileEntry], None]]) -> Mapping[str, bytes]:
+            files = read_small_files(path) if small is None else small
+            copied = {entry for entries, _ in everything for entry in entries}
+            for entry in Manifest.decode(files[MANIFEST_NAME], path).files:
+                if entry not in copied and make_entry(entry.name, files.get(entry.name, b"")) != entry:
+                    raise CorruptCheckpoint(f"{path} has changed since it was written: {entry.name}.")
+            return files
+
+        own = RankWrite([write_of_file(path / name) for name in large], seal, None, give_up=self._give_up)
+        return write_and_commit(self._shared, step, own)
+
+    def _copy_all(self, first: int) -> None:
+        step: int | None = first
+        while step is not None:
+            begun = time.monotonic()
+            try:
+                manifest = self._copy_own(step)
+            except CheckpointError as error:
+                self._on_failure(TierCopyFailed(str(error)))
+            else:
+                self._on_copied(manifest, begun)
+            try:
+                step = self._agreement.from_main(self._next(), "the next step to copy")
+            except PeerLost:
+                return  # The next save reports it.
+
+    def _copy_own(self, step: int) -> Manifest:
+        """Copy the files that the ranks have written themselves. All ranks must call this."""
+        failure = f"step {step} was not copied from {self._nodes.place.folder}"
+        own = self._agreement.together(lambda: self._own_large_files(step), failure)
+        return self.copy(step, own, None)
+
+    def _own_large_files(self, step: int) -> list[str]:
+        """Return the names of the large files that this rank has written itself."""
+        name = f"__{self._agreement.rank}_0{LARGE_SUFFIX}"
+        return [name] if (self._nodes.place.folder / checkpoint_folder_name(step) / name).exists() else []
+
+    def _next(self) -> int | None:
+        if not self._agreement.is_main:
+            return None
+        with self._lock:
+            if self._pending and not self._give_up.is_set():
+                step = self._pending.pop(0)[0]
+                self._in_use = {step}
+                return step
+            self._is_copying, self._in_use = False, set()
+            return None

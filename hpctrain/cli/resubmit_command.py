@@ -1,0 +1,141 @@
+"""The command that repeats a run, from the specification in its folder."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.site.problem import format_time_limit
+from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
+from hpctrain.telemetry.accounting.timeline_events import is_finite
+
+#: Fields that every specification has; they are omitted if they have their default value.
+_DEFAULTS = {
+    "stop_before_limit_s": DEFAULT_STOP_BEFORE_LIMIT_S,
+    "spare_nodes": JobSpec.spare_nodes,
+    "node_check": JobSpec.node_check,
+    "scale_up_after_s": JobSpec.scale_up_after_s,
+    "max_failures": JobSpec.max_failures,
+    "standby_workers_s": JobSpec.standby_workers_s,
+    "hang_timeout_s": JobSpec.hang_timeout_s,
+    "resume_mode": JobSpec.resume_mode,
+    "gpu_request_style": JobSpec.gpu_request_style,
+}
+
+
+def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
+    """Return shell lines that submit the same script in a new run folder; empty without script or folder.
+
+    Args:
+        spec: content of `spec.yaml`.
+    """
+    script = spec.get("script")
+    if not isinstance(script, str) or not isinstance(workdir := spec.get("workdir"), str):
+        return []
+    options, call = submit_arguments(spec)
+    words = ["hpctrain", "submit", *options, *call]
+    return [*_code_lines(spec), f"cd {shlex.quote(workdir)}", shlex.join(words)]
+
+
+def submit_arguments(spec: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the options of `hpctrain submit` for a specification, and the script with its arguments."""
+    return list(_options(spec)), [str(spec["script"]), *_texts(spec.get("args"))]
+
+
+def _code_lines(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a shell comment with the path of the copied code; a checkout can be used instead."""
+    code = spec.get("code")
+    if isinstance(code, Mapping) and code.get("copy"):
+        yield f"# The code that ran: {_one_line(str(code['copy']))}"
+
+
+def _options(spec: Mapping[str, Any]) -> Iterator[str]:
+    nodes, least = spec.get("nodes") or 1, spec.get("min_nodes")
+    yield f"--nodes={least}:{nodes}" if least and least != nodes else f"--nodes={nodes}"
+    if gpus := spec.get("gpus_per_node"):
+        yield (
+            f"--gpus-per-node={spec['gpu_type']}:{gpus}"
+            if spec.get("gpu_type")
+            else f"--gpus-per-node={gpus}"
+        )
+    if (tasks := spec.get("ntasks_per_node")) and tasks != gpus:
+        yield f"--ntasks-per-node={tasks}"
+    for name in ("array", "cpus_per_task", "template", "backend", "name"):
+        if (value := spec.get(name)) is not None:
+            yield f"--{name.replace('_', '-')}={value}"
+    if is_finite(limit_s := spec.get("time_limit_s")) or limit_s == math.inf:
+        yield f"--time={format_time_limit(None if limit_s == math.inf else limit_s)}"
+    for name, default in _DEFAULTS.items():
+        if spec.get(name) not in (None, default):
+            yield f"--{name.removesuffix('_s').replace('_', '-')}={spec[name]}"
+    for name, value in _pairs(spec.get("env")):
+        yield f"--env={name}={value}"
+    for kind, changes in _mapping(spec.get("restart_policy")).items():
+        for name, value in _pairs(changes):
+            yield f"--restart-policy={kind}.{name}={value}"
+    for name, value in _pairs(spec.get("directives")):
+        yield _directive(name, value)
+    yield from _shell(_mapping(spec.get("shell")))
+    torchrun, container = _mapping(spec.get("torchrun")), _mapping(spec.get("container"))
+    if torchrun:
+        yield "--launcher=torchrun"
+        yield f"--rdzv-backend={torchrun.get('rdzv_backend')}"
+        if torchrun.get("rdzv_endpoint"):
+            yield f"--rdzv-endpoint={torchrun['rdzv_endpoint']}"
+    if container:
+        for name in ("image", "runtime", "python"):
+            if container.get(name):
+                yield f"--container-{name}={container[name]}"
+        for name in ("mounts", "env"):
+            for value in _texts(container.get(name)):
+                yield f"--container-{name}={value}"
+    notify = _mapping(spec.get("notify"))
+    for target in _texts(notify.get("targets")):
+        yield f"--notify={target}"
+    if (on := _texts(notify.get("on"))) and tuple(on) != NOTIFICATION_KINDS:
+        for occasion in on:
+            yield f"--notify-on={occasion}"
+    if notify.get("stall_s") not in (None, DEFAULT_STALL_S):
+        yield f"--notify-stall-after={notify['stall_s']}"
+    if not spec.get("code"):
+        yield "--no-code-snapshot"
+
+
+def _directive(name: str, value: str) -> str:
+    option = all_options().get(name.replace("-", "_"))
+    # `time` is passed here only for an unlimited job.
+    if option is None or not (option.about.directive or name == "time"):
+        return f"--sbatch={name}={value}" if value else f"--sbatch={name}"
+    if option.kind.flag:
+        # A flag takes no value on the command line, but it may in a file.
+        return f"--set={option.name}={value}" if value else option.flag
+    return f"{option.flag}={value}"
+
+
+def _shell(shell: Mapping[str, Any]) -> Iterator[str]:
+    for name, option in (("modules", "module"), ("setup", "setup")):
+        for value in _texts(shell.get(name)):
+            yield f"--{option}={value}"
+    for name in ("conda", "venv"):
+        if shell.get(name):
+            yield f"--{name}={shell[name]}"
+
+
+def _texts(values: object) -> list[str]:
+    return [str(value) for value in values] if isinstance(values, list | tuple) else []
+
+
+def _pairs(values: object) -> list[tuple[str, str]]:
+    return [(str(name), str(value)) for name, value in _mapping(values).items()]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

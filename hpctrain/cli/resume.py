@@ -1,0 +1,84 @@
+"""`hpctrain resume`: submit an ended run again, optionally with other options."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.common import open_run, run_argument, run_reference, short_path
+from hpctrain.errors import SpecError
+from hpctrain.rundir import RunDir, is_metrics
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
+
+#: Options that change the output, not the job.
+_OUTPUT_OPTIONS = {"--json", "--follow", "--dry-run", "--show-config", "--explain"}
+
+
+@click.command("resume", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.pass_context
+@run_argument
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str, ...]) -> None:
+    """Resume an ended RUN from its newest valid checkpoint, as a new job.
+
+    The job uses the script, arguments and options of the last submission. OPTIONS of `hpctrain submit`, such
+    as --nodes 8 or --time 4:00:00, replace the options.
+    """
+    from hpctrain.cli import submit
+    from hpctrain.cli.resubmit_command import submit_arguments
+    from hpctrain.spec.job_spec import JobSpec
+
+    opened = open_run(run, runs_dir)
+    found = opened.dir
+    spec = JobSpec.load(found.spec)
+    if found.function.exists():
+        raise SpecError(
+            f"Run {found.run_id} calls a function that was submitted from Python. "
+            "Submit it again from there, with the same folder."
+        )
+    _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
+    # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
+    target = found.array or found
+    task = [] if spec.array_task is None else [f"--array={spec.array_task}"]
+    words, call = submit_arguments(asdict(spec))
+    run_dir = str(target.path.absolute())
+    os.chdir(spec.workdir)
+    arguments = [*words, *task, *options, "--run-dir", run_dir, *call]
+    with submit.command.make_context("submit", arguments, parent=context.parent) as inner:
+        submit.command.invoke(inner)
+
+
+def _check_state(status: RunStatus, *, changed: bool) -> None:
+    """Reject a run that is active, or complete with unchanged options.
+
+    Raises:
+        SpecError: there is nothing to resume.
+    """
+    from hpctrain.records.log_tail import read_last_records
+    from hpctrain.slurm.states import RunState
+
+    handle = run_reference(status.run_dir)
+    match status.state:
+        case RunState.PENDING:
+            raise SpecError(
+                f"Run {status.run_id} is still pending. Cancel it first: `hpctrain cancel {handle}`."
+            )
+        case RunState.RUNNING:
+            raise SpecError(
+                f"Run {status.run_id} is still running. Cancel it first, or use `hpctrain requeue {handle}`."
+            )
+        case RunState.COMPLETED if not changed:
+            last = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {}).get(
+                "last_step"
+            )
+            step = "" if status.step is None else f" (step {status.step}{f' of {last}' if last else ''})"
+            raise SpecError(
+                f"Run {status.run_id} is complete{step}. Nothing to resume; raise max_steps or max_epochs "
+                f"and submit the script with --run-dir {short_path(status.run_dir)} to train longer."
+            )

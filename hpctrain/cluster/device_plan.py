@@ -1,0 +1,158 @@
+"""Choice of a rank's GPU from variables and the number of visible GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.cluster.env_variables import read_int
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.errors import EnvironmentMismatch
+
+#: If 1, several ranks may use one GPU.
+SHARE_VARIABLE = "HPCTRAIN_SHARE_GPUS"
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: GPUs of a job step on this node, visible to this task or not.
+_ON_NODE_VARIABLE = "SLURM_GPUS_ON_NODE"
+#: Slurm's binding of tasks to GPUs: `gpu:single:2`, to which --ntasks-per-gpu=2 is translated, too.
+_BIND_VARIABLE = "SLURMD_TRES_BIND"
+
+_ORDINAL = re.compile(r"\s*(\d+)")
+_SEVERAL_TASKS = re.compile(r"single:(?!1\b)\d+")
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The device of one rank, and the reason for it."""
+
+    index: int | None
+    """Index of the GPU among the visible ones, as in `cuda:N`; None for the CPU."""
+    source: str
+    """The variable or the reason that determined it."""
+
+    def __str__(self) -> str:
+        return "cpu" if self.index is None else f"cuda:{self.index}"
+
+
+def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> DevicePlan:
+    """Return the GPU of this rank, in a plan that all ranks follow.
+
+    A task that sees all GPUs of its node takes the one of its local rank. If Slurm bound the task to some of
+    the GPUs, it takes one of those: the only one, or the first if no other task shares them.
+
+    Args:
+        ranks: the ranks of this process.
+        environ: its variables.
+        num_visible: GPUs that the driver shows to this process.
+
+    Raises:
+        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
+    """
+    if num_visible and is_mig(environ):
+        # CUDA shows a process only the first of the listed MIG instances.
+        num_visible = 1
+    if num_visible == 0:
+        return DevicePlan(None, _why_no_gpu(environ))
+    on_node = _gpus_on_node(ranks, environ)
+    num_tasks, local_rank = ranks.local_world_size, ranks.local_rank
+    if num_visible < on_node:
+        bound = f"bound to this task by Slurm, of {on_node} ({_ON_NODE_VARIABLE})"
+        if num_visible == 1:
+            return DevicePlan(0, f"the one {bound}")
+        if num_tasks * num_visible <= on_node:
+            return DevicePlan(0, f"the first of {num_visible} {bound}")
+        return DevicePlan(local_rank % num_visible, f"one of {num_visible} {bound}")
+    allowed = gpu_sharing_reason(environ)
+    # A single visible GPU may be bound to this rank: outside of Slurm only its UUID shows that.
+    if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
+        if allowed is None:
+            raise _too_many_ranks(ranks, environ, num_visible)
+        return DevicePlan(local_rank % num_visible, f"local rank modulo {num_visible} visible ({allowed})")
+    if num_visible == 1:
+        return DevicePlan(0, f"the only one visible{_list(environ)}")
+    return DevicePlan(local_rank, f"local rank, of {num_visible} visible{_list(environ)}")
+
+
+def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
+    """Return the setting that allows several ranks per GPU: the user's or the job's; None if there is none.
+
+    Raises:
+        EnvironmentMismatch: HPCTRAIN_SHARE_GPUS is neither 1 nor 0.
+    """
+    switch = environ.get(SHARE_VARIABLE, "")
+    if switch not in ("", "0", "1"):
+        raise EnvironmentMismatch(
+            f"{SHARE_VARIABLE} is {switch!r}. Set it to 1 to let ranks share GPUs, or to 0."
+        )
+    if switch:
+        return f"{SHARE_VARIABLE}=1" if switch == "1" else None
+    if _SEVERAL_TASKS.search(environ.get(_BIND_VARIABLE, "")):
+        return f"{_BIND_VARIABLE}={environ[_BIND_VARIABLE]}"
+    for name in ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES"):
+        if name in environ and read_int(environ, name) > 1:
+            return f"{name}={environ[name]}"
+    return "SLURM_SHARDS_ON_NODE" if "SLURM_SHARDS_ON_NODE" in environ else None
+
+
+def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES that CUDA uses; None if all GPUs are visible.
+
+    CUDA reads numbers or UUIDs, stops at the first entry that is neither, and treats a list with a duplicate
+    as empty (CUDA C++ Programming Guide, "CUDA Environment Variables"). Slurm writes NoDevFiles if a job has
+    no GPU.
+    """
+    text = environ.get(VISIBLE_VARIABLE)
+    if text is None:
+        return None
+    entries: list[str] = []
+    by_uuid = text.lstrip().startswith(("GPU-", "MIG-"))
+    for raw in text.split(","):
+        number = _ORDINAL.match(raw)
+        if by_uuid and raw.strip().startswith(("GPU-", "MIG-")):
+            entry = raw.strip()
+        elif not by_uuid and number:
+            entry = str(int(number[1]))
+        else:
+            break
+        if entry in entries:
+            return []
+        entries.append(entry)
+    return entries
+
+
+def is_mig(environ: Mapping[str, str]) -> bool:
+    """True if MIG instances are visible instead of whole GPUs."""
+    return (visible_devices(environ) or [""])[0].startswith("MIG-")
+
+
+def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
+    """Return the GPUs of the job step on this node, or 0 if unknown."""
+    if ranks.environment != "slurm" or not environ.get(_ON_NODE_VARIABLE):
+        return 0
+    return read_int(environ, _ON_NODE_VARIABLE)
+
+
+def _why_no_gpu(environ: Mapping[str, str]) -> str:
+    listed = visible_devices(environ)
+    if listed == []:
+        return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} shows none"
+    if listed:
+        return f"no driver shows a GPU, though {VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]}"
+    return "no driver shows a GPU"
+
+
+def _list(environ: Mapping[str, str]) -> str:
+    text = environ.get(VISIBLE_VARIABLE)
+    return "" if text is None else f" ({VISIBLE_VARIABLE}={text})"
+
+
+def _too_many_ranks(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> EnvironmentMismatch:
+    gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
+    source = ranks.sources.get("local_world_size", ranks.environment)
+    return EnvironmentMismatch(
+        f"{ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible here"
+        f"{_list(environ)}. Ask for {ranks.local_world_size} GPUs a node "
+        f"(--gpus-per-node={ranks.local_world_size}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let "
+        "ranks share a GPU."
+    )

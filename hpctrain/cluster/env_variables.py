@@ -1,0 +1,77 @@
+"""Typed access to environment variables, with errors that name the variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.errors import EnvironmentMismatch, UserError
+
+#: Selects an environment by name, instead of detecting it.
+ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
+
+_LAST_PORT = 65535
+
+
+def first_set(environ: Mapping[str, str], *names: str) -> str | None:
+    """Return the first of `names` that is set and not empty, or None."""
+    return next((name for name in names if environ.get(name)), None)
+
+
+def read_int(environ: Mapping[str, str], name: str) -> int:
+    """Return the number in variable `name`.
+
+    Raises:
+        EnvironmentMismatch: the variable is missing or is not a whole number.
+    """
+    text = _read(environ, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise EnvironmentMismatch(
+            f"{name} is {text!r}, which is not a whole number. Unset it, or see who set it."
+        ) from None
+
+
+def read_port(environ: Mapping[str, str], name: str) -> int:
+    """Return the TCP port in variable `name`; 0 leaves the choice to the kernel.
+
+    Raises:
+        EnvironmentMismatch: the variable is missing or is not a port.
+    """
+    port = read_int(environ, name)
+    if not 0 <= port <= _LAST_PORT:
+        raise EnvironmentMismatch(
+            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another, or unset it: ranks then agree "
+            "on one."
+        )
+    return port
+
+
+def read_hosts(environ: Mapping[str, str], name: str) -> list[str]:
+    """Return the hosts of the node list in variable `name`, in its order.
+
+    Raises:
+        EnvironmentMismatch: the variable is missing or is not a node list.
+    """
+    try:
+        return expand_hostlist(_read(environ, name))
+    except EnvironmentMismatch:
+        raise
+    except UserError as error:
+        raise EnvironmentMismatch(f"{name}: {error}") from None
+
+
+def _read(environ: Mapping[str, str], name: str) -> str:
+    if text := environ.get(name):
+        return text
+    raise EnvironmentMismatch(
+        f"{name} is not set, though its neighbours are: this is a part of what a launcher sets. Start "
+        f"with srun, torchrun or mpirun; or set {ENVIRONMENT_VARIABLE}=local for a process that is alone."
+    )
+
+
+def override_hint(*environments: str) -> str:
+    """Return the last sentence of a message about contradictory variables: the way to resolve them."""
+    choices = " or ".join(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
+    return f"Unset what is left over from elsewhere, or say what to believe: {choices}."

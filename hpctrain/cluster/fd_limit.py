@@ -1,0 +1,48 @@
+"""The limit of open files, which also limits the number of connections of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+
+from hpctrain.errors import HpctrainError
+
+#: Open files of a process in addition to its connections.
+_SPARE_FILES = 64
+
+
+def raise_fd_limit(number: int) -> None:
+    """Raise the limit to `number` connections for this process and its children.
+
+    Only the soft limit is raised; many sites leave it at 1024.
+
+    Raises:
+        HpctrainError: the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= number:
+        raise HpctrainError(
+            f"{number} connections are needed here, one to each of the other ranks, but this process may "
+            f"have only {hard} files open (`ulimit -H -n`). Raise that limit on the nodes, by LimitNOFILE "
+            "of slurmd's service or limits.conf(5), or start fewer ranks."
+        )
+    wanted = number + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+
+
+@contextlib.contextmanager
+def raised_fd_limit(number: int) -> Iterator[None]:
+    """Raise the limit for the duration of a block. See `raise_fd_limit`.
+
+    Raises:
+        HpctrainError: the hard limit is too low.
+    """
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_fd_limit(number)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,123 @@
+"""Assignment of GPUs to the ranks of a job, from the placement that each rank reports to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.cluster.device_plan import SHARE_VARIABLE
+from hpctrain.errors import HpctrainError
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """The placement of one rank, as it reports it to the others."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the visible GPUs, in the order of `cuda:N`."""
+    index: int | None = None
+    """Index of its preferred GPU among them; None for the CPU."""
+    problem: str = ""
+    """Why it cannot use any GPU."""
+
+    @property
+    def gpu(self) -> str | None:
+        """UUID of its preferred GPU."""
+        return None if self.index is None else self.gpus[self.index]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True)
+class GpuAssignment:
+    """The GPU of each rank."""
+
+    indexes: dict[int, int]
+    """For each rank, the index of its GPU among the visible ones."""
+    shared: bool
+    """True if two ranks use the same GPU, which NCCL refuses."""
+
+
+def check_unique_placement(seats: Sequence[RankPlacement]) -> None:
+    """Check that no local rank of a node is taken twice, and that either all ranks use GPUs or none does.
+
+    Raises:
+        HpctrainError: two ranks contradict each other, or one has a problem; the message names them.
+    """
+    by_place: dict[tuple[int, int], RankPlacement] = {}
+    by_node: dict[int, RankPlacement] = {}
+    for seat in seats:
+        same_place = by_place.setdefault((seat.node_rank, seat.local_rank), seat)
+        same_node = by_node.setdefault(seat.node_rank, seat)
+        if same_place is not seat:
+            raise _contradiction(same_place, seat)
+        if same_node.host != seat.host:
+            raise _contradiction(same_node, seat)
+        if seat.problem:
+            raise HpctrainError(f"{seat}: {seat.problem}")
+        if (seat.index is None) != (seats[0].index is None):
+            having, lacking = (seats[0], seat) if seat.index is None else (seat, seats[0])
+            raise HpctrainError(
+                f"{having} sees {len(having.gpus)} GPUs, but {lacking} sees none. Leave {lacking.host} out "
+                "(--exclude), or compute on CPUs: set CUDA_VISIBLE_DEVICES to nothing on all hosts."
+            )
+
+
+def assign_gpus(seats: Sequence[RankPlacement], *, may_share: bool) -> GpuAssignment:
+    """Assign each rank a visible GPU of its own.
+
+    A rank gets its preferred GPU unless a lower rank prefers the same one. The other ranks get one that is
+    left: Slurm may bind the same few GPUs to several tasks (--gpu-bind=closest), and no task can determine
+    its own alone.
+
+    Raises:
+        HpctrainError: there are too few GPUs and sharing is not allowed; the message names two ranks.
+    """
+    owners: dict[str, RankPlacement] = {}
+    for seat in seats:
+        if seat.gpu is not None:
+            owners.setdefault(seat.gpu, seat)
+    waiting = [seat for seat in seats if seat.gpu is not None and owners[seat.gpu] is not seat]
+    sharing = [seat for seat in waiting if not _make_room(seat, owners, set())]
+    if sharing and not may_share:
+        raise _collision(owners[str(sharing[0].gpu)], sharing[0], seats)
+    indexes = {seat.rank: seat.index for seat in sharing if seat.index is not None}
+    indexes |= {seat.rank: seat.gpus.index(gpu) for gpu, seat in owners.items()}
+    return GpuAssignment(indexes, bool(sharing))
+
+
+def _make_room(seat: RankPlacement, owners: dict[str, RankPlacement], asked: set[str]) -> bool:
+    """Assign `seat` a free GPU, or one whose owner can move to another. True if that worked."""
+    for gpu in seat.gpus:
+        if gpu not in owners:
+            owners[gpu] = seat
+            return True
+    for gpu in seat.gpus:
+        if gpu not in asked:
+            asked.add(gpu)
+            if _make_room(owners[gpu], owners, asked):
+                owners[gpu] = seat
+                return True
+    return False
+
+
+def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
+    return HpctrainError(
+        f"{one} takes itself for local rank {one.local_rank} of node {one.node_rank}, and {other} for local "
+        f"rank {other.local_rank} of node {other.node_rank}. `hpctrain env` shows on each of them which "
+        "variables say so: set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset what another job left."
+    )
+
+
+def _collision(one: RankPlacement, other: RankPlacement, seats: Sequence[RankPlacement]) -> HpctrainError:
+    on_host = sum(seat.host == other.host for seat in seats)
+    return HpctrainError(
+        f"{one} and {other} would both compute on GPU {other.gpu}. Ask for a GPU a rank "
+        f"(--gpus-per-node={on_host}), start fewer ranks, show all GPUs to each of them (srun "
+        f"--gpu-bind=none), or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
+    )

@@ -1,0 +1,44 @@
+"""Processes that an earlier attempt left on this host: daemons, data workers, processes outside its session.
+
+They would hold GPUs, ports and files. Slurm ends them itself if it keeps the tasks of a step in a control
+group; otherwise processes that left their session survive. They are detected by the variables inherited
+from their rank.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from hpctrain.cluster.user_processes import iter_user_processes
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+
+#: A killed process ends immediately unless the kernel blocks it.
+_LIMIT_S = 5.0
+
+
+def kill_orphans(run_dir: str, before: int) -> list[int]:
+    """Kill the processes on this host of attempts before `before`, and return their pids.
+
+    Args:
+        run_dir: the run folder, as passed to the ranks.
+        before: the first attempt that is kept.
+    """
+    found: list[int] = []
+    deadline = time.monotonic() + _LIMIT_S
+    # A process may start another one before it is killed, so search again.
+    while (left := _kill(run_dir, before)) and time.monotonic() < deadline:
+        found += [pid for pid in left if pid not in found]
+        time.sleep(0.01)
+    return found
+
+
+def _kill(run_dir: str, before: int) -> list[int]:
+    return [
+        process.pid
+        for process in iter_user_processes()
+        if process.environ.get(RUN_DIR_VARIABLE) == run_dir
+        and (attempt := process.environ.get(ATTEMPT_VARIABLE, "")).isdigit()
+        and int(attempt) < before
+        and process.signal(signal.SIGKILL)
+    ]

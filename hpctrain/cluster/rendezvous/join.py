@@ -1,0 +1,142 @@
+"""The function by which each rank joins the rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from hpctrain.cluster.addresses import address_towards, gloo_variables
+from hpctrain.cluster.fd_limit import raised_fd_limit
+from hpctrain.cluster.port_candidates import port_candidates
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.rendezvous.client import RendezvousClient
+from hpctrain.cluster.rendezvous.port import ReservedPort, bind_port
+from hpctrain.cluster.rendezvous.protocol import Handshake, key_of
+from hpctrain.cluster.rendezvous.server import RendezvousServer
+from hpctrain.errors import RendezvousError
+
+#: Time limit for all ranks to find each other.
+RENDEZVOUS_TIMEOUT_S = 30.0
+#: Number of ports that rank 0 tries. It is very unlikely that all of them are taken on one host.
+_NUM_PORTS = 5
+
+
+@dataclass(frozen=True)
+class RendezvousInfo:
+    """The result of the rendezvous."""
+
+    address: str
+    """The address at which this rank reaches rank 0: MASTER_ADDR on this rank."""
+    port: int
+    """Rank 0's port: MASTER_PORT on every rank."""
+    own_address: str | None
+    """The address of this host for the hosts of the other ranks; None if unknown."""
+    held: ReservedPort | None = None
+    """On rank 0 the listening port; None on other ranks, and if no rendezvous was needed."""
+
+    def gloo_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that make gloo reachable from other hosts; empty if none are needed."""
+        return gloo_variables(self.own_address, environ) if self.own_address else {}
+
+
+def rendezvous(
+    ranks: Ranks,
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    remind_after_s: float | None = None,
+) -> RendezvousInfo:
+    """Find the other ranks. All ranks must call this, within `timeout_s` seconds of the first.
+
+    If both MASTER_ADDR and MASTER_PORT are in `environ`, they are used without a check or a wait.
+
+    Args:
+        ranks: the ranks of this process.
+        environ: the variables that `ranks` was made from.
+        timeout_s: how long to wait for the other ranks.
+        remind_after_s: when to report on stderr what is missing.
+
+    Raises:
+        RendezvousError: not all ranks arrived; the message lists what was tried.
+        HpctrainError: rank 0's process cannot open a connection to each peer.
+    """
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return RendezvousInfo(ranks.master_addr, ranks.master_port, _known_by(ranks))
+    begun = time.monotonic()
+    deadline = begun + timeout_s
+    remind_at = float("inf") if remind_after_s is None else begun + remind_after_s
+    me = Handshake.of(ranks, environ)
+    name = f"rank {ranks.rank} on {me.host}"
+
+    def remind(text: str) -> None:
+        print(f"hpctrain: {name} is waiting for its peers: {text}", file=sys.stderr, flush=True)
+
+    ports = _ports(ranks, environ)
+    visit = RendezvousClient(ranks, me, ports, environ, deadline)
+    try:
+        if not ranks.is_main:
+            place = visit.wait(remind_at, remind)
+            return RendezvousInfo(place.address, place.port, place.own_address)
+        port = bind_port(ports)
+        if ranks.world_size == 1:
+            return RendezvousInfo("127.0.0.1", port.number, "127.0.0.1", port)
+        try:
+            host = RendezvousServer(
+                port.listener,
+                me,
+                key_of(ranks, environ),
+                deadline,
+                f"{ranks.master_addr}, port {port.number}",
+            )
+            with raised_fd_limit(ranks.world_size), _looking_for_a_second(visit, host):
+                address = host.gather(remind_at, remind)
+        except BaseException:
+            port.close()
+            raise
+        return RendezvousInfo(address, port.number, address, port)
+    except RendezvousError as error:
+        raise RendezvousError(
+            f"{name} did not meet its {ranks.world_size - 1} peers; given up after "
+            f"{time.monotonic() - begun:.0f} s: {error}"
+        ) from None
+
+
+def _ports(ranks: Ranks, environ: Mapping[str, str]) -> list[int]:
+    """Return the possible ports of rank 0: MASTER_PORT, or else those that all ranks compute identically."""
+    if environ.get("MASTER_PORT"):
+        return [ranks.master_port]
+    # A single process has no peers, so any port will do.
+    key = ranks.meeting_key if ranks.world_size > 1 else f"process {os.getpid()}"
+    return list(islice(port_candidates(key), _NUM_PORTS))
+
+
+def _known_by(ranks: Ranks) -> str | None:
+    """Return the address of this host for other hosts: that on the route to rank 0."""
+    if ranks.num_nodes == 1:
+        return None
+    with contextlib.suppress(OSError):
+        return address_towards(ranks.master_addr)
+    return None
+
+
+@contextlib.contextmanager
+def _looking_for_a_second(visit: RendezvousClient, host: RendezvousServer) -> Iterator[None]:
+    """Check in a thread that no other process claims to be rank 0."""
+
+    def look() -> None:
+        try:
+            visit.knock_as_rank_0()
+        except RendezvousError as error:
+            host.give_up(str(error))
+
+    threading.Thread(target=look, name="hpctrain-second-rank-0", daemon=True).start()
+    try:
+        yield
+    finally:
+        visit.end()

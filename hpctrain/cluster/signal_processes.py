@@ -1,0 +1,81 @@
+"""Command that sends signals to processes of a run on this host.
+
+`python -P -m hpctrain.cluster.signal_processes RUN_DIR SIGNAL TARGET…`
+
+TARGET is `supervisor`, or the number of the attempt followed by ranks. Exits with 1 if none is on this host.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Collection
+
+from hpctrain.cluster.user_processes import ProcessHandle, iter_user_processes
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+
+_WORKER, _SUPERVISOR = "hpctrain.runtime.worker", "hpctrain.supervisor"
+
+
+def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Collection[int]) -> list[int]:
+    """Send a signal to those of `ranks` on this host, and return them.
+
+    Args:
+        run_dir: the run folder.
+        number: the signal.
+        attempt: ranks of other attempts get no signal.
+        ranks: the ranks.
+    """
+    struck = set()
+    for process in iter_user_processes():
+        rank = _rank(process, run_dir, attempt)
+        if rank is not None and rank in ranks and process.signal(number):
+            struck.add(rank)
+    return sorted(struck)
+
+
+def signal_supervisor(run_dir: str, number: signal.Signals) -> bool:
+    """Send a signal to the run's supervisor under Slurm; True if it is on this host."""
+    struck = False
+    for process in iter_user_processes():
+        if _is_supervisor(process.argv, run_dir):
+            # Its parent, which replaced the batch script, has the same arguments but only waits for it.
+            guardian = next((one for one in iter_user_processes() if one.pid == process.parent), None)
+            if guardian is not None and _is_supervisor(guardian.argv, run_dir):
+                struck |= process.signal(number)
+    return struck
+
+
+def _rank(process: ProcessHandle, run_dir: str, attempt: int) -> int | None:
+    """Return the rank of the process in the attempt; None if it is not a rank of it."""
+    argv, environ = process.argv, process.environ
+    # srun has the same words in its command line, and a standby worker has those of the next attempt.
+    if _WORKER not in argv or os.path.basename(argv[0]) == "srun" or "SLURM_STEP_ID" not in environ:
+        return None
+    if environ.get(ATTEMPT_VARIABLE) != str(attempt) or not _is_same(environ.get(RUN_DIR_VARIABLE), run_dir):
+        return None
+    # A torchrun agent is one Slurm task, and passes each of its ranks its number in RANK.
+    number = environ.get("RANK" if "TORCHELASTIC_RUN_ID" in environ else "SLURM_PROCID", "")
+    return int(number) if number.isdigit() else None
+
+
+def _is_supervisor(argv: tuple[str, ...], run_dir: str) -> bool:
+    return _SUPERVISOR in argv and _is_same(argv[-1], run_dir)
+
+
+def _is_same(path: str | None, run_dir: str) -> bool:
+    return path is not None and os.path.realpath(path) == os.path.realpath(run_dir)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line described in the module docstring."""
+    run_dir, number, *whom = argv
+    if whom == ["supervisor"]:
+        return int(not signal_supervisor(run_dir, signal.Signals[number]))
+    attempt, *ranks = map(int, whom)
+    return int(not signal_ranks(run_dir, signal.Signals[number], attempt, ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""Output of a process that ended without reporting a cause: its log, or a traceback in another log.
+
+A rank that fails before it opens its log prints to the output of its launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.files import open_regular
+
+#: Only this many bytes at the end of a log are searched for a traceback.
+_SEARCHED_BYTES = 64 * 1024
+
+# Processes that print at the same time mix their lines, but each line stays whole.
+_TRACEBACK = re.compile(
+    r"^Traceback \(most recent call last\):\n"
+    r"(?:(?:[ \t].*|Traceback .*)?\n)+"
+    r"(?P<last>[A-Za-z_][\w.]*(?::.*)?)$",
+    re.MULTILINE,
+)
+# Slurm's own messages can appear within a traceback.
+_OF_SLURM = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
+
+
+#: Failure kind of a rank that exited with code 0 during a training.
+UNFINISHED = "unfinished"
+#: Advice for the user in that case.
+UNFINISHED_ADVICE = (
+    "To end a training early, call end() of the trainer or session, and let the training return"
+)
+
+
+@dataclass(frozen=True)
+class CrashOutput:
+    """All that is known about the end of a process."""
+
+    log: Path
+    """The file with its output, if there is any."""
+    message: str = ""
+    """The last line of its traceback, or the likely meaning of the signal."""
+    traceback: str = ""
+
+
+def find_crash_output(
+    log: Path, outer_log: Path, since: int = 0, number: signal.Signals | None = None
+) -> CrashOutput:
+    """Return the output of a process that ended.
+
+    Args:
+        log: the log of the process.
+        outer_log: the log of its launcher, which may also contain output of the process.
+        since: length of `outer_log`, in bytes, when the process was started.
+        number: the signal that ended the process.
+    """
+    message = ""
+    if number == signal.SIGKILL:
+        message = "somebody killed it (kill -9), or the kernel did, as it does when memory runs out"
+    if file_size(log) > 0:
+        return CrashOutput(log, message)
+    if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):
+        return CrashOutput(outer_log, found["last"], f"{found[0]}\n")
+    return CrashOutput(outer_log if file_size(outer_log) > since or not log.exists() else log, message)
+
+
+def words_of_unfinished(what: str, step: int | None, last_step: int | None) -> str:
+    """Return a clause with the step of the training at which the script exited with code 0.
+
+    Args:
+        what: the call that did not return.
+        step: the last step that is known to be completed.
+        last_step: the step at which the training would have ended, if known.
+    """
+    of = "" if last_step is None else f" of {last_step}"
+    where = f"after step {step}{of}" if step else f"before step 1{of}"
+    return f"the script ended with exit code 0 before {what} returned, {where}"
+
+
+def file_size(path: Path) -> int:
+    """Return the length of a file in bytes; 0 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _newest_traceback(path: Path, since: int) -> re.Match[str] | None:
+    try:
+        with open_regular(path) as file:
+            file.seek(max(since, file.seek(0, os.SEEK_END) - _SEARCHED_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    return max(_TRACEBACK.finditer(_OF_SLURM.sub("", text)), key=re.Match.start, default=None)

@@ -1,0 +1,212 @@
+"""Slurm's view of the jobs of runs, from several sources; each is queried once for all jobs.
+
+The order is squeue, sacct, scontrol. squeue is best: it reports the job as it is now, while accounting
+records come late and may describe the submission before a requeue. A job counts as ended only with evidence:
+its state in one of the three, or a controller without a record of the job while the run has been silent for
+longer than the controller remembers jobs. A query without an answer is not evidence.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError
+from hpctrain.records.run_record import JobRecord, last_activity
+from hpctrain.slurm.command import NO_ANSWER_MESSAGE
+from hpctrain.slurm.job_queries import (
+    JobRow,
+    JobTable,
+    is_job_id,
+    parent_job_id,
+    query_min_job_age_s,
+    query_sacct,
+    query_scontrol,
+    query_squeue,
+)
+from hpctrain.slurm.parsing import SOON_S, parse_timestamp
+from hpctrain.slurm.pending_reasons import explain_reason
+from hpctrain.slurm.states import JobStateView, RunState, base_state, combine_views, parse_job_state
+
+#: Seconds: a requeued job that starts within a second of its stop fails with "Job credential revoked".
+REQUEUE_DELAY_S = 2
+
+
+_DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
+
+#: Default if the controller does not report how long it remembers jobs; slurm.conf(5), MinJobAge.
+_DEFAULT_MIN_JOB_AGE_S = 300.0
+
+#: Errors if the controller cannot be reached: a second command would only wait again.
+_OUT_OF_REACH = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER_MESSAGE)
+
+#: Job states that a requeue may have followed, which accounting records only later.
+_MAY_GO_ON = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+#: Maximum difference in seconds between hosts' clocks, and between their times of one submission.
+_CLOCKS_DIFFER_S = 120.0
+
+#: View of an array task that was cancelled while pending.
+_TAKEN_OUT = JobStateView(
+    RunState.CANCELLED,
+    "it was cancelled before it started: Slurm's array has no such task",
+    job_state="CANCELLED",
+)
+
+_Ask = Callable[[Sequence[str], Mapping[str, str]], JobTable]
+
+
+def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[JobStateView]:
+    """Return Slurm's view of each job; do not raise if Slurm is unreachable."""
+    asked = [job for job in jobs if is_job_id(job.job_id)]
+    views, trouble = _listed(asked, query_squeue, environ)
+    if rest := [job for job in asked if job not in views]:
+        ends = _recorded_ends(rest, environ)
+        sure = {job: view for job, view in ends.items() if view.job_state not in _MAY_GO_ON}
+        views |= sure
+        if unsure := [job for job in rest if job not in sure]:
+            views |= _by_name(unsure, trouble, ends, environ)
+    odd = JobStateView(RunState.UNKNOWN, "the record of the run names no job of Slurm's")
+    return [views.get(job, odd) for job in jobs]
+
+
+def _listed(
+    jobs: Sequence[JobRecord], ask: _Ask, environ: Mapping[str, str]
+) -> tuple[dict[JobRecord, JobStateView], str | None]:
+    """Return views of the jobs that a source lists, and the error if it gave no answer."""
+    try:
+        rows = ask([job.job_id for job in jobs], environ) if jobs else JobTable(())
+    except SchedulerError as error:
+        return {}, str(error)
+    mine = {job: _rows_of(job, rows) for job in jobs}
+    views = {job: combine_views([_view(row) for row in found]) for job, found in mine.items() if found}
+    if ask is query_squeue:
+        views |= {job: _TAKEN_OUT for job in jobs if job not in views and _was_taken_out(job, rows)}
+    return views, None
+
+
+def _was_taken_out(job: JobRecord, rows: JobTable) -> bool:
+    """True if a task has never started and is missing from the array that squeue lists.
+
+    All pending tasks share one record, from which Slurm removes a cancelled one (seen in 22.05). It keeps no
+    other record of that task, not even in accounting. A started task has its own record.
+    """
+    array_id = parent_job_id(job.job_id)
+    if array_id == job.job_id or _has_begun(job):
+        return False
+    return any(job.by_hand or _is_of(row, job) for row in rows.of(array_id))
+
+
+def _has_begun(job: JobRecord) -> bool:
+    """True if the job may have started: it first writes its own log, then the supervisor's."""
+    for path in (job.run.slurm_log, job.run.supervisor_log):
+        with suppress(OSError):
+            if path.stat().st_mtime > job.submitted - _CLOCKS_DIFFER_S:
+                return True
+    return False
+
+
+def _recorded_ends(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> dict[JobRecord, JobStateView]:
+    """Return ends of jobs on record: in accounting, or from an earlier status query."""
+    ends = {}
+    for job in jobs:
+        if (seen := job.seen) is not None:
+            ends[job] = JobStateView(parse_job_state(seen), f"Slurm said {seen}", job_state=base_state(seen))
+    # Many clusters have no accounting; ignore its error then.
+    recorded, _ = _listed(jobs, query_sacct, environ)
+    return ends | {job: view for job, view in recorded.items() if view.state.ended}
+
+
+def _by_name(
+    jobs: Sequence[JobRecord],
+    trouble: str | None,
+    ends: Mapping[JobRecord, JobStateView],
+    environ: Mapping[str, str],
+) -> dict[JobRecord, JobStateView]:
+    """Return views of unlisted jobs, by asking the controller if these jobs exist at all.
+
+    Args:
+        jobs: the jobs.
+        trouble: why squeue gave no answer, if it gave none.
+        ends: their recorded ends, though they may have been requeued since.
+        environ: environment variables for Slurm's commands.
+    """
+    views: dict[JobRecord, JobStateView] = {}
+    remembered_s: float | None = None
+    if trouble is None or not any(words in trouble for words in _OUT_OF_REACH):
+        views, trouble_too = _listed(jobs, query_scontrol, environ)
+        trouble = trouble_too and (trouble or f"squeue does not list it, and {trouble_too}")
+        jobs = [job for job in jobs if job not in views]
+    if trouble is None and jobs:
+        try:
+            remembered_s = query_min_job_age_s(environ) or _DEFAULT_MIN_JOB_AGE_S
+        except SchedulerError as error:
+            trouble = str(error)
+    if remembered_s is None:
+        return views | {job: _unreachable(trouble or "", ends.get(job)) for job in jobs}
+    return views | {job: ends.get(job) or _denied(job, remembered_s) for job in jobs}
+
+
+def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
+    words = f"{trouble}; last, {end.words}, but it may go on" if end is not None else trouble
+    return JobStateView(RunState.UNKNOWN, words)
+
+
+def _denied(job: JobRecord, remembered_s: float) -> JobStateView:
+    """Return the view of a job that is unknown to the controller and has no recorded end.
+
+    Args:
+        job: the job.
+        remembered_s: seconds for which the controller remembers an ended job.
+    """
+    words = f"Slurm no longer knows job {job.job_id}"
+    silent_s = time.time() - max(job.submitted, last_activity(job.run))
+    if silent_s > remembered_s:
+        return JobStateView(RunState.FAILED, f"{words}, and the run has been silent for {silent_s:.0f} s")
+    return JobStateView(
+        RunState.UNKNOWN,
+        f"{words}, though it remembers jobs for {remembered_s:.0f} s after their end: "
+        "is this the cluster that the run was submitted to?",
+    )
+
+
+def _rows_of(job: JobRecord, rows: JobTable) -> list[JobRow]:
+    """Return the job's rows that belong to this run: a reinstalled cluster reuses job ids from 1."""
+    return [row for row in rows.of(job.job_id) if job.by_hand or _is_of(row, job)]
+
+
+def _is_of(row: JobRow, job: JobRecord) -> bool:
+    """True if the row's job runs in the folder of the run, or of the run's array.
+
+    The folder may be mounted or linked elsewhere here, so the same name suffices.
+    """
+    folder = (job.run.array or job.run).path
+    if not row.workdir:
+        submitted = parse_timestamp(row.submitted_at)
+        return submitted is not None and abs(submitted - job.submitted) < _CLOCKS_DIFFER_S
+    if Path(row.workdir).name == folder.name:
+        return True
+    with suppress(OSError, ValueError):  # A path with a NUL raises ValueError.
+        return os.path.samefile(row.workdir, folder)
+    return False
+
+
+def _view(row: JobRow) -> JobStateView:
+    state = parse_job_state(row.state)
+    job_state = base_state(row.state)
+    if state.ended or state is RunState.UNKNOWN:
+        return JobStateView(state, f"Slurm says {row.state}", job_state=job_state)
+    requeued = state is RunState.PENDING and row.reason == "BeginTime" and row.restarts > 0
+    held = requeued and not _is_about_to_start(row.eligible_at)
+    words = [row.state] if row.state != state else []
+    words += [_DELAYED if held else explain_reason(row.reason, row.job_id)] if row.reason else []
+    return JobStateView(state, ", ".join(words), held, job_state)
+
+
+def _is_about_to_start(eligible_at: str) -> bool:
+    """True if a job's begin time is too near for its delay to matter."""
+    begin = parse_timestamp(eligible_at)
+    return begin is not None and begin - time.time() <= SOON_S

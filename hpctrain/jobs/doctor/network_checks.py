@@ -1,0 +1,67 @@
+"""Checks of this machine's name and interfaces: how ranks on several machines would connect."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+
+from hpctrain.cluster.addresses import is_loopback, resolve_host
+from hpctrain.cluster.interfaces import interfaces
+from hpctrain.jobs.doctor.finding import Finding
+
+_TOPIC = "Network"
+_INFINIBAND = "/sys/class/infiniband"
+
+
+def check_network(environ: Mapping[str, str]) -> list[Finding]:
+    """Return findings on the network of this machine."""
+    return [*_name(), *_interfaces(environ)]
+
+
+def _name() -> Iterator[Finding]:
+    host = socket.gethostname()
+    try:
+        addresses = resolve_host(host)
+    except OSError as error:
+        yield Finding(
+            _TOPIC,
+            "host name",
+            f"{host} does not resolve: {error}",
+            "note",
+            "Ranks then find each other by the addresses that Slurm has. Have the name added to /etc/hosts, "
+            "or to the name server.",
+        )
+        return
+    if all(map(is_loopback, addresses)):
+        yield Finding(
+            _TOPIC,
+            "host name",
+            f"{host} is {', '.join(addresses)} for itself",
+            "note",
+            "gloo would listen where no other machine reaches it: a run tells it the right interface "
+            "(GLOO_SOCKET_IFNAME).",
+        )
+    else:
+        yield Finding(_TOPIC, "host name", f"{host} is {', '.join(addresses)}")
+
+
+def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
+    listed: dict[str, list[str]] = {}
+    for name, address in interfaces():
+        if not is_loopback(address.partition("%")[0]) and not address.startswith("fe80:"):
+            listed.setdefault(name, []).append(address)
+    words = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in listed.items())
+    if words:
+        yield Finding(_TOPIC, "interfaces", words)
+    else:
+        yield Finding(_TOPIC, "interfaces", "none besides the loopback", "note", "Runs stay on this machine.")
+    try:
+        cards = sorted(os.listdir(_INFINIBAND))
+    except OSError:
+        cards = []
+    if cards:
+        yield Finding(_TOPIC, "InfiniBand", ", ".join(cards))
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
+        if value := environ.get(variable):
+            yield Finding(_TOPIC, variable, f"{value} (your environment; a run keeps it)")

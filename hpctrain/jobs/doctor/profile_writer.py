@@ -1,0 +1,88 @@
+"""Writer of the site's profile, based on the findings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import SpecError, UserError
+from hpctrain.files import write_atomic
+from hpctrain.jobs.doctor.run_checks import DoctorReport
+from hpctrain.jobs.options.option_value import SITE_KEY
+from hpctrain.jobs.site.site_profile import write_profile
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site
+
+_GPU_DIRECTIVE = "gpu_request_style"
+
+
+def profile_options(report: DoctorReport) -> dict[str, Any]:
+    """Return the content of a configuration file for the site.
+
+    Raises:
+        UserError: there is no Slurm site here.
+    """
+    if report.site is None:
+        raise UserError("There is no Slurm here whose profile could be written. Look from a login node.")
+    options = (
+        {_GPU_DIRECTIVE: report.gpu_request_style} if report.gpu_request_style not in (None, "gres") else {}
+    )
+    return {**options, SITE_KEY: write_profile(_lasting(report.site))}
+
+
+def write_profile_file(report: DoctorReport, path: Path) -> None:
+    """Write the profile to `path`, replacing an older one.
+
+    Raises:
+        UserError: there is no Slurm site here, or the file holds something else.
+        OSError: it cannot be written.
+    """
+    import yaml
+
+    options = profile_options(report)
+    _refuse_other_content(path)
+    cluster = report.site.slurm.cluster if report.site and report.site.slurm else "this site"
+    head = (
+        f"# What {cluster} is like, found by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
+        "# hpctrain reads it from /etc/hpctrain, or from where HPCTRAIN_SITE_CONFIG says. What Slurm\n"
+        "# tells is asked for anew at each submission; `habits` are what it does not, to be set by hand.\n"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, head + yaml.safe_dump(options, sort_keys=False))
+
+
+def _refuse_other_content(path: Path) -> None:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"{str(path)!r} cannot be read: {error}. Choose another file.") from error
+    keys = set(found) if isinstance(found, Mapping) else {"something else"} if found else set()
+    if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
+        raise SpecError(
+            f"{str(path)!r} holds {min(map(str, strangers))!r} besides the profile, which would be lost. "
+            "Choose a file of its own: all files of the site's folder are read."
+        )
+
+
+def _lasting(site: Site) -> Site:
+    """Return the site without the states of its nodes, which change by the hour."""
+    return replace(site, partitions=tuple(replace(one, groups=_alike(one)) for one in site.partitions))
+
+
+def _alike(partition: Partition) -> tuple[NodeGroup, ...]:
+    """Return the partition's node groups, merged if they differ only in state."""
+    merged: list[NodeGroup] = []
+    for group in partition.groups:
+        for place, one in enumerate(merged):
+            if replace(group, names=one.names, num=one.num, state=one.state) == one:
+                merged[place] = replace(one, names=f"{one.names},{group.names}", num=one.num + group.num)
+                break
+        else:
+            merged.append(replace(group, state=NodeGroup.state))
+    return tuple(merged)

@@ -1,0 +1,130 @@
+"""Executor that submits functions as jobs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Unpack, cast
+
+import submitit
+from submitit.core.utils import DelayedSubmission
+
+from hpctrain.errors import SpecError, UserError
+from hpctrain.jobs.executor.function_runs import submit_calls
+from hpctrain.jobs.executor.job import Job
+from hpctrain.jobs.options.spec_builder import validate_option
+from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
+from hpctrain.jobs.runs.run import find_run
+from hpctrain.serialization import FunctionCall
+from hpctrain.slurm.duration import format_duration
+from hpctrain.text import suggest
+
+#: Hints for options that an executor sets itself, and for parameters that only submitit has.
+_HINTS = {
+    "run_dir": "Every job of an executor has a run folder of its own; give their parent as `folder`.",
+    "runs_dir": "Give it as `folder`.",
+    "array": "Use map_array(), submit_array() or batch().",
+    "num_gpus": "Use gpus_per_node.",
+    "gpus_per_task": "Every rank has one GPU. Use gpus_per_node.",
+    "cpus_per_gpu": "Use cpus_per_task.",
+    "signal_delay_s": "Use stop_before_limit.",
+    "additional_parameters": "Use sbatch, such as sbatch={'wckey': 'x'}.",
+    "wckey": "Use sbatch={'wckey': …}.",
+    "teardown": "The ranks end with their function. Clean up there.",
+    "srun_args": "The supervisor starts the ranks with options of its own.",
+    "use_srun": "The supervisor starts the ranks.",
+    "stderr_to_stdout": "Both streams of a rank go to one log.",
+}
+#: Submitit's name for the number of concurrent tasks of an array.
+_AT_ONCE = "array_parallelism"
+
+
+class Executor(submitit.Executor):
+    """Executor for functions. Every rank calls the function after the process group is initialized.
+
+    Args:
+        folder: parent of the jobs' run folders.
+        **options: see `SubmitOptions`; the names are those of the command line.
+
+    Raises:
+        SpecError: there is no such option.
+    """
+
+    job_class = Job
+
+    def __init__(self, folder: str | os.PathLike[str] = "runs", **options: Unpack[SubmitOptions]) -> None:
+        super().__init__(os.fspath(folder))
+        self._told: set[str] = set()
+        self.update_parameters(**options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "hpctrain"
+
+    def job(self, run_id: str) -> Job[Any]:
+        """Return the job with that run id or run folder, for a program that did not submit it.
+
+        Raises:
+            RunNotFound: there is none.
+            UserError: it is a job array.
+        """
+        run = find_run(run_id, self.folder, os.environ)
+        if tasks := run.tasks():
+            raise UserError(
+                f"{run_id!r} is an array of {len(tasks)} jobs. Take one, such as {tasks[0].run_id!r}."
+            )
+        return Job.of(run)
+
+    @classmethod
+    def _valid_parameters(cls) -> set[str]:
+        return {*all_options(), _AT_ONCE} - _HINTS.keys()
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        """Set options; None removes one.
+
+        Raises:
+            SpecError: there is no such option.
+        """
+        for name, value in kwargs.items():
+            known, meant = _translated(name, value)
+            if meant is None:
+                self.parameters.pop(known, None)
+            else:
+                self.parameters[known] = meant
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[submitit.Job[Any]]:
+        calls = [
+            FunctionCall(delayed.function, delayed.args, delayed.kwargs) for delayed in delayed_submissions
+        ]
+        asked = dict(self.parameters)
+        at_once = asked.pop(_AT_ONCE, 0)
+        runs, world_size = submit_calls(
+            calls,
+            cast(SubmitOptions, asked),
+            folder=self.folder,
+            at_once=at_once,
+            environ=dict(os.environ),
+            told=self._told,
+        )
+        return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
+
+
+def _translated(name: str, value: Any) -> tuple[str, Any]:
+    """Translate submitit's or our name of an option, and its value.
+
+    Raises:
+        SpecError: there is no such option.
+    """
+    plain, known = name.removeprefix("slurm_"), Executor._valid_parameters()
+    plain = option_aliases().get(plain, plain)
+    if plain == "timeout_min":
+        return "time", None if value is None else format_duration(60 * value)
+    if plain == "mem_gb":
+        return "mem", None if value is None else f"{round(1024 * value)}M"
+    if plain in known:
+        if value is not None:
+            validate_option(plain, value)
+        return plain, value
+    hint = _HINTS.get(name.removeprefix("slurm_")) or suggest(plain, sorted(known))
+    raise SpecError(f"Executor has no parameter {name!r}. {hint}")

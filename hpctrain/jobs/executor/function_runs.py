@@ -1,0 +1,227 @@
+"""Runs whose ranks call a function: submission, results and failures."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hpctrain.errors import RunFailed, SpecError
+from hpctrain.files import read_json, read_regular
+from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.options.resolved_options import named_as_in_python
+from hpctrain.jobs.options.spec_builder import new_run_id
+from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.jobs.runs.error_report import format_ranks
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.records.run_record import read_run_record
+from hpctrain.rundir import RunDir
+from hpctrain.serialization import CallPayload, FunctionCall
+
+log = logging.getLogger("hpctrain")
+
+#: Script of every rank. It is started by its path, not imported here, because it needs torch.
+_SCRIPT = Path(__file__).resolve().parents[2] / "runtime" / "function_worker.py"
+
+#: Seconds to wait for a file of another host to become visible here.
+_RESULT_PATIENCE_S = 30.0
+
+
+@named_as_in_python()
+def submit_calls(
+    calls: Sequence[FunctionCall],
+    options: SubmitOptions,
+    *,
+    folder: Path,
+    at_once: int = 0,
+    environ: Mapping[str, str],
+    told: set[str],
+) -> tuple[list[Run], int]:
+    """Submit calls; several become a job array.
+
+    Args:
+        calls: the calls; each is a run of its own.
+        options: the options of the submission.
+        folder: parent of the new folder of the run or array.
+        at_once: maximum number of concurrent tasks of the array; 0 leaves it to the backend.
+        environ: the environment variables of the submission.
+        told: notes already given to the user; the new ones are added.
+
+    Returns:
+        The run of each call, and the number of ranks of each.
+
+    Raises:
+        UserError: a function or an argument cannot be pickled, or the job cannot run as requested.
+        SchedulerError: the scheduler refused or cannot be reached.
+    """
+    # A function that raised is called again only on request.
+    again = "max_failures" in options or "restart" in options
+    parcels = [CallPayload.pack(call, again=again).to_bytes() for call in calls]
+    names = {call.name for call in calls}
+    name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
+    array = f"0-{len(calls) - 1}" + (f"%{at_once}" if at_once else "") if len(calls) > 1 else ""
+    with _new_folder(folder, name) as run_dir:
+        submission = prepare_submission(
+            _SCRIPT,
+            [],
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
+            # Overrides files of options: the number of tasks is the number of calls.
+            assignments=[f"array={array}"],
+            environ=environ,
+            cwd=Path.cwd(),
+            python=sys.executable,
+            code=_program_folder(),
+        )
+        if (spec := submission.spec).is_elastic:
+            raise SpecError(
+                f"{spec.min_nodes} to {spec.nodes} nodes are asked for (--nodes) for a function, but its "
+                "results are those of a number of ranks that is known beforehand. Give one number of nodes."
+            )
+        for note in submission.notes:
+            if note not in told:
+                told.add(note)
+                log.warning(note)
+        run = submit_prepared(submission, parcels)
+        for prospect in submission.prospects:
+            log.info(prospect)
+    return run.tasks() or [run], submission.spec.world_size
+
+
+def _program_folder() -> Path:
+    """Return the folder of this program's modules; the current one for a tool such as a notebook's."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    folder = Path(os.path.realpath(program)).parent if program else None
+    tools = [Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)]
+    if folder is None or any(folder.is_relative_to(prefix) for prefix in tools):
+        return Path.cwd()
+    return folder
+
+
+@contextmanager
+def _new_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Make a new folder; remove it if the block fails and no job may be queued.
+
+    Raises:
+        SpecError: none can be made there.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = parent / new_run_id(name)
+            with suppress(FileExistsError):
+                folder.mkdir(0o755)
+                break
+    except OSError as error:
+        raise SpecError(
+            f"No run folder can be made in {str(parent)!r} (`folder`): {error.strerror}. Choose another."
+        ) from error
+    try:
+        yield folder
+    except Exception as error:
+        if not isinstance(error, SubmissionUnconfirmed):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def read_result(run: RunDir, rank: int) -> Any:
+    """Return the function's result on a rank of a completed run; another host may just have written it.
+
+    Raises:
+        RunFailed: there is no result.
+    """
+    path = run.result(int((read_run_record(run).finished or {}).get("attempt", 0)), rank)
+    deadline = time.monotonic() + _RESULT_PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RunFailed(f"Rank {rank} of run {run.run_id} has left no result: {path} is not there.")
+        time.sleep(0.2)
+    try:
+        return pickle.loads(read_regular(path))
+    except Exception as error:
+        error.add_note(f"while reading the result of rank {rank}, {path}")
+        raise
+
+
+def read_stdout(run: RunDir, ranks: Sequence[int], has_ended: Callable[[], bool]) -> str | None:
+    """Return the ranks' output of all attempts, one rank after the other; None if there is none yet.
+
+    Args:
+        run: the run.
+        ranks: the ranks to read.
+        has_ended: returns True if the run has ended. A rank without a log by then will start none; the job's
+            own output is returned in its place, once for all such ranks.
+    """
+    logs = _logs_of(run, ranks)
+    is_final = not all(logs.values()) and has_ended()
+    if is_final:
+        logs = _logs_of(run, ranks)  # One may have appeared in between.
+    texts = [b"".join(map(read_regular, its)).decode(errors="replace") for its in logs.values() if its]
+    if is_final and (without := [rank for rank, its in logs.items() if not its]):
+        texts.append(_in_place_of_logs(run, without))
+    return "\n".join(texts) if texts else None
+
+
+def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
+    """Return the existing logs of each rank, in all attempts."""
+    attempts = run.attempts()
+    return {
+        rank: [log for attempt in attempts if (log := run.rank_log(attempt, rank)).exists()] for rank in ranks
+    }
+
+
+def _in_place_of_logs(run: RunDir, ranks: list[int]) -> str:
+    whose = format_ranks(ranks).capitalize()
+    said = f"{whose} of run {run.run_id} began no log."
+    for path in (run.slurm_log, run.supervisor_log):
+        with suppress(OSError):
+            if text := read_regular(path).decode(errors="replace"):
+                return f"{said} What the job itself printed ({path}):\n{text}"
+    return f"{said} The job itself printed nothing either.\n"
+
+
+@dataclass(frozen=True)
+class FunctionFailure:
+    """Reason why a run failed, with all details from its folder."""
+
+    message: str
+    rank: int | None
+    """The rank that failed first; None if no rank could be started."""
+    host: str | None
+    log: str | None
+    exception: BaseException | None
+    """The exception that the function raised, if it could be pickled."""
+
+    @classmethod
+    def of(cls, status: RunStatus) -> FunctionFailure:
+        """Return the failure of a failed run."""
+        run = RunDir(Path(status.run_dir))
+        told = read_run_record(run).failure or {}
+        if told.get("cause") != status.cause:
+            told = {}  # That attempt was not the last one.
+        rank = None if told.get("rank", -1) < 0 else int(told["rank"])
+        message = f"Run {status.run_id} failed: {str(status.cause).rstrip('.')}. Log: {status.log}"
+        exception = None
+        if rank is not None:
+            with suppress(OSError, ValueError, KeyError):
+                record = read_json(run.failure(told["attempt"], rank))
+                message += f"\n\n{record['traceback']}".rstrip()
+            # Unpickling runs code of the exception's class, which may not even exist here.
+            with suppress(Exception):
+                exception = pickle.loads(read_regular(run.raised(told["attempt"], rank)))
+        return cls(message, rank, told.get("host"), status.log, exception)
+
+
+def read_call(run: RunDir) -> FunctionCall:
+    """Return the call that the run's ranks make."""
+    return CallPayload.read(run.function).open()

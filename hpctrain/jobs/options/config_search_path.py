@@ -1,0 +1,50 @@
+"""Locations of configuration files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+#: Name of the project's file.
+PROJECT_FILE = "hpctrain.yaml"
+#: Variable that names another file, or folder of files, for the site's options; empty for none.
+SITE_VARIABLE = "HPCTRAIN_SITE_CONFIG"
+SITE_FOLDER = Path("/etc/hpctrain")
+
+
+def config_search_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
+    """Return the files that every submission reads, weakest first: site, user, project."""
+    return [*_site_files(environ), *_user_file(environ), *_project_file(cwd)]
+
+
+def _site_files(environ: Mapping[str, str]) -> list[Path]:
+    named = environ.get(SITE_VARIABLE)
+    if named == "":
+        return []
+    place = Path(named) if named else SITE_FOLDER
+    if os.path.isdir(place):
+        return sorted(place.glob("*.yaml"))
+    # A named file that is missing is reported when it is read.
+    return [place] if named else []
+
+
+def _user_file(environ: Mapping[str, str]) -> list[Path]:
+    home = environ.get("HOME")
+    folder = environ.get("XDG_CONFIG_HOME") or (os.path.join(home, ".config") if home else None)
+    path = Path(folder, "hpctrain", "config.yaml") if folder else None
+    return [path] if path and os.path.lexists(path) else []
+
+
+def _project_file(cwd: Path) -> list[Path]:
+    """Return the nearest project file from `cwd` up to the repository root.
+
+    Outside a repository only `cwd` counts.
+    """
+    folders = [cwd, *cwd.parents]
+    root = next((i for i, folder in enumerate(folders) if os.path.exists(folder / ".git")), 0)
+    for folder in folders[: root + 1]:
+        # A broken link, or a path that is not a file, is reported when it is read.
+        if os.path.lexists(path := folder / PROJECT_FILE):
+            return [path]
+    return []

@@ -1,0 +1,55 @@
+"""Template of a configuration file: every option with its meaning and default, commented out."""
+
+from __future__ import annotations
+
+import textwrap
+from itertools import groupby
+
+from hpctrain.jobs.options.option import Option
+from hpctrain.jobs.options.table import all_options
+
+_WIDTH = 100
+
+_HEAD = """\
+# What `hpctrain submit` takes in this project, where the command line says nothing else.
+# `hpctrain submit --explain SCRIPT` shows each value and where it was given.
+#
+# Remove the # before a line to set the option. One without a value takes back what the files of the site
+# (/etc/hpctrain/*.yaml) and of the user (~/.config/hpctrain/config.yaml) say, which have the same form.
+"""
+
+_PROFILES = """
+# ---- Profiles
+
+# Named sets of options, each taken with --profile NAME.
+#profiles:
+#  debug:
+#    nodes: 1
+#    time: 10
+"""
+
+
+def config_template() -> str:
+    """Return the text of the template. It is valid as is, and with any line uncommented."""
+    in_files = [option for option in all_options().values() if option.about.in_files]
+    parts = [_HEAD]
+    for group, members in groupby(in_files, lambda option: option.group):
+        parts.append(f"\n# ---- {group}\n")
+        parts.extend(map(_entry, members))
+    return "".join([*parts, _PROFILES])
+
+
+def _entry(option: Option) -> str:
+    about = option.about
+    help_lines = textwrap.wrap(about.help, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    empty = "{}" if option.kind.pairs else "[]" if option.kind.many else ""
+    value = empty if about.default is None else str(about.default)
+    remarks = [
+        f"by default {about.default_words}" if about.default_words else "",
+        f"such as {{{about.example}}}" if option.kind.pairs else "",
+        f"such as {about.example}" if about.example and not option.kind.pairs else "",
+        str(option.kind) if option.kind.words else "",
+    ]
+    remark = "; ".join(filter(None, remarks))
+    line = f"#{option.name}:" + (f" {value}" if value else "") + (f"  # {remark}" if remark else "")
+    return "\n".join(["", *help_lines, line, ""])

@@ -1,0 +1,134 @@
+"""Options of sbatch and other launchers: those that `--sbatch` passes on, and replacements for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.table import all_options
+from hpctrain.text import suggest
+
+#: Directives that hpctrain sets itself, and what to use instead.
+_OURS = {
+    "array": "Use --array",
+    "chdir": "A job runs in its run folder: choose it with --run-dir",
+    "clusters": "Choose the cluster with the variable SLURM_CLUSTERS",
+    "cpus-per-gpu": "Use --cpus-per-task: each rank has one GPU",
+    "cpus-per-task": "Use --cpus-per-task",
+    "error": "Logs lie in the run folder: choose it with --run-dir",
+    "export": "Give variables with --env",
+    "export-file": "Give variables with --env",
+    "gpus": "Use --gpus-per-node",
+    "gpus-per-node": "Use --gpus-per-node",
+    "gpus-per-socket": "Use --gpus-per-node",
+    "gpus-per-task": "Use --gpus-per-node: each rank has one GPU",
+    "input": "Give the script arguments instead: ranks have no standard input",
+    "job-name": "Use --name",
+    "no-kill": "What happens when a node dies is up to the supervisor",
+    "no-requeue": "To go on without requeues, use --resume-mode successor",
+    "nodes": "Use --nodes",
+    "ntasks": "Use --ntasks-per-node",
+    "ntasks-per-core": "Use --ntasks-per-node",
+    "ntasks-per-gpu": "Use --gpus-per-node: each rank has one GPU",
+    "ntasks-per-node": "Use --ntasks-per-node",
+    "ntasks-per-socket": "Use --ntasks-per-node",
+    "open-mode": "Logs are always appended to",
+    "output": "Logs lie in the run folder: choose it with --run-dir",
+    "parsable": "Use --json",
+    "requeue": "Use --resume-mode",
+    "signal": "Use --stop-before-limit",
+    "tasks-per-node": "Use --ntasks-per-node",
+    "test-only": "Use --dry-run",
+    "time": "Use --time",
+    "wait": "Use --follow, or hpctrain wait",
+    "wrap": "Give the script as an argument of hpctrain submit",
+}
+
+# All other long options of sbatch(1) that a script may contain, Slurm 20.11 to 25.05.
+_WITH_VALUE = """
+    acctg-freq batch bb bbf bell cluster-constraint consolidate-segments container container-id core-spec
+    cores-per-socket cpu-freq deadline delay-boot distribution extra extra-node-info get-user-env gid
+    gpu-bind gpu-freq gres-flags hint immediate kill-on-invalid-dep mcs-label mem-bind mincpus network
+    nodefile power prefer priority profile propagate resv-ports segment sockets-per-node thread-spec
+    threads-per-core time-min tmp tres-bind tres-per-job tres-per-task uid wait-all-nodes wckey x11
+"""
+_FLAGS = """
+    contiguous hold ignore-pbs no-bell overcommit oversubscribe reboot spread-job stepmgr use-min-nodes
+"""
+
+
+#: Short options of sbatch whose long form is not an option of `submit`.
+_SHORT = {
+    "D": "chdir", "e": "error", "G": "gpus", "H": "hold", "i": "input", "n": "ntasks", "o": "output",
+    "W": "wait",
+}  # fmt: skip
+#: Options of torchrun, accelerate and other launchers.
+_OTHERS = {
+    "devices": "Use --gpus-per-node",
+    "gpu": "Use --gpus-per-node",
+    "gpu-ids": "Slurm chooses the GPUs. Use --gpus-per-node",
+    "m": "Modules are not supported yet; give the path of the script",
+    "master-addr": "hpctrain chooses the address of the rendezvous",
+    "master-port": "hpctrain chooses the port of the rendezvous",
+    "monitor-interval": "Use --hang-timeout",
+    "node-rank": "hpctrain assigns the ranks",
+    "num-gpus": "Use --gpus-per-node",
+    "num-processes": "Use --nodes and --gpus-per-node or --ntasks-per-node",
+    "rdzv-id": "hpctrain chooses the id of the rendezvous",
+    "standalone": "Use --backend local",
+    "mlflow": "Choose trackers in the script: Trainer(loggers='mlflow')",
+    "wandb": "Choose trackers in the script: Trainer(loggers='wandb')",
+}
+
+
+def explain_foreign(name: str) -> str:
+    """Return a sentence that names the replacement of another launcher's option; empty if unknown.
+
+    Args:
+        name: the option, with or without leading dashes, with `-` or `_`.
+    """
+    key = name.lstrip("-").replace("_", "-").partition("=")[0]
+    key = _SHORT.get(key, key)
+    if sentence := _OURS.get(key) or _OTHERS.get(key):
+        return f"{sentence}."
+    if key in _FLAGS.split():
+        return f"Use --sbatch {key}."
+    return f"Use --sbatch {key}=VALUE." if key in _WITH_VALUE.split() else ""
+
+
+def check_extra_directives(given: Mapping[str, str]) -> dict[str, str]:
+    """Check the values of `--sbatch` and return them as directives; a flag gets an empty value.
+
+    Raises:
+        SpecError: sbatch has no such option, or hpctrain has its own option for it.
+    """
+    return {key: _checked(key, value) for key, value in given.items()}
+
+
+def _checked(key: str, value: str) -> str:
+    if key in _OURS:
+        raise SpecError(f"--sbatch {key} is set by hpctrain itself. {_OURS[key]}.")
+    if key in (named := _named()):
+        raise SpecError(f"--sbatch {key} has an option of its own. Use --{key}.")
+    if key in _FLAGS.split():
+        if value not in ("", "true", "yes"):
+            raise SpecError(
+                f"--sbatch {key} is {value!r}, but it is a flag of sbatch, which takes no value. "
+                f"Give --sbatch {key} alone, or leave it out."
+            )
+        return ""
+    if key not in _WITH_VALUE.split():
+        known = (*_WITH_VALUE.split(), *_FLAGS.split(), *_OURS, *named)
+        hint = suggest(key, known, otherwise="See the long options in `man sbatch`.")
+        raise SpecError(f"sbatch has no option {key!r} (--sbatch). {hint}")
+    return value
+
+
+def replacement_option(name: str) -> str:
+    """Return the replacement for a directive that hpctrain sets; empty if it does not set it."""
+    return _OURS.get(name, "")
+
+
+def _named() -> set[str]:
+    """Return the sbatch options that have an option of the same name here."""
+    return {option.flag[2:] for option in all_options().values() if option.about.directive}

@@ -1,0 +1,180 @@
+"""Submission options and their value types, parsed in the same way from shell, files and Python."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+#: YAML's words for booleans.
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+class OptionType(NamedTuple):
+    """The value type of an option; a union type sets several fields."""
+
+    words: tuple[str, ...] = ()
+    """Fixed words."""
+    flag: bool = False
+    number: bool = False
+    text: bool = False
+    path: bool = False
+    pairs: bool = False
+    """Texts by name."""
+    grouped: bool = False
+    """Names may have two parts, as in `oom.retries`: a mapping may give all entries of one first part."""
+    many: bool = False
+    """Several texts, in order."""
+
+    @classmethod
+    def of(cls, hint: Any) -> OptionType:
+        """Return the value type for a type hint."""
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin in (types.UnionType, Union):
+            return reduce(_either, map(cls.of, parts))
+        if origin is Literal:
+            return cls(words=parts)
+        if origin is Mapping:
+            return cls(pairs=True, grouped=get_origin(parts[1]) is Mapping)
+        if origin is Sequence:
+            return cls(many=True)
+        if origin is os.PathLike:
+            return cls(path=True)
+        return {bool: cls(flag=True), int: cls(number=True), str: cls(text=True)}[hint]
+
+    def take(self, value: object) -> Any:
+        """Convert `value` to the option's type: texts are parsed, and a number may stand for its text.
+
+        If the option takes several values, a single one may stand for a list of one.
+
+        Raises:
+            ValueError: the option does not take this value.
+        """
+        if self.many:
+            return [_word(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+        if isinstance(value, str):
+            return self._read(value)
+        if isinstance(value, bool):
+            if self.flag:
+                return value
+        elif isinstance(value, Mapping):
+            if self.pairs:
+                return {_text(name): _text(entry) for name, entry in self.entries(value)}
+        elif isinstance(value, os.PathLike):
+            if self.path and isinstance(path := os.fspath(value), str):
+                return path
+        elif self.number or self.text:
+            try:
+                number = operator.index(value)  # type: ignore[arg-type]  # numpy's numbers, too
+            except TypeError:
+                raise ValueError(value) from None
+            return number if self.number else str(number)
+        raise ValueError(value)
+
+    def entries(self, value: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield the entries of a mapping; grouped entries get two-part names."""
+        for name, entry in value.items():
+            if self.grouped and isinstance(entry, Mapping):
+                yield from ((f"{name}.{part}", inner) for part, inner in entry.items())
+            else:
+                yield name, entry
+
+    def _read(self, text: str) -> str | int | bool:
+        if text in self.words:
+            return text
+        if self.flag and text.lower() in (*_YES, *_NO):
+            return text.lower() in _YES
+        if self.number and _NUMBER.fullmatch(text):
+            return int(text)
+        if self.text and text:
+            return text
+        raise ValueError(text)
+
+    def __str__(self) -> str:
+        """Describe the accepted values, as in "it takes …"."""
+        names = [
+            *(["true", "false"] if self.flag else []),
+            *self.words,
+            *(["a whole number"] if self.number else []),
+            *(["text"] if self.text else []),
+            *(["texts by name"] if self.pairs else []),
+            *(["text, or a list of texts"] if self.many else []),
+        ]
+        return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _either(one: OptionType, other: OptionType) -> OptionType:
+    """Return the union of two types."""
+    words = one.words + other.words
+    return OptionType(words, *(mine or others for mine, others in zip(one[1:], other[1:], strict=True)))
+
+
+def _text(value: object) -> str:
+    """Return a name or an entry as text. Numbers are formatted by Python; booleans are refused."""
+    if isinstance(value, str | int | float | os.PathLike) and not isinstance(value, bool):
+        return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    raise ValueError(value)
+
+
+def _word(value: object) -> str:
+    """Return an entry of a list as text; it must not be empty."""
+    if text := _text(value):
+        return text
+    raise ValueError(value)
+
+
+class OptionInfo(NamedTuple):
+    """Documentation and special properties of an option."""
+
+    help: str
+    """Its effect, in one or two sentences without Markdown."""
+    metavar: str = ""
+    """Placeholder of the value in a synopsis; empty for the option's name."""
+    default: Any = None
+    """Value if none is given."""
+    default_words: str = ""
+    """Description of the default if it depends on other values."""
+    example: str = ""
+    """Example value for an option without a default."""
+    directive: bool = False
+    """True if the value is passed to sbatch as the option of the same name."""
+    in_files: bool = True
+    """True if the option may be given in a file or with `--set`."""
+    is_path: Callable[[str], bool] | None = None
+    """Predicate for values that are paths; in a file, they are relative to the file's folder."""
+    aliases: tuple[str, ...] = ()
+    """Other names on the command line, with dashes; Python and files also accept the long ones."""
+
+
+class Option(NamedTuple):
+    """A submission option."""
+
+    name: str
+    """Name in Python and in files."""
+    group: str
+    """Heading under which the option is listed."""
+    kind: OptionType
+    about: OptionInfo
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder of the value: its fixed words if it takes nothing else; empty for a flag."""
+        if self.kind.flag:
+            return ""
+        words = "" if self.kind.text else "|".join(self.kind.words)
+        return self.about.metavar or words or self.name.upper()
+
+    @property
+    def default(self) -> str:
+        """Description of the default; empty if there is none."""
+        return self.about.default_words or ("" if self.about.default is None else str(self.about.default))

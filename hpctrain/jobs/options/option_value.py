@@ -1,0 +1,71 @@
+"""Option values and their sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.extra_directives import explain_foreign
+from hpctrain.jobs.options.option import Option
+from hpctrain.jobs.options.table import all_options, option_aliases
+from hpctrain.text import suggest
+
+#: Key of the named sets of options in a file.
+PROFILES_KEY = "profiles"
+#: Key of the site description in a file.
+SITE_KEY = "site"
+
+
+class OptionSource(NamedTuple):
+    """The source of an option's value."""
+
+    words: str
+    """Name of the source if it is not a file."""
+    path: Path | None = None
+    line: int = 0
+    profile: str | None = None
+    """Section of the file."""
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return self.words
+        return f"{self.path}:{self.line}" + (f" (profile {self.profile})" if self.profile else "")
+
+
+DEFAULT_SOURCE = OptionSource("default")
+
+
+class OptionValue(NamedTuple):
+    """A value of an option, or of one entry of it, as in `env.NAME`."""
+
+    key: str
+    value: Any
+    """None discards values from weaker sources."""
+    source: OptionSource
+
+
+def find_option(key: str, where: str) -> Option:
+    """Return the option of that name, if files and `--set` may give it.
+
+    Raises:
+        SpecError: there is none; the message begins with `where`.
+    """
+    known = all_options()
+    key = option_aliases().get(key, key)
+    if key in known and known[key].about.in_files:
+        return known[key]
+    if key in known:
+        raise SpecError(f"{where}{key!r} can be given on the command line only, as {known[key].flag}.")
+    if key in (PROFILES_KEY, SITE_KEY):
+        raise SpecError(f"{where}{key!r} is no option: it stands in a file, beside the options.")
+    names = [name for name, option in known.items() if option.about.in_files]
+    hint = explain_foreign(key) or suggest(key, (*names, PROFILES_KEY, SITE_KEY))
+    raise SpecError(f"{where}there is no option {key!r}. {hint}")
+
+
+def invalid_value_message(label: str, value: object, option: Option) -> str:
+    """Return the error message for a value that the option does not take."""
+    if value == "":
+        return f"{label} is empty. Give it a value, or leave it out."
+    return f"{label} is {value!r}, but it takes {option.kind}."

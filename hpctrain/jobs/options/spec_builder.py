@@ -1,0 +1,232 @@
+"""Construction of a `JobSpec` with all defaults from the resolved options."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.extra_directives import check_extra_directives
+from hpctrain.jobs.options.option_value import invalid_value_message
+from hpctrain.jobs.options.table import SubmitOptions, all_options, is_template_path
+from hpctrain.slurm.duration import parse_duration
+from hpctrain.spec.container import Container
+from hpctrain.spec.job_spec import BackendName, JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyConfig
+from hpctrain.spec.restart_policy import parse_rule_changes
+from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
+from hpctrain.spec.validation import CONTROL_CHARACTER
+
+#: Default parent of run folders, relative to the folder of the submission.
+RUNS_FOLDER = "runs"
+
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
+_LONGEST_NAME_IN_ID = 40
+
+
+def build_spec(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    given: SubmitOptions,
+    *,
+    backend: BackendName,
+    cwd: Path,
+    python: str,
+    container: Container | None = None,
+) -> JobSpec:
+    """Fill in the defaults, and check what can be checked without inspecting the machine.
+
+    Args:
+        script: the Python script, relative to `cwd`.
+        args: its command-line arguments.
+        given: options from `ResolvedOptions.options`.
+        backend: where the job will run.
+        cwd: working folder of the script.
+        python: Python interpreter of the supervisor and the ranks.
+        container: container of the ranks.
+
+    Raises:
+        SpecError: an option is invalid, or contradicts another.
+    """
+    path = cwd / script
+    name = given.get("name", CONTROL_CHARACTER.sub("-", path.stem))
+    gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
+    time_limit_s, directives = _time(given), _directives(given)
+    if "time" in given and time_limit_s is None and backend == "slurm":
+        # Without the option the partition's default would apply.
+        directives["time"] = "UNLIMITED"
+    nodes = _nodes(given.get("nodes", JobSpec.nodes))
+    shell = _shell(given, cwd)
+    return JobSpec(
+        script=os.path.normpath(path),
+        args=tuple(map(str, args)),
+        env=dict(given.get("env", {})),
+        name=name,
+        run_id=(run_dir := _run_dir(given, name, cwd)).name,
+        run_dir=str(run_dir),
+        backend=backend,
+        array=None if (array := given.get("array")) is None else str(array),
+        nodes=nodes[1],
+        min_nodes=nodes[0],
+        spare_nodes=given.get("spare_nodes", JobSpec.spare_nodes),
+        node_check=given.get("node_check", JobSpec.node_check),
+        scale_up_after_s=given.get("scale_up_after", JobSpec.scale_up_after_s),
+        gpus_per_node=gpus_per_node,
+        gpu_type=gpu_type,
+        gpu_request_style=given.get("gpu_request_style", JobSpec.gpu_request_style),
+        ntasks_per_node=_positive("ntasks-per-node", given.get("ntasks_per_node")),
+        cpus_per_task=given.get("cpus_per_task"),
+        python=shell.python or python,
+        workdir=str(cwd),
+        time_limit_s=time_limit_s,
+        stop_before_limit_s=_positive("stop-before-limit", given.get("stop_before_limit")),
+        max_failures=given.get("max_failures", JobSpec.max_failures),
+        restart_policy=parse_rule_changes(cast(Mapping[str, str], given.get("restart_policy", {}))),
+        standby_workers_s=_seconds(
+            "standby-workers", given.get("standby_workers", JobSpec.standby_workers_s), 0
+        ),
+        hang_timeout_s=_seconds("hang-timeout", given.get("hang_timeout", JobSpec.hang_timeout_s), 1),
+        resume_mode=given.get("resume_mode", JobSpec.resume_mode),
+        directives=directives,
+        template=_template(given.get("template"), cwd),
+        shell=shell,
+        torchrun=_torchrun(given),
+        container=container,
+        notify=NotifyConfig(
+            targets=tuple(given.get("notify", ())),
+            on=tuple(given.get("notify_on", NOTIFICATION_KINDS)),
+            stall_s=given.get("notify_stall_after", DEFAULT_STALL_S),
+        ),
+    )
+
+
+def validate_option(name: str, value: object) -> None:
+    """Check the value of a single option as far as possible without the other options.
+
+    Raises:
+        SpecError: the value is invalid.
+    """
+    if (option := all_options().get(name)) is None:
+        return
+    try:
+        taken = option.kind.take(value)
+    except ValueError:
+        raise SpecError(invalid_value_message(name, value, option)) from None
+    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": _gpus}
+    if (read := readers.get(name)) is not None:
+        read(taken)
+
+
+def _positive(option: str, value: int | None) -> int:
+    """Check that a given number is positive; return 0 if it is not given."""
+    if value is None:
+        return 0
+    if value < 1:
+        raise SpecError(f"--{option} is {value}, but it takes at least 1.")
+    return value
+
+
+def _seconds(option: str, value: int | str | None, least: int) -> int | None:
+    """Return the seconds; None for `never`."""
+    if not isinstance(value, int):
+        return None
+    if value < least:
+        raise SpecError(f"--{option} is {value}, but it takes at least {least} seconds, or never.")
+    return value
+
+
+def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
+    if (asked := given.get("run_dir")) is not None:
+        path = Path(os.path.normpath(cwd / asked))
+        if not path.name:
+            raise SpecError(
+                f"--run-dir is {os.fspath(asked)!r}, which has no name that could be the run's id. "
+                "Choose a folder below it."
+            )
+        return path
+    return Path(os.path.normpath(cwd / given.get("runs_dir", RUNS_FOLDER))) / new_run_id(name)
+
+
+def new_run_id(name: str) -> str:
+    """Return a run id for a job of that name. Collisions within the same second are very unlikely."""
+    stem = _NOT_IN_ID.sub("-", name)[:_LONGEST_NAME_IN_ID].strip("-.") or "run"
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+
+
+def _nodes(value: int | str) -> tuple[int, int]:
+    """Return the minimum and maximum number of nodes from `2:4` or a single number."""
+    if isinstance(value, int):
+        return value, value
+    if match := re.fullmatch(r"(\d+):(\d+)", value, re.ASCII):
+        least, most = int(match[1]), int(match[2])
+        if 1 <= least <= most:
+            return least, most
+        raise SpecError(
+            f"--nodes {value}: the least number of nodes is {least}, and the most {most}, but it takes "
+            "1 ≤ MIN ≤ MAX, such as 2:4."
+        )
+    raise SpecError(
+        f"--nodes {value!r} is neither a number nor a range. Give the number of nodes, such as 2, or the "
+        "least and the most, such as 2:4."
+    )
+
+
+def _gpus(value: int | str) -> tuple[str | None, int]:
+    """Return type and number of GPUs from `h100:8` or a single number."""
+    if isinstance(value, int):
+        return None, value
+    gpu_type, _, number = value.rpartition(":")
+    if not gpu_type or not (number.isascii() and number.isdecimal()):
+        raise SpecError(f"--gpus-per-node is {value!r}, but it takes a number, such as 8 or h100:8.")
+    return gpu_type, int(number)
+
+
+def _time(given: SubmitOptions) -> float | None:
+    """Return the time limit in seconds; None if it is not given or unlimited."""
+    return None if (limit := given.get("time")) is None else parse_duration(str(limit))
+
+
+def _directives(given: SubmitOptions) -> dict[str, str]:
+    values = cast(Mapping[str, object], given)
+    named = {
+        option.flag[2:]: "" if value is True else str(value)
+        for name, option in all_options().items()
+        if option.about.directive and (value := values.get(name)) is not None and value is not False
+    }
+    return named | check_extra_directives(given.get("sbatch", {}))
+
+
+def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
+    conda = given.get("conda")
+    if conda is not None and is_conda_prefix(os.fspath(conda)):
+        conda = os.path.normpath(cwd / conda)
+    venv = given.get("venv")
+    return ShellSetup(
+        modules=tuple(given.get("module", ())),
+        conda=None if conda is None else os.fspath(conda),
+        venv=None if venv is None else os.path.normpath(cwd / venv),
+        setup=tuple(given.get("setup", ())),
+    )
+
+
+def _torchrun(given: SubmitOptions) -> TorchrunConfig | None:
+    launcher = given.get("launcher", "torchrun" if given.get("template") == "torchrun" else "srun")
+    if launcher != "torchrun":
+        return None
+    return TorchrunConfig(
+        rdzv_backend=given.get("rdzv_backend", TorchrunConfig.rdzv_backend),
+        rdzv_endpoint=given.get("rdzv_endpoint"),
+    )
+
+
+def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:
+    """Make a path absolute; leave the name of a template unchanged."""
+    if asked is None:
+        return None
+    text = os.fspath(asked)
+    return os.path.normpath(cwd / text) if is_template_path(text) else text

@@ -1,0 +1,602 @@
+"""The table of all submission options: name, type, aliases and help text.
+
+The command line, `SubmitOptions` in Python, the keys of `hpctrain.yaml`, the output of `hpctrain init` and
+the tables of the documentation are generated from it. To add an option, add a field to a group below.
+"""
+
+# No `from __future__ import annotations`: evaluating string annotations would dominate the import time.
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Literal, TypedDict
+
+from hpctrain.jobs.options.option import Option, OptionInfo, OptionType
+from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
+from hpctrain.spec.container import Container, is_image_file
+from hpctrain.spec.job_spec import (
+    DEFAULT_STOP_BEFORE_LIMIT_S,
+    GpuRequestStyle,
+    JobSpec,
+    NodeCheckMode,
+    ResumeMode,
+)
+from hpctrain.spec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
+from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
+from hpctrain.spec.shell_setup import is_conda_prefix
+
+
+def is_template_path(value: str) -> bool:
+    """True if a value of `template` is a path, not the name of a built-in template."""
+    return "/" in value or value.endswith(".j2")
+
+
+class _Size(TypedDict, total=False):
+    """Size."""
+
+    nodes: Annotated[
+        int | str,
+        OptionInfo(
+            aliases=("-N", "--nnodes", "--num-nodes"),
+            metavar="N|MIN:MAX",
+            default=JobSpec.nodes,
+            help="Number of nodes. MIN:MAX uses all available, and the run continues if some fail.",
+        ),
+    ]
+    spare_nodes: Annotated[
+        int,
+        OptionInfo(
+            aliases=("--spares",),
+            metavar="N",
+            default=JobSpec.spare_nodes,
+            help="Spare nodes to allocate. One replaces a failed node without queueing again.",
+        ),
+    ]
+    node_check: Annotated[
+        NodeCheckMode,
+        OptionInfo(
+            default=JobSpec.node_check,
+            help="Health-check nodes before launching and skip bad ones. auto: only after a GPU failure, a "
+            "communication failure or a hang.",
+        ),
+    ]
+    scale_up_after: Annotated[
+        int,
+        OptionInfo(
+            aliases=("--grow-after",),
+            metavar="SECONDS",
+            default=JobSpec.scale_up_after_s,
+            help="Seconds after which a run on fewer than MAX nodes looks for more. 0 means never.",
+        ),
+    ]
+    gpus_per_node: Annotated[
+        int | str,
+        OptionInfo(
+            metavar="[TYPE:]G",
+            default=JobSpec.gpus_per_node,
+            help="GPUs per node (one rank per GPU), optionally with a type, such as h100:8. 0 runs on CPUs.",
+        ),
+    ]
+    ntasks_per_node: Annotated[
+        int,
+        OptionInfo(
+            aliases=("--tasks-per-node", "--nproc-per-node"),
+            metavar="T",
+            default_words="one a GPU, or 1",
+            help="Ranks per node (CPU runs).",
+        ),
+    ]
+    cpus_per_task: Annotated[
+        int, OptionInfo(aliases=("-c",), metavar="C", example="8", help="CPUs per rank.")
+    ]
+    mem: Annotated[
+        int | str,
+        OptionInfo(
+            metavar="SIZE",
+            example="64G",
+            directive=True,
+            help="Memory per node, in MB or with suffix K, M, G or T. 0 requests all memory.",
+        ),
+    ]
+    mem_per_cpu: Annotated[
+        int | str, OptionInfo(metavar="SIZE", example="4G", directive=True, help="Memory per CPU.")
+    ]
+    mem_per_gpu: Annotated[
+        int | str, OptionInfo(metavar="SIZE", example="80G", directive=True, help="Memory per GPU.")
+    ]
+    exclusive: Annotated[
+        bool | Literal["user", "mcs"],
+        OptionInfo(
+            directive=True,
+            help="Do not share the nodes with other jobs. In a file also user or mcs, as in sbatch.",
+        ),
+    ]
+    array: Annotated[
+        int | str,
+        OptionInfo(
+            aliases=("-a",),
+            metavar="TASKS[%LIMIT]",
+            example="0-19%4",
+            help="Job array: one run per number, each in its own folder, at most LIMIT at once. The script "
+            "reads its number from HPCTRAIN_ARRAY_TASK_ID.",
+        ),
+    ]
+
+
+class _Run(TypedDict, total=False):
+    """Run."""
+
+    name: Annotated[
+        str, OptionInfo(aliases=("-J", "--job-name"), default_words="the script's", help="Job name.")
+    ]
+    run_dir: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(
+            metavar="PATH",
+            default_words="<runs-dir>/<run id>",
+            help="Run folder. Pass the folder of a finished or failed run to resume it.",
+            is_path=lambda _: True,
+        ),
+    ]
+    runs_dir: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(
+            metavar="PATH",
+            default="runs",
+            help="Folder in which the run folder is created, unless --run-dir names it.",
+            is_path=lambda _: True,
+        ),
+    ]
+    backend: Annotated[
+        Literal["auto", "slurm", "local"],
+        OptionInfo(
+            aliases=("--scheduler", "--cluster"),
+            default="auto",
+            help="Where to run. auto uses Slurm if it is available.",
+        ),
+    ]
+    template: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(
+            metavar="NAME|PATH",
+            default_words="ddp, or cpu without GPUs; torchrun with its launcher",
+            help="Template of the batch script. A value that contains / or ends in .j2 is a path.",
+            is_path=is_template_path,
+        ),
+    ]
+    env: Annotated[
+        Mapping[str, str],
+        OptionInfo(
+            metavar="NAME[=VALUE]",
+            example="NCCL_DEBUG: INFO",
+            help="Environment variable for the ranks. NAME alone takes the value from this environment.",
+        ),
+    ]
+    max_failures: Annotated[
+        int,
+        OptionInfo(
+            aliases=("--max-restarts",),
+            metavar="N",
+            default=JobSpec.max_failures,
+            help="Give up after N consecutive crashes without a new checkpoint.",
+        ),
+    ]
+    restart_policy: Annotated[
+        Mapping[str, Mapping[str, str]],
+        OptionInfo(
+            aliases=("--restart",),
+            metavar="KIND.FIELD=N",
+            example="oom: {retries: 0}",
+            help="Override a limit of the restart policy, such as oom.retries=3.",
+        ),
+    ]
+    standby_workers: Annotated[
+        int | Literal["never"],
+        OptionInfo(
+            aliases=("--warm-workers",),
+            metavar="SECONDS|never",
+            default=JobSpec.standby_workers_s,
+            help="After SECONDS of training, keep standby workers with heavy imports preloaded on each node, "
+            "for fast restarts. Each uses about 250 MB of memory.",
+        ),
+    ]
+    hang_timeout: Annotated[
+        int | Literal["never"],
+        OptionInfo(
+            aliases=("--hang-limit",),
+            metavar="SECONDS|never",
+            default=JobSpec.hang_timeout_s,
+            help="Restart the run if no rank makes progress for this long, and for ten times the longest "
+            "step so far.",
+        ),
+    ]
+    resume_mode: Annotated[
+        ResumeMode,
+        OptionInfo(
+            aliases=("--continue-by",),
+            default=JobSpec.resume_mode,
+            help="How an interrupted run continues: requeue (the same job) or successor (a new job). "
+            "auto requeues if the site allows it.",
+        ),
+    ]
+
+
+class _Code(TypedDict, total=False):
+    """Code."""
+
+    code_snapshot: Annotated[
+        bool,
+        OptionInfo(
+            aliases=("--snapshot",),
+            default_words="yes",
+            help="Copy the working tree (tracked, changed and new files) into the run folder; run the copy.",
+        ),
+    ]
+    code_snapshot_limit: Annotated[
+        int,
+        OptionInfo(
+            aliases=("--snapshot-limit",),
+            metavar="MB",
+            default=DEFAULT_SNAPSHOT_LIMIT_MB,
+            help="Maximum size of the copy, in MB.",
+        ),
+    ]
+
+
+class _Shell(TypedDict, total=False):
+    """Environment setup."""
+
+    module: Annotated[
+        Sequence[str],
+        OptionInfo(metavar="NAME", example="[cuda/12.4, nccl]", help="Environment module to load."),
+    ]
+    conda: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(
+            metavar="NAME|PATH",
+            example="torch",
+            help="Conda environment to activate. hpctrain must be installed in it.",
+            is_path=is_conda_prefix,
+        ),
+    ]
+    venv: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(
+            metavar="PATH",
+            example="~/envs/torch",
+            help="Virtual environment to activate. hpctrain must be installed in it.",
+            is_path=lambda _: True,
+        ),
+    ]
+    setup: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="LINE",
+            example="[ulimit -c 0]",
+            help="Shell line to run verbatim in the batch script.",
+        ),
+    ]
+
+
+class _Container(TypedDict, total=False):
+    """Container."""
+
+    container_image: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(
+            aliases=("--image",),
+            metavar="IMAGE",
+            example="docker://nvcr.io/nvidia/pytorch:25.03-py3",
+            help="Run the ranks in a container: an image file or an image URL.",
+            is_path=is_image_file,
+        ),
+    ]
+    container_runtime: Annotated[
+        Literal["auto", "pyxis", "apptainer"],
+        OptionInfo(default="auto", help="Container runtime. auto uses the one that the site provides."),
+    ]
+    container_mounts: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="SRC:DST[:ro],…",
+            example="[/scratch:/scratch, ~/data:/data:ro]",
+            help="Additional bind mounts.",
+            is_path=lambda _: True,
+        ),
+    ]
+    container_env: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="NAME,…",
+            example="[HF_HOME]",
+            help="Variables of the job that override those of the image. --env always does.",
+        ),
+    ]
+    container_python: Annotated[
+        str,
+        OptionInfo(
+            metavar="PATH",
+            default=Container.python,
+            help="Python interpreter in the container, 3.11 or newer.",
+        ),
+    ]
+
+
+class _Launch(TypedDict, total=False):
+    """Launcher."""
+
+    launcher: Annotated[
+        LauncherName,
+        OptionInfo(
+            default_words="torchrun with its template, or srun",
+            help="Program that starts the ranks: srun, or one torchrun agent per node.",
+        ),
+    ]
+    rdzv_backend: Annotated[
+        RendezvousBackend,
+        OptionInfo(
+            default_words=TorchrunConfig.rdzv_backend, help="Rendezvous backend of the torchrun agents."
+        ),
+    ]
+    rdzv_endpoint: Annotated[
+        str,
+        OptionInfo(
+            metavar="HOST:PORT",
+            example="etcd.site:2379",
+            help="Address of the etcd server for the rendezvous.",
+        ),
+    ]
+
+
+class _Time(TypedDict, total=False):
+    """Time."""
+
+    time: Annotated[
+        int | str,
+        OptionInfo(
+            aliases=("-t", "--walltime"),
+            metavar="TIME",
+            example="12:00:00",
+            default_words="the partition's",
+            help="Time limit of the job: minutes, HH:MM:SS, D-HH:MM:SS, or unlimited.",
+        ),
+    ]
+    stop_before_limit: Annotated[
+        int,
+        OptionInfo(
+            aliases=("--signal-lead",),
+            metavar="SECONDS",
+            default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the limit",
+            help="Send the stop signal this long before the time limit, so that the ranks can save.",
+        ),
+    ]
+    begin: Annotated[
+        str,
+        OptionInfo(
+            aliases=("-b",),
+            metavar="TIME",
+            example="now+1hour",
+            directive=True,
+            help="Earliest start time of the job.",
+        ),
+    ]
+
+
+class _Queue(TypedDict, total=False):
+    """Queue."""
+
+    partition: Annotated[
+        str, OptionInfo(aliases=("-p",), example="gpu", directive=True, help="Partitions to submit to.")
+    ]
+    account: Annotated[
+        str, OptionInfo(aliases=("-A",), example="physics", directive=True, help="Account to charge.")
+    ]
+    qos: Annotated[
+        str, OptionInfo(aliases=("-q",), example="long", directive=True, help="Quality of service.")
+    ]
+    reservation: Annotated[str, OptionInfo(example="workshop", directive=True, help="Reservation to use.")]
+    dependency: Annotated[
+        str,
+        OptionInfo(
+            aliases=("-d",),
+            metavar="KIND:RUN|JOB",
+            example="afterok:digits-20261121-052813-cc6c",
+            directive=True,
+            help="Dependency in sbatch's notation. A run's id or folder may replace the job id.",
+        ),
+    ]
+    nice: Annotated[
+        int,
+        OptionInfo(metavar="N", example="100", directive=True, help="Lower the priority of the job by N."),
+    ]
+    licenses: Annotated[
+        str,
+        OptionInfo(
+            aliases=("-L",),
+            metavar="NAME[:N],…",
+            example="fluent:2",
+            directive=True,
+            help="Licenses that the job needs.",
+        ),
+    ]
+
+
+class _Nodes(TypedDict, total=False):
+    """Node selection."""
+
+    constraint: Annotated[
+        str,
+        OptionInfo(
+            aliases=("-C",), example="ib&ssd", directive=True, help="Features that the nodes must have."
+        ),
+    ]
+    nodelist: Annotated[
+        str,
+        OptionInfo(
+            aliases=("-w",),
+            metavar="NODES",
+            example="n[01-04]",
+            directive=True,
+            help="Nodes that the allocation must include.",
+        ),
+    ]
+    exclude: Annotated[
+        str,
+        OptionInfo(
+            aliases=("-x",), metavar="NODES", example="n[07,12]", directive=True, help="Nodes to exclude."
+        ),
+    ]
+    switches: Annotated[
+        int | str,
+        OptionInfo(
+            metavar="N[@TIME]",
+            example="1@02:00:00",
+            directive=True,
+            help="Maximum number of leaf switches between the nodes, and the maximum wait for it.",
+        ),
+    ]
+    gres: Annotated[
+        str,
+        OptionInfo(
+            metavar="NAME[:N],…",
+            example="nvme:1",
+            directive=True,
+            help="Generic resources per node other than GPUs.",
+        ),
+    ]
+    gpu_request_style: Annotated[
+        GpuRequestStyle,
+        OptionInfo(
+            aliases=("--gpu-directive",),
+            default=JobSpec.gpu_request_style,
+            help="sbatch option that requests GPUs at this site.",
+        ),
+    ]
+
+
+class _Words(TypedDict, total=False):
+    """Mail and comment."""
+
+    mail_type: Annotated[
+        str,
+        OptionInfo(metavar="EVENT,…", example="END,FAIL", directive=True, help="Events to send mail about."),
+    ]
+    mail_user: Annotated[
+        str, OptionInfo(metavar="ADDRESS", example="me@example.org", directive=True, help="Mail recipient.")
+    ]
+    comment: Annotated[str, OptionInfo(example="ablation 3", directive=True, help="Comment on the job.")]
+
+
+class _Notify(TypedDict, total=False):
+    """Notifications."""
+
+    notify: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="URL|COMMAND",
+            example="[https://hooks.example.org/T123, mail -s hpctrain me@example.org]",
+            help="Webhook URL or shell command to call when the run finishes, fails or stalls.",
+        ),
+    ]
+    notify_on: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="EVENT",
+            example="[failure, stall]",
+            default_words=", ".join(NOTIFICATION_KINDS),
+            help="Events to notify about: finish, failure or stall.",
+        ),
+    ]
+    notify_stall_after: Annotated[
+        int,
+        OptionInfo(
+            metavar="SECONDS",
+            default=DEFAULT_STALL_S,
+            help="Seconds without a logged step that count as a stall.",
+        ),
+    ]
+
+
+class _Rest(TypedDict, total=False):
+    """Other sbatch options."""
+
+    sbatch: Annotated[
+        Mapping[str, str],
+        OptionInfo(
+            metavar="KEY[=VALUE]",
+            example="hint: nomultithread",
+            help="Any other sbatch option, by its long name.",
+        ),
+    ]
+
+
+class _Sources(TypedDict, total=False):
+    """Configuration files."""
+
+    config: Annotated[
+        str | os.PathLike[str],
+        OptionInfo(metavar="FILE", in_files=False, help="Configuration file, which overrides all others."),
+    ]
+    profile: Annotated[
+        str,
+        OptionInfo(
+            metavar="NAME", in_files=False, help="Section under profiles: in the configuration files."
+        ),
+    ]
+
+
+class SubmitOptions(
+    _Size,
+    _Run,
+    _Code,
+    _Shell,
+    _Container,
+    _Launch,
+    _Time,
+    _Queue,
+    _Nodes,
+    _Words,
+    _Notify,
+    _Rest,
+    _Sources,
+    total=False,
+):
+    """All options of a submission except the script and its arguments."""
+
+
+_GROUPS = (
+    _Size,
+    _Run,
+    _Code,
+    _Shell,
+    _Container,
+    _Launch,
+    _Time,
+    _Queue,
+    _Nodes,
+    _Words,
+    _Notify,
+    _Rest,
+    _Sources,
+)
+
+
+@cache
+def option_aliases() -> dict[str, str]:
+    """Return option names by their long aliases."""
+    return {
+        alias.removeprefix("--").replace("-", "_"): option.name
+        for option in all_options().values()
+        for alias in option.about.aliases
+        if alias.startswith("--")
+    }
+
+
+@cache
+def all_options() -> dict[str, Option]:
+    """Return all options by name, in display order."""
+    found = {}
+    for group in _GROUPS:
+        for name, hint in group.__annotations__.items():
+            kind, (about,) = OptionType.of(hint.__origin__), hint.__metadata__
+            found[name] = Option(name, str(group.__doc__).rstrip("."), kind, about)
+    return found

@@ -1,0 +1,75 @@
+"""Options without effect on this job: refused or reported, never silently ignored.
+
+Options from files are exempt, because files are written for many jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.option_value import DEFAULT_SOURCE, OptionValue
+from hpctrain.jobs.options.table import SubmitOptions, all_options
+
+if TYPE_CHECKING:
+    from hpctrain.spec.job_spec import JobSpec
+
+
+def check_unused_options(
+    settings: Mapping[str, OptionValue], given: SubmitOptions, spec: JobSpec
+) -> list[str]:
+    """Find options of this submission, outside files, that have no effect.
+
+    Args:
+        settings: every value with its source.
+        given: the values alone.
+        spec: the resulting job.
+
+    Returns:
+        A sentence for each option that changes nothing.
+
+    Raises:
+        SpecError: an option concerns a part that the job does not have.
+    """
+    asked = {
+        key.partition(".")[0]: all_options()[key.partition(".")[0]].flag
+        for key, value in settings.items()
+        if value.source.path is None and value.source != DEFAULT_SOURCE
+    }
+    for name, flag in asked.items():
+        if spec.container is None and name.startswith("container_"):
+            raise SpecError(
+                f"{flag} is for a container, but none is asked for. "
+                "Name its image with --container-image, or leave it out."
+            )
+        if spec.torchrun is None and name.startswith("rdzv_"):
+            raise SpecError(
+                f"{flag} is for torchrun, but srun starts the ranks (--launcher). "
+                "Leave it out, or give --launcher torchrun."
+            )
+    reasons = dict(_reasons(given, spec))
+    return [
+        f"{flag} changes nothing here: {reasons[name]}." for name, flag in asked.items() if name in reasons
+    ]
+
+
+def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """Yield the options that change nothing in this job, with the reason."""
+    if spec.min_nodes == spec.nodes:
+        yield "scale_up_after", f"the number of nodes is fixed (--nodes {spec.nodes})"
+    if spec.gpus_per_node == 0:
+        yield "gpu_request_style", "no GPU is asked for (--gpus-per-node)"
+    if not spec.notify.targets:
+        yield from ((name, "there are no targets (--notify)") for name in ("notify_on", "notify_stall_after"))
+    elif "stall" not in spec.notify.on:
+        yield "notify_stall_after", "stall is not among the events (--notify-on)"
+    if not given.get("code_snapshot", True):
+        yield "code_snapshot_limit", "nothing is copied (--no-code-snapshot)"
+    if spec.torchrun is not None:
+        yield "standby_workers", "torchrun starts the workers (--launcher)"
+    if spec.backend == "local":
+        others = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode")
+        yield from ((name, "the run goes to this machine itself") for name in others)
+        if spec.time_limit_s is None:
+            yield "stop_before_limit", "there is no time limit (--time)"

@@ -1,0 +1,1 @@
+"""Submitted runs: status, logs, cancel, requeue and deliberate faults."""

@@ -1,0 +1,245 @@
+"""Fault injection: disturb a run at random moments, to check that it ends as an undisturbed one would."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from hpctrain.cluster.signal_processes import signal_ranks
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.runs import control
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.records.run_record import read_run_record
+from hpctrain.slurm.command import CHAOS_STEP, run_slurm
+from hpctrain.slurm.environment import strip_job_env
+from hpctrain.slurm.states import RunState
+
+#: Restarted ranks are running again within this time.
+_REACH_LIMIT_S = 120.0
+
+
+class Fault(StrEnum):
+    """Fault to inject into a run."""
+
+    KILL_RANK = "kill-rank"
+    """A rank receives SIGKILL."""
+    KILL_NODE_RANKS = "kill-node-ranks"
+    """All ranks of a node receive SIGKILL."""
+    STOP_RANK = "stop-rank"
+    """A rank receives SIGSTOP; the others wait for it until this is detected as a hang."""
+    KILL_SUPERVISOR = "kill-supervisor"
+    """The supervisor receives SIGKILL."""
+    PREEMPT = "preempt"
+    """The ranks receive the preemption signal."""
+    REQUEUE = "requeue"
+    """Slurm requeues the job, as with `scontrol requeue`."""
+
+
+#: Without Slurm, nothing restarts a supervisor, and there is no queue.
+_SLURM_ONLY = frozenset({Fault.KILL_SUPERVISOR, Fault.REQUEUE})
+
+
+@dataclass(frozen=True)
+class FaultInjection:
+    """One fault, its attempt and its target."""
+
+    fault: Fault
+    attempt: int
+    ranks: tuple[int, ...] = ()
+    """Ranks to signal; empty if the fault is not aimed at ranks."""
+    host: str | None = None
+    """Host of these ranks."""
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return str(self.fault)
+        first, last = self.ranks[0], self.ranks[-1]
+        whom = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        return f"{self.fault}: {whom} on {self.host}"
+
+
+def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ...]:
+    """Return the faults to choose from: those asked for, or all that take effect at once.
+
+    Raises:
+        SpecError: the backend does not support one of those asked for.
+    """
+    possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
+    if impossible := sorted(set(asked).difference(possible)):
+        raise SpecError(
+            f"--fault {', '.join(impossible)} needs Slurm, but this run's backend is {backend}: nobody would "
+            f"start the run again. There are {', '.join(possible)}."
+        )
+    return tuple(sorted(asked)) or tuple(fault for fault in possible if fault is not Fault.STOP_RANK)
+
+
+def choose_fault(
+    faults: Sequence[Fault], started: Mapping[str, Any], chance: random.Random
+) -> FaultInjection:
+    """Choose the next fault at random.
+
+    Args:
+        faults: those to choose from.
+        started: the event of the newest start of the ranks.
+        chance: the only source of randomness.
+    """
+    fault, attempt = chance.choice(faults), int(started["attempt"])
+    world_size, hosts = int(started["world_size"]), [str(host) for host in started["hosts"]]
+    rank, per_node = chance.randrange(world_size), world_size // len(hosts)
+    node = rank // per_node
+    match fault:
+        case Fault.KILL_RANK | Fault.STOP_RANK:
+            return FaultInjection(fault, attempt, (rank,), hosts[node])
+        case Fault.KILL_NODE_RANKS:
+            return FaultInjection(
+                fault, attempt, tuple(range(node * per_node, (node + 1) * per_node)), hosts[node]
+            )
+        case _:
+            return FaultInjection(fault, attempt)
+
+
+@dataclass(frozen=True)
+class ChaosRunner:
+    """Fault injector for one run.
+
+    Attributes:
+        run: the run.
+        faults: the faults to choose from.
+        seed: random seed; each fault has its own generator, so its timing does not affect the choice.
+        tell: called with a message about each fault.
+    """
+
+    run: Run
+    faults: tuple[Fault, ...]
+    seed: int
+    tell: Callable[[str], object]
+
+    def go_on(self, times: int, every_s: float, *, dry_run: bool = False) -> int:
+        """Disturb the run until it has ended or `times` is reached; return the number of faults.
+
+        Args:
+            times: maximum number of faults.
+            every_s: mean interval in seconds; each interval is 0.5 to 1.5 times that.
+            dry_run: only report the faults.
+
+        Raises:
+            SchedulerError: no fault took effect for too long, although the run has not ended.
+        """
+        done, due = 0, time.monotonic()
+        missed: float | None = None
+        for status in self.run.watch():
+            now = time.monotonic()
+            if status.state is RunState.PENDING:
+                missed = None
+            if status.state is RunState.PENDING or now < due:
+                continue
+            chance = random.Random(f"{self.seed}/{done}")
+            blow = self._next(status, chance)
+            if blow is not None and (dry_run or self._strike(blow, status)):
+                self.tell(f"would do {blow}" if dry_run else str(blow))
+                done, missed = done + 1, None
+                if done == times:
+                    break
+                due = now if dry_run else now + every_s * chance.uniform(0.5, 1.5)
+            elif missed is None:
+                missed = now
+            elif now - missed > _REACH_LIMIT_S:
+                raise SchedulerError(
+                    f"Run {self.run.run_id} is {status.state}, but nothing of it could be reached for "
+                    f"{_REACH_LIMIT_S:.0f} s: {blow or 'it has not started any ranks'}."
+                )
+        return done
+
+    def _next(self, status: RunStatus, chance: random.Random) -> FaultInjection | None:
+        started = read_run_record(self.run.dir).started
+        if status.state is not RunState.RUNNING or started is None or started["attempt"] != status.attempt:
+            return None
+        return choose_fault(self.faults, started, chance)
+
+    def _strike(self, blow: FaultInjection, status: RunStatus) -> bool:
+        """Inject the fault; True if it hit a process. Ranks come and go, so it may hit none."""
+        try:
+            if not self._does(blow, status):
+                return False
+        except SchedulerError:
+            return False
+        self.run.dir.log_event(
+            "chaos", blow.attempt, fault=blow.fault, ranks=list(blow.ranks), host=blow.host
+        )
+        return True
+
+    def _does(self, blow: FaultInjection, status: RunStatus) -> bool:
+        run_dir, slurm = str(self.run.dir.path), status.backend == "slurm"
+        environ = strip_job_env(self.run.environ)
+        match blow.fault:
+            case Fault.PREEMPT:
+                control.preempt([self.run.dir], self.run.environ)
+                return True
+            case Fault.REQUEUE:
+                run_slurm(["scontrol", "requeue", str(status.job_id)], environ)
+                return True
+            case Fault.KILL_SUPERVISOR:
+                raw_id, host = _batch_host(str(status.job_id), environ)
+                words = [run_dir, signal.SIGKILL.name, "supervisor"]
+                return _on_host(raw_id, host, words, environ)
+        number = signal.SIGSTOP if blow.fault is Fault.STOP_RANK else signal.SIGKILL
+        if not slurm:
+            return bool(signal_ranks(run_dir, number, blow.attempt, blow.ranks))
+        raw_id, _ = _batch_host(str(status.job_id), environ)
+        words = [run_dir, number.name, str(blow.attempt), *map(str, blow.ranks)]
+        return _on_host(raw_id, str(blow.host), words, environ)
+
+
+def check_disturbable(run: Run) -> RunStatus:
+    """Return the status of a run that may be disturbed: it is the caller's own and is running.
+
+    Raises:
+        SpecError: it may not be disturbed.
+    """
+    if (owner := run.dir.path.stat().st_uid) != os.geteuid():
+        raise SpecError(
+            f"Run {run.run_id} belongs to user {owner} and you are {os.geteuid()}: disturb a run of your own."
+        )
+    if tasks := run.dir.tasks():
+        raise SpecError(
+            f"Run {run.run_id} is a job array: name one of its tasks, as in {run.run_id}/task-{tasks[0]}."
+        )
+    status = run.status()
+    if status.state is not RunState.RUNNING:
+        raise SpecError(f"Run {run.run_id} is {status.state}; only a running one can be disturbed.")
+    return status
+
+
+def _batch_host(job_id: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the job's raw id, which an array task has in addition to its own, and its batch host.
+
+    Raises:
+        SchedulerError: Slurm does not answer, or the job has no host.
+    """
+    words = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
+    if len(words) != 2:
+        raise SchedulerError(f"squeue does not tell where job {job_id} runs.")
+    return words[0], words[1]
+
+
+def _on_host(job_id: str, host: str, words: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Send a signal on a node of the job, by a step that overlaps with that of the ranks.
+
+    Raises:
+        SchedulerError: the step could not be started, or hit no process.
+    """
+    step = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none"]
+    how = [f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
+    run_slurm(
+        ["srun", *step, *how, sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes", *words],
+        environ,
+    )
+    return True

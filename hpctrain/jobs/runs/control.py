@@ -1,0 +1,102 @@
+"""Requests to runs: cancel and requeue. Each scheduler is asked once for all tasks of a job array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+from hpctrain.errors import RunNotFound, SchedulerError, SpecError
+from hpctrain.files import write_atomic
+from hpctrain.jobs.backends import Backend, open_backend
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.runs.status_poller import StatusPoller
+from hpctrain.records.run_record import JobRecord, read_run_record
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
+from hpctrain.spec.job_spec import BackendName
+
+_Answer = TypeVar("_Answer")
+
+
+def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
+    """Ask the run to save its state and end for good. See `Run.cancel`."""
+    status, parts = _look(run, environ)
+    if status.state.ended:
+        return status
+    going = [part for part, its in parts.items() if not its.state.ended]
+    waiting = [part for part, its in parts.items() if its.state is RunState.PENDING]
+    jobs = _jobs_of(going)
+    asked_now = [part for part in going if not part.cancel_request.exists()]
+    for part in asked_now:
+        part.cancel_request.touch(0o644)
+    try:
+        _ask(jobs, environ, lambda backend, these: backend.cancel(these))
+        for part, now in zip(waiting, StatusPoller(waiting, environ).look(), strict=True):
+            if now.state is RunState.CANCELLED:
+                # There is no supervisor to record its end, and Slurm forgets the job.
+                part.log_event("finished", now.attempt or 0, state="CANCELLED", exit_code=0, cause=None)
+    except SchedulerError:
+        # It may have ended by itself just now, which is as good.
+        if not StatusPoller([run], environ).look()[0].state.ended:
+            # A refused request must not take effect at the next preemption.
+            for part in asked_now:
+                part.cancel_request.unlink(missing_ok=True)
+            raise
+    return status
+
+
+def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
+    """Ask the run to save its state and continue in a new attempt. See `Run.requeue`."""
+    status, parts = _look(run, environ)
+    running = [part for part, its in parts.items() if its.state is RunState.RUNNING]
+    held = [part for part, its in parts.items() if its.held]
+    if not running and not held:
+        raise SpecError(f"Run {run.run_id} is {status.state}; only a running one can be requeued.")
+    _ask(_jobs_of(held), environ, lambda backend, these: backend.lift_hold(these))
+    # The signal is that of a preemption: without this file, the ranks expect to be killed soon.
+    for part in running:
+        with suppress(OSError):  # then the ranks assume the short time of a preemption
+            write_atomic(part.requeue_request, f"{parts[part].attempt}\n", durable=False)
+    try:
+        preempt(running, environ)
+    except SchedulerError:
+        for part in running:
+            part.requeue_request.unlink(missing_ok=True)
+        raise
+    return status
+
+
+def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
+    """Send the ranks of running runs the preemption signal.
+
+    Raises:
+        SchedulerError: the signal could not be sent.
+    """
+    _ask(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
+
+
+def _look(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
+    """Return the status of the run and of each of its tasks, or of the run itself if it has none."""
+    parts = [run.task(index) for index in run.tasks()] or [run]
+    status, *each = StatusPoller([run, *parts], environ).look()
+    return status, dict(zip(parts, each, strict=True))
+
+
+def _jobs_of(runs: Iterable[RunDir]) -> dict[BackendName, list[JobRecord]]:
+    jobs: dict[BackendName, list[JobRecord]] = {}
+    for run in runs:
+        record = read_run_record(run)
+        if record.backend is None or record.job is None:
+            raise RunNotFound(f"Run {run.path} has never been submitted: its record names no job.")
+        jobs.setdefault(record.backend, []).append(record.job)
+    return jobs
+
+
+def _ask(
+    jobs: Mapping[BackendName, list[JobRecord]],
+    environ: Mapping[str, str],
+    request: Callable[[Backend, list[JobRecord]], _Answer],
+) -> list[_Answer]:
+    """Make one request per backend."""
+    return [request(open_backend(name, environ), these) for name, these in jobs.items()]

@@ -1,0 +1,115 @@
+"""Error reports on runs: per failed attempt, the cause in full and the other errors in short."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hpctrain.files import read_json
+from hpctrain.records.log_tail import read_last_lines
+from hpctrain.rundir import RunDir
+from hpctrain.tracebacks import fold
+
+#: Lines of the log to show if a rank ended without a traceback.
+_LAST_LINES = 20
+
+
+def failures_since_submission(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the failures in these events since the last submission, oldest first."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("kind") == "submitted":
+            found = []
+        elif event.get("kind") == "failure":
+            found.append(event)
+    return found
+
+
+def report_failure(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:
+    """Yield the report on one failure line by line: the cause, then the lines of `details`."""
+    yield f"attempt {failure.get('attempt', 0)}: {failure.get('cause')}"
+    yield from details(run, failure, ranks)
+
+
+def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:
+    """Yield the traceback of the rank that failed first, and one line per error that followed.
+
+    For a rank without a traceback, yield the end of its log. Other ranks with the same error share a line.
+
+    Args:
+        run: the run.
+        failure: the failure event.
+        ranks: ranks to show in full, instead of the one that failed first.
+    """
+    attempt = int(failure.get("attempt", 0))
+    records = _records(run, attempt)
+    in_full = [rank for rank in sorted(records) if rank in (ranks or (failure.get("rank"),))]
+    for rank in in_full:
+        if ranks:
+            yield f"rank {rank} on {_host(records[rank])}: {_summary(records[rank])}"
+        yield from _details(records[rank])
+    if not in_full and not ranks and failure.get("log"):
+        yield from _end_of(str(failure["log"]))
+    if not ranks:
+        rest = {rank: _summary(record) for rank, record in records.items() if rank not in in_full}
+        for words, same in groupby(sorted(rest, key=lambda rank: (rest[rank], rank)), rest.__getitem__):
+            yield f"also {format_ranks(list(same))}: {words}"
+
+
+def traceback_of(run: RunDir, failure: dict[str, Any]) -> list[str]:
+    """Return the traceback of the rank that failed first, as lines; empty if it left none."""
+    record = _records(run, int(failure.get("attempt", 0))).get(int(failure.get("rank", -1)), {})
+    return fold(str(record.get("traceback") or "")).rstrip().splitlines()
+
+
+def job_log_tail(log: str | None) -> list[str]:
+    """Return the end of the batch script's and Slurm's output if `log` is that file, else nothing."""
+    if log is None or Path(log).name != RunDir(Path()).slurm_log.name:
+        return []
+    return read_last_lines(Path(log), _LAST_LINES)
+
+
+def _details(record: dict[str, Any]) -> Iterator[str]:
+    if traceback := str(record.get("traceback") or ""):
+        yield from fold(traceback).rstrip().split("\n")
+        yield f"log: {record.get('log')}"
+    else:
+        yield from _end_of(str(record.get("log")))
+
+
+def _end_of(log: str) -> Iterator[str]:
+    lines = read_last_lines(Path(log), _LAST_LINES)
+    yield f"{'the end of ' if lines else ''}log: {log}"
+    yield from (f"  {line}" for line in lines)
+
+
+def _records(run: RunDir, attempt: int) -> dict[int, dict[str, Any]]:
+    """Return the failure records of the attempt by rank."""
+    found = {}
+    for path in run.failure_files(attempt):
+        try:
+            record = read_json(path)
+            found[int(record["rank"])] = record
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            continue  # still being written
+    return found
+
+
+def _host(record: dict[str, Any]) -> str:
+    return str(record.get("node") or record.get("host"))
+
+
+def _summary(record: dict[str, Any]) -> str:
+    message = str(record.get("message") or "").split("\n", 1)[0]
+    return f"{record.get('error')}: {message}" if message else str(record.get("error"))
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Format ranks, as in `rank 3` or `ranks 0-2, 5`."""
+    runs = [
+        [rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda item: item[1] - item[0])
+    ]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

@@ -1,0 +1,116 @@
+"""Logs of an attempt's ranks, merged into one text.
+
+Lines of one rank keep their order. Across ranks, existing lines come in order of time, which the ranks
+record once a second; new lines come in order of arrival.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
+from hpctrain.rundir import RunDir, is_event
+
+#: Logs per poll: a run of thousands of ranks must not overload the file system.
+_LOGS_A_LOOK = 64
+#: Seconds between two searches for ranks with a new log.
+_RANKS_EVERY_S = 1.0
+
+
+class RankLogReader:
+    """Incremental reader of the logs of one attempt."""
+
+    def __init__(self, run: RunDir, attempt: int, ranks: Collection[int] = (), label: str = "") -> None:
+        """Begin at the start of the logs.
+
+        Args:
+            run: the run.
+            attempt: the attempt whose logs to read.
+            ranks: the ranks to read; empty means all.
+            label: prefix of each line, if several runs are shown as one text.
+        """
+        self._run, self._attempt, self._label = run, attempt, label
+        self._wanted = frozenset(ranks)
+        self._tails: dict[int, FileTail] = {}
+        self._queue: deque[int] = deque()
+        self._torn: dict[int, str] = {}
+        self._next_listing = 0.0
+        self._tells_ranks, self._width = False, 0
+
+    def read_past(self) -> Iterator[str]:
+        """Yield the existing lines in order of time."""
+        self._find_ranks()
+        for _, rank, size in heapq.merge(*map(_notes, self._run.all_log_times(self._attempt))):
+            if (tail := self._tails.get(rank)) is not None:
+                yield from self._read(rank, tail, size)
+        # Lines written after a rank's last time record.
+        for rank, tail in sorted(self._tails.items(), key=lambda item: (item[1].modified(), item[0])):
+            yield from self._read(rank, tail)
+
+    def read_new(self) -> Iterator[str]:
+        """Yield the lines since the last poll; with many ranks, each poll reads a part of them in turn."""
+        if time.monotonic() >= self._next_listing:
+            self._find_ranks()
+        for _ in range(min(_LOGS_A_LOOK, len(self._queue))):
+            rank = self._queue.popleft()
+            self._queue.append(rank)
+            if self._tails[rank].has_grown():
+                yield from self._read(rank, self._tails[rank])
+
+    def read_rest(self) -> Iterator[str]:
+        """Yield all remaining lines, including unterminated ones."""
+        self._find_ranks()
+        for rank, tail in sorted(self._tails.items()):
+            if tail.has_grown():
+                yield from self._read(rank, tail)
+            if torn := self._torn.pop(rank, ""):
+                yield self._line(rank, torn)
+
+    def _find_ranks(self) -> None:
+        self._next_listing = time.monotonic() + _RANKS_EVERY_S
+        for rank in self._run.ranks(self._attempt):
+            if rank not in self._tails and (not self._wanted or rank in self._wanted):
+                self._tails[rank] = FileTail(self._run.rank_log(self._attempt, rank))
+                self._queue.append(rank)
+        if self._tails and not self._width:
+            world_size = _world_size(self._run, self._attempt) or len(self._tails)
+            # A single rank needs no prefix.
+            self._tells_ranks = len(self._wanted) != 1 and world_size > 1
+            self._width = len(str(max(world_size - 1, *self._tails)))
+
+    def _read(self, rank: int, tail: FileTail, size: int | None = None) -> Iterator[str]:
+        while text := tail.read(size):
+            if not self._tells_ranks and not self._label:
+                yield text
+                continue
+            *lines, torn = (self._torn.pop(rank, "") + text).split("\n")
+            if lines:
+                yield "".join([self._line(rank, line) for line in lines])
+            if torn:
+                self._torn[rank] = torn
+
+    def _line(self, rank: int, line: str) -> str:
+        # For a line that overwrites itself (progress bars), show the last state as a terminal does.
+        shown = line.rstrip("\r").rpartition("\r")[2]
+        origin = f"[{rank:>{self._width}}] " if self._tells_ranks else ""
+        return f"{self._label}{origin}{shown}\n"
+
+
+def _notes(path: Path) -> Iterator[tuple[float, int, int]]:
+    """Yield time, rank and log length in bytes from the records of a node's ranks."""
+    for note in RecordTail(path).read_in_parts():
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            yield float(note["time"]), int(note["rank"]), int(note["bytes"])
+
+
+def _world_size(run: RunDir, attempt: int) -> int:
+    """Return the number of ranks started in the attempt; 0 if not recorded."""
+    for event in read_last_records(run.events, is_event, whole=True):
+        if event.get("kind") == "started" and event.get("attempt") == attempt:
+            return int(event.get("world_size", 0))
+    return 0

@@ -1,0 +1,242 @@
+"""A run as seen from the login node: query it, wait for it, end it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import RunFailed, RunNotFound, WaitTimeout
+from hpctrain.files import is_locked
+from hpctrain.records.run_record import read_run_record
+from hpctrain.rundir import RunDir
+from hpctrain.text import suggest
+
+# Submitting a run does not need the status modules, so they are imported on use.
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.jobs.runs.status_poller import StatusPoller
+    from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
+
+#: A supervisor has nothing left to do after it has recorded the end.
+_EXIT_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A submitted run. It holds no state: every call queries again."""
+
+    dir: RunDir
+    #: Environment variables for the scheduler's commands. Some may be secret.
+    environ: Mapping[str, str] = field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r})"
+
+    @property
+    def run_id(self) -> str:
+        return self.dir.run_id
+
+    @property
+    def job_id(self) -> str | None:
+        """The scheduler's id of the job submitted last."""
+        return read_run_record(self.dir).job_id
+
+    def log_path(self, rank: int = 0) -> Path | None:
+        """Return the rank's log in the newest attempt; None before the first."""
+        attempts = self.dir.attempts()
+        return self.dir.rank_log(attempts[-1], rank) if attempts else None
+
+    def status(self) -> RunStatus:
+        """Return the current status."""
+        return query_statuses([self])[0]
+
+    def tasks(self) -> list[Run]:
+        """Return the tasks of a job array as runs; empty for a single run."""
+        return [Run(self.dir.task(index), self.environ) for index in self.dir.tasks()]
+
+    def watch(self) -> Iterator[RunStatus]:
+        """Yield the status repeatedly; the last one is that of the ended run."""
+        yield from self._watch(None)
+
+    def wait(self, timeout: float | None = None, unknown_limit: float | None = None) -> RunStatus:
+        """Wait until the run has ended successfully.
+
+        Args:
+            timeout: maximum wait in seconds; None waits without limit.
+            unknown_limit: see `wait_for_end`.
+
+        Raises:
+            RunFailed: it failed or was cancelled.
+            WaitTimeout: it has not ended yet.
+            SchedulerError: its state has been unknown for too long, or it will never start.
+        """
+        return check_completed(self.wait_for_end(timeout, unknown_limit))
+
+    def wait_for_end(
+        self,
+        timeout: float | None = None,
+        unknown_limit: float | None = None,
+        tell: Callable[[str], object] | None = None,
+    ) -> RunStatus:
+        """Wait until the run has ended, successfully or not.
+
+        Args:
+            timeout: maximum wait in seconds; None waits without limit.
+            unknown_limit: maximum seconds in which the scheduler gives no definite answer and the run writes
+                nothing; None is an hour.
+            tell: called with a message now and then while the state is unknown; None logs it.
+
+        Raises:
+            WaitTimeout: it has not ended yet.
+            SchedulerError: its state has been unknown for too long, or it will never start.
+        """
+        import logging
+
+        from hpctrain.jobs.runs.unknown_state import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
+        from hpctrain.slurm.states import RunState
+
+        doubt = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
+        tell = tell or logging.getLogger("hpctrain").warning
+        for status in self._watch(timeout, doubt):
+            if words := doubt.words(status):
+                tell(f"Waiting for run {self.run_id}: {words}")
+        if not status.state.ended:
+            state = describe_unknown(status) if status.state is RunState.UNKNOWN else status.state
+            raise WaitTimeout(
+                f"Run {self.run_id} has not ended within {timeout:g} s: its state is {state}. "
+                "Wait again, or cancel it."
+            )
+        self.await_exit()
+        return status
+
+    def _watch(self, limit_s: float | None, doubt: UnknownStateTracker | None = None) -> Iterator[RunStatus]:
+        """Yield statuses until the run ends or `limit_s` is over; do not oversleep the limit of `doubt`."""
+        deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
+        watcher = _watcher([self])
+        while True:
+            (status,) = watcher.look()
+            yield status
+            left = deadline - time.monotonic()
+            if status.state.ended or left <= 0:
+                return
+            pause = min(watcher.poll_s, left)
+            time.sleep(min(pause, doubt.left_s) if doubt is not None and doubt.left_s else pause)
+
+    def await_exit(self) -> None:
+        """Wait for the local supervisor of an ended run to exit, so that no process is left."""
+        deadline = time.monotonic() + _EXIT_PATIENCE_S
+        with suppress(PermissionError):  # another user's run
+            while is_locked(self.dir.lock) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def cancel(self) -> RunStatus:
+        """Ask the run to save its state and end for good; return its previous status.
+
+        An ended run is left unchanged. In a job array, this applies to every task.
+
+        Raises:
+            SchedulerError: the scheduler refused or cannot be reached.
+        """
+        from hpctrain.jobs.runs import control
+
+        return control.cancel(self.dir, self.environ)
+
+    def requeue(self) -> RunStatus:
+        """Ask the run to save its state and continue in a new attempt; return its previous status.
+
+        If the run waits for Slurm's delay of requeued jobs, end that wait. In a job array, this applies to
+        every task.
+
+        Raises:
+            SpecError: the run is neither running nor delayed.
+            SchedulerError: the scheduler refused or cannot be reached.
+        """
+        from hpctrain.jobs.runs import control
+
+        return control.requeue(self.dir, self.environ)
+
+
+def check_completed(status: RunStatus) -> RunStatus:
+    """Return the status of an ended run if it completed.
+
+    Raises:
+        RunFailed: it failed or was cancelled.
+    """
+    from hpctrain.slurm.states import RunState
+
+    if status.state is RunState.COMPLETED:
+        return status
+    if status.state is RunState.CANCELLED:
+        raise RunFailed(f"Run {status.run_id} was cancelled.")
+    raise RunFailed(f"Run {status.run_id} failed: {status.cause}. Log: {status.log}")
+
+
+def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> list[RunStatus]:
+    """Return the status of each run, querying each scheduler once for all of them.
+
+    Args:
+        runs: the runs.
+        skip_unreadable: report a run whose folder cannot be read as UNKNOWN, instead of raising OSError.
+
+    Raises:
+        OSError: the folder of a run cannot be read.
+    """
+    return _watcher(runs, skip_unreadable=skip_unreadable).look() if runs else []
+
+
+def _watcher(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoller:
+    from hpctrain.jobs.runs.status_poller import StatusPoller
+
+    return StatusPoller([run.dir for run in runs], runs[0].environ, skip_unreadable=skip_unreadable)
+
+
+def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
+    """Return the run with that id in `runs_dir`, or with that folder.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    for folder in (runs_dir / run, Path(run).absolute()):
+        try:
+            found = RunDir(folder).spec.is_file()
+        except OSError as error:
+            raise RunNotFound(f"The run {run!r} cannot be looked at: {_trouble(error)}.") from error
+        if found:
+            return Run(RunDir(folder.absolute()), environ)
+    known = [known.run_id for known in list_runs(runs_dir, environ)]
+    hint = suggest(run, known, otherwise="`hpctrain list` shows all; --runs-dir looks elsewhere.")
+    for folder in (runs_dir / run, Path(run)):
+        if (path := RunDir(folder).checkpoints).is_dir():
+            raise RunNotFound(
+                f"{str(folder)!r} has checkpoints, but was not submitted so far: `hpctrain submit --run-dir` "
+                f"goes on from them, `hpctrain checkpoints` lists what lies in {str(path)!r}."
+            )
+    raise RunNotFound(f"There is no run {run!r}, neither in {str(runs_dir)!r} nor as a folder. {hint}")
+
+
+def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
+    """Return all runs in `runs_dir` by time of submission, oldest first, without inaccessible ones.
+
+    Raises:
+        RunNotFound: the folder cannot be read.
+    """
+    try:
+        folders = [folder.absolute() for folder in runs_dir.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RunNotFound(f"The runs (--runs-dir) cannot be listed: {_trouble(error)}.") from error
+    submitted: list[tuple[float, str, Path]] = []
+    for folder in folders:
+        with suppress(OSError):
+            submitted.append((RunDir(folder).spec.stat().st_mtime, folder.name, folder))
+    return [Run(RunDir(folder), environ) for _, _, folder in sorted(submitted)]
+
+
+def _trouble(error: OSError) -> str:
+    return f"{error.strerror}: {error.filename!r}"

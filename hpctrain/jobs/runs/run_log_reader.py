@@ -1,0 +1,166 @@
+"""Logs and events of one run, or of one task of a job array, across attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.jobs.runs.error_report import details, report_failure
+from hpctrain.jobs.runs.rank_logs import RankLogReader
+from hpctrain.records.log_tail import RecordTail
+from hpctrain.rundir import RunDir, is_event
+
+
+@dataclass(frozen=True)
+class LogText:
+    """A piece of the logs; whole, labelled lines if several logs are shown."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """One line about the run."""
+
+    line: str
+    details: tuple[str, ...] = ()
+    """Lines on the failure that the event reports."""
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """Selection of logs to show."""
+
+    ranks: Collection[int] = ()
+    """Ranks to show; empty means all."""
+    attempt: int | None = None
+    """Attempt to show; None shows one after the other."""
+    errors: bool = False
+    """True to show a report on each failure instead of the logs."""
+
+
+class RunLogReader:
+    """Incremental reader of a run's output."""
+
+    def __init__(self, run: RunDir, shown: LogFilter, *, whole: bool, label: str = "") -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            run: the run.
+            shown: the logs to show.
+            whole: start at the last submission instead of the newest attempt.
+            label: prefix of each line; empty if the run is shown alone.
+        """
+        self._run, self._shown, self._whole, self._label = run, shown, whole, label
+        self._events = RecordTail(run.events, is_event)
+        self._logs: _Logs | None = None
+        self._news: list[dict[str, Any]] = []
+        self._told: list[dict[str, Any]] = []
+
+    @property
+    def has_news(self) -> bool:
+        """True if the last `read` found events that have not been yielded yet."""
+        return bool(self._news)
+
+    def read(self) -> Iterator[LogText | EventLine]:
+        """Yield new log text, then the events that the previous call found."""
+        logs = self._logs or self._begin()
+        yield from self._reports() if self._shown.errors else logs.read()
+        for event in self._told:
+            if line := describe_event(event):
+                yield EventLine(f"{self._label}{line}", self._details(event))
+        self._told = self._news = self._events.read()
+
+    def read_rest(self) -> Iterator[LogText]:
+        """Yield the remaining logs of an ended run, including unterminated lines."""
+        if self._logs is not None and not self._shown.errors:
+            yield from self._logs.read_rest()
+
+    def _begin(self) -> _Logs:
+        past = list(self._events.read_in_parts())
+        start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
+        first = past[start - 1].get("attempt", 0) if self._whole and start else None
+        self._news = past[start:]
+        self._told = self._news if self._whole else []
+        self._logs = _Logs(self._run, self._shown, first, self._label)
+        return self._logs
+
+    def _details(self, event: dict[str, Any]) -> tuple[str, ...]:
+        if event.get("kind") != "failure" or self._shown.errors:
+            return ()
+        lines = details(self._run, event)
+        is_shown = not self._shown.ranks or event.get("rank") in self._shown.ranks
+        return tuple(line for line in lines if not is_shown or line.startswith("also "))
+
+    def _reports(self) -> Iterator[LogText]:
+        for event in self._news:
+            if event.get("kind") == "failure" and self._shown.attempt in (None, event.get("attempt")):
+                lines = report_failure(self._run, event, self._shown.ranks)
+                yield LogText("".join(f"{self._label}{line}\n" for line in lines))
+
+
+class _Logs:
+    """Logs of the ranks across attempts."""
+
+    def __init__(self, run: RunDir, shown: LogFilter, first_attempt: int | None, label: str) -> None:
+        self._run, self._shown, self._label = run, shown, label
+        self._attempt: int | None = None
+        self._logs: RankLogReader | None = None
+        self._least = first_attempt if first_attempt is not None else max(run.attempts(), default=0)
+        if shown.attempt is not None:
+            self._least = shown.attempt
+
+    def read(self) -> Iterator[LogText]:
+        """Yield new text; the rest of an older attempt comes before the next one."""
+        for attempt in self._run.attempts():
+            if attempt < self._least or self._shown.attempt not in (None, attempt):
+                continue
+            if attempt != self._attempt:
+                yield from self.read_rest()
+                self._logs = RankLogReader(self._run, attempt, self._shown.ranks, self._label)
+                self._attempt = self._least = attempt
+                yield from map(LogText, self._logs.read_past())
+        if self._logs is not None:
+            yield from map(LogText, self._logs.read_new())
+
+    def read_rest(self) -> Iterator[LogText]:
+        """Yield the remaining logs of the attempt read last."""
+        if self._logs is not None:
+            yield from map(LogText, self._logs.read_rest())
+
+
+def describe_event(event: dict[str, Any]) -> str | None:
+    """Describe the event in one line; None if it is not worth one."""
+    attempt = event.get("attempt")
+    match event.get("kind"):
+        case "started":
+            size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
+            return f"attempt {attempt}: starting, {size}"
+        case "resumed":
+            damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
+            return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
+        case "signal":
+            saved = (
+                "state saved" if event.get("saved") else "nothing new was saved; the checkpoint before counts"
+            )
+            stop = f"told to stop by {event.get('signal')} after step {event.get('step')}"
+            return f"attempt {attempt}: {stop}; {saved}"
+        case "failure":
+            log = f" (log: {event['log']})" if event.get("log") else ""
+            return f"attempt {attempt}: failure: {event.get('cause')}{log}"
+        case "restart":
+            return f"attempt {attempt} failed; restarting"
+        case "shrink":
+            number = f"{event.get('nodes')} of {event.get('nodes_before')} nodes"
+            return f"attempt {attempt}: the run goes on with {number} ({event.get('cause')})"
+        case "requeue" if event.get("by") == "successor":
+            return f"attempt {attempt}: another job is to continue the run"
+        case "submitted" if "after" in event:
+            return f"attempt {attempt}: job {event['job_id']} continues the run after job {event['after']}"
+        case "requeue":
+            return f"attempt {attempt}: the job goes back to the queue"
+        case "finished" if event.get("note"):
+            gives_up = "giving up: " if event.get("state") == "FAILED" else ""
+            return f"attempt {attempt}: {gives_up}{event['note']}"
+    return None

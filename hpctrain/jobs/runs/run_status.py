@@ -1,0 +1,222 @@
+"""Status of a run, from its own record first and the scheduler's answer second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.format.manifest import committed_steps
+from hpctrain.files import warn_once
+from hpctrain.records.checkpoint_health import save_problem
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
+from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
+from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
+from hpctrain.telemetry.accounting.metric_fields import reports_steps
+from hpctrain.text import pluralize
+
+#: Records of metrics.jsonl to search for a loss: validation may write records without one.
+_RECORDS_SEARCHED = 100
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything known about a run at one moment."""
+
+    run_id: str
+    run_dir: str
+    state: RunState
+    #: The scheduler's details beyond the state, if it was asked.
+    words: str
+    #: True if the job waits only for Slurm's delay of requeued jobs.
+    held: bool
+    job_id: str | None
+    backend: str | None
+    #: The scheduler's own name for the job's state, such as TIMEOUT, if it reported one.
+    job_state: str | None = None
+    #: Seconds since the last sign of the run, if the state is UNKNOWN.
+    unknown_s: float | None = None
+    #: Number of the newest attempt; None before the first.
+    attempt: int | None = None
+    #: Number of nodes of that attempt; in an elastic run it may change with each attempt.
+    nodes: int | None = None
+    step: int | None = None
+    loss: float | None = None
+    #: True if the script reports its steps; None if not known.
+    reports_steps: bool | None = None
+    #: Folder of the newest complete checkpoint.
+    checkpoint: str | None = None
+    #: Since when and why nothing is saved, if a running run fails to save.
+    not_saved: str | None = None
+    #: True if Slurm reports that the job's dependency can never be satisfied.
+    never_starts: bool = False
+    #: Remark on the end of the run, if it was unusual.
+    note: str | None = None
+    #: Why the run failed; `log` is the log that shows it.
+    cause: str | None = None
+    log: str | None = None
+    #: Time of the last submission, in seconds since the epoch.
+    submitted: float | None = None
+    #: Number of tasks of a job array by state; None for a single run.
+    tasks: Mapping[str, int] | None = None
+
+
+def derive_status(record: RunRecord, view: JobStateView | None, last_sure: float = 0.0) -> RunStatus:
+    """Combine the run's own record with the scheduler's answer.
+
+    Args:
+        record: the run's record, read before the scheduler was asked.
+        view: the scheduler's answer; None if there was nothing to ask.
+        last_sure: time of the scheduler's last definite answer, in seconds since the epoch.
+    """
+    run = record.run
+    if record.finished is None and view is not None and view.state.ended:
+        # The run may have recorded its end between the two queries.
+        record = read_run_record(run)
+    cause: str | None = None
+    log: str | None = None
+    words = view.words if view else ""
+    if record.finished is not None:
+        state, view, words = _finished_state(record.finished), None, ""
+    elif view is None:
+        state, words = RunState.UNKNOWN, "its record names no job: it has not been submitted"
+    elif view.state.ended and run.cancel_request.exists():
+        state = RunState.CANCELLED
+    elif view.state is RunState.COMPLETED:
+        # A completed run records that itself: this one was stopped before it could.
+        state = RunState.FAILED
+    else:
+        state = view.state
+    if state is RunState.FAILED:
+        cause, log = _cause(record, _end_in_words(record, view))
+    held = view is not None and view.held and state is RunState.PENDING
+    if held:
+        words += f"; `hpctrain requeue {run.run_id}` ends the wait"
+    metrics = _last_metrics(run.metrics)
+    attempt = max(run.attempts(), default=None)
+    return RunStatus(
+        run_id=run.run_id,
+        run_dir=str(run.path),
+        state=state,
+        words=words,
+        held=held,
+        job_id=record.job_id,
+        backend=record.backend,
+        job_state=view.job_state if view is not None else None,
+        never_starts=state is RunState.PENDING and DEPENDENCY_NEVER_SATISFIED in words,
+        unknown_s=_unknown_s(record, last_sure) if state is RunState.UNKNOWN else None,
+        attempt=attempt,
+        nodes=record.started.get("nodes") if record.started else None,
+        step=metrics.get("step"),
+        loss=metrics.get("loss"),
+        reports_steps=reports_steps(run, has_steps="step" in metrics, completed=state is RunState.COMPLETED),
+        checkpoint=_newest_checkpoint(run),
+        not_saved=save_problem(run) if state is RunState.RUNNING else None,
+        note=(record.finished or {}).get("note"),
+        cause=cause,
+        log=log,
+        submitted=record.submitted["time"] if record.submitted else None,
+    )
+
+
+def unreadable(run: RunDir, error: OSError) -> RunStatus:
+    """Return the status of a run whose folder cannot be read."""
+    return RunStatus(
+        run_id=run.run_id,
+        run_dir=str(run.path),
+        state=RunState.UNKNOWN,
+        words=f"{error.filename or run.path} cannot be read: {error.strerror}",
+        held=False,
+        job_id=None,
+        backend=None,
+    )
+
+
+def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
+    """Combine the tasks' statuses into the status of the job array."""
+    counts = count_states(task.state for task in tasks)
+    failed = next((task for task in tasks if task.state is RunState.FAILED), None)
+    state = combine_states(task.state for task in tasks)
+    return RunStatus(
+        run_id=record.run.run_id,
+        run_dir=str(record.run.path),
+        state=state,
+        words=f"{pluralize(len(tasks), 'task')}: {describe_counts(counts)}",
+        held=any(task.held for task in tasks),
+        job_id=record.job_id,
+        backend=record.backend,
+        unknown_s=max((task.unknown_s or 0.0 for task in tasks), default=0.0)
+        if state is RunState.UNKNOWN
+        else None,
+        cause=f"{failed.run_id}: {failed.cause}" if failed else None,
+        log=failed.log if failed else None,
+        submitted=record.submitted["time"] if record.submitted else None,
+        never_starts=state is RunState.PENDING and all(it.never_starts or it.state.ended for it in tasks),
+        tasks=counts,
+    )
+
+
+def _unknown_s(record: RunRecord, last_sure: float) -> float | None:
+    known = max(last_sure, last_activity(record.run)) if record.submitted else 0.0
+    return max(0.0, time.time() - known) if known else None
+
+
+def _finished_state(finished: dict[str, Any]) -> RunState:
+    try:
+        return RunState(finished.get("state", ""))
+    except ValueError:
+        return RunState.UNKNOWN
+
+
+def _end_in_words(record: RunRecord, view: JobStateView | None) -> str:
+    """Describe the end of a job whose supervisor recorded no cause, from the scheduler's answer."""
+    if view is None or record.backend != "slurm" or view.job_state is None:
+        return view.words if view else ""
+    if record.started is not None:
+        odd = ", but the run is not complete: its supervisor ended without a word"
+        return view.words + (odd if view.job_state == "COMPLETED" else "")
+    if view.job_state == "COMPLETED":
+        return (
+            f"{view.words}, but its batch script ended before a rank was started: there may be an `exit` in "
+            "--setup, or in what that loads"
+        )
+    return f"{view.words}, before a rank was started"
+
+
+def _cause(record: RunRecord, words: str) -> tuple[str, str]:
+    """Return why the run failed, from the best source available, and the log to read."""
+    finished, failure = record.finished or {}, record.failure or {}
+    cause = finished.get("cause") or failure.get("cause") or words or "the run recorded no cause"
+    log = failure.get("log") or str(record.run.slurm_log if not finished else record.run.supervisor_log)
+    return str(cause), str(log)
+
+
+def _last_metrics(path: Path) -> dict[str, Any]:
+    """Return the step of the last record, and the last loss."""
+    found: dict[str, Any] = {}
+    try:
+        for number, record in enumerate(read_last_records(path, is_metrics)):
+            if "step" in record:
+                found.setdefault("step", record["step"])
+            if _is_loss(record.get("loss")):
+                found.setdefault("loss", record["loss"])
+            if len(found) == 2 or number >= _RECORDS_SEARCHED:
+                break
+    except OSError as error:
+        warn_once(f"{path} cannot be read: {error.strerror}.")
+    return found
+
+
+def _is_loss(value: object) -> bool:
+    """True for any float, infinity and nan included, and for integers that fit into a float."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+def _newest_checkpoint(run: RunDir) -> str | None:
+    newest = next(committed_steps(run.checkpoints), None)
+    return None if newest is None else str(run.checkpoint(newest))

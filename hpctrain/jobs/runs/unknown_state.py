@@ -1,0 +1,78 @@
+"""Messages and a time limit for callers that wait for a run in an unknown state.
+
+Waiting ends after a time without an answer, and at once if the scheduler reports that the run cannot start.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.slurm.states import RunState
+
+#: Seconds without an answer from the scheduler or a sign of the run after which waiting is pointless:
+#: a restarting controller is back in minutes; one reinstalled elsewhere never returns.
+UNKNOWN_LIMIT_S = 3600.0
+#: Seconds between two identical messages.
+_INTERVAL_S = 60.0
+
+
+def describe_unknown(status: RunStatus) -> str:
+    """Describe the state, as in `unknown for 35 s (squeue gave no answer within 60 s)`."""
+    since = "" if status.unknown_s is None else f" for {status.unknown_s:.0f} s"
+    return f"unknown{since}" + (f" ({status.words})" if status.words else "")
+
+
+class UnknownStateTracker:
+    """Messages on a run whose state becomes unknown, stays unknown or is known again.
+
+    It ends the wait if the state is unknown for too long.
+    """
+
+    def __init__(self, limit_s: float = UNKNOWN_LIMIT_S) -> None:
+        """Start with a known state.
+
+        Args:
+            limit_s: seconds in which neither the scheduler answers nor the run writes anything.
+        """
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._next = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit if nothing changes; infinite if the state is known."""
+        return math.inf if self._since is None else max(0.0, self._since + self._limit_s - time.monotonic())
+
+    def words(self, status: RunStatus) -> str | None:
+        """Return the message for this status; mostly None.
+
+        Raises:
+            SchedulerError: the limit is reached, or the run will never start.
+        """
+        if status.never_starts:
+            raise SchedulerError(
+                f"Run {status.run_id} will never start, so nobody waits for it any longer: "
+                f"{status.words or 'what it depends on cannot come any more'}. Cancel it, and submit it "
+                "again with another --dependency."
+            )
+        now = time.monotonic()
+        if status.state is not RunState.UNKNOWN:
+            was_unknown, self._since = self._since is not None, None
+            return f"known again, {status.state}" if was_unknown else None
+        if self._since is None:
+            self._since = self._next = now
+        # A run that still writes is alive, even if the scheduler does not answer.
+        if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
+            raise SchedulerError(
+                f"Nobody could tell for {self._limit_s:g} s where run {status.run_id} stands: it is "
+                f"{describe_unknown(status)}, and has written nothing. It may go on all the same: "
+                "look again when "
+                "the scheduler answers."
+            )
+        if now < self._next:
+            return None
+        self._next = now + _INTERVAL_S
+        return f"where it stands is {describe_unknown(status)}; that does not end it"

@@ -1,0 +1,135 @@
+"""Forecast of a job: its expected start and its maximum cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.site.problem import format_time_limit
+from hpctrain.slurm.command import SlurmCall, is_transient
+from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.site_facts import Partition, Site
+from hpctrain.text import pluralize
+
+#: Slurm simulates its queue to predict a start. With a long queue there is no forecast.
+FORECAST_TIMEOUT_S = 10.0
+#: A start within this many seconds is "at once".
+_AT_ONCE_S = 60
+_NOW = "at once"
+
+_START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
+
+
+def can_start(partitions: Sequence[Partition]) -> bool:
+    """True if a job can start in one of the partitions.
+
+    Slurm 22.05 also predicts starts in partitions that are down.
+
+    Args:
+        partitions: partitions in which the job may run; empty if unknown.
+    """
+    return not partitions or any(partition.state == "UP" for partition in partitions)
+
+
+#: Messages of `sbatch --test-only` for jobs that sbatch accepts, but that have to wait.
+_WAITS = ("are busy", "Required node not available", "not available now", "dependency problem")
+
+
+class StartForecast:
+    """Cached answer of `sbatch --test-only`."""
+
+    def __init__(self, question: SlurmCall) -> None:
+        self._question: SlurmCall | None = question
+        self._said: tuple[str, str] | SchedulerError = ("", "")
+
+    def answer(self) -> tuple[str, str]:
+        """Return the answer, waiting for it on the first call. See `SlurmCall.answer`."""
+        if self._question is not None:
+            try:
+                self._said = self._question.answer()
+            except SchedulerError as error:
+                self._said = error.with_traceback(None)
+            self._question = None
+        if isinstance(self._said, SchedulerError):
+            raise self._said
+        return self._said
+
+    def refusal(self) -> str:
+        """Return Slurm's message if it would refuse the job; empty if it would not or does not answer."""
+        try:
+            self.answer()
+        except SchedulerError as error:
+            words = str(error)
+            if words.startswith("sbatch says: ") and not is_transient(words):
+                return "" if any(wait in words for wait in _WAITS) else words
+        return ""
+
+
+def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> str:
+    """Return a sentence on the expected start of the job.
+
+    Args:
+        request: what the job requests.
+        forecast: `sbatch --test-only` of its script.
+    """
+    try:
+        words = "".join(forecast.answer())
+    except SchedulerError as error:
+        return f"Slurm foretells no start: {error}."
+    if (match := _START.search(words)) is None:
+        return f"Slurm foretells no start: {' '.join(words.split()) or 'it says nothing'}."
+    time, nodes, partition = match.groups()
+    where = f"on {nodes}" + (f", partition {partition}" if partition else "")
+    # The forecast ignores dependencies (seen with Slurm 22.05).
+    when = _when(time)
+    if request.gives("dependency"):
+        allowed = "what it depends on allows it (--dependency)"
+        when = f"as soon as {allowed}" if when == _NOW else f"{when}, once {allowed}"
+    if request.gives("hold"):
+        return "The job is held (--hold): it starts after `scontrol release`."
+    return f"Estimated start: {when}, {where}."
+
+
+def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
+    """Return a sentence on the maximum cost of the job for each start."""
+    spec = request.spec
+    tasks = len(JobArray.parse(word).indices) if (word := request.word("array")) else 1
+    gpus, cpus = spec.gpus_per_node, request.cpus_per_node
+    groups = [group for partition in partitions for group in partition.groups if group.num_gpus >= gpus]
+    if groups and _gets_whole_nodes(request, partitions, site):
+        gpus = max(group.num_gpus for group in groups) if gpus else 0
+        cpus = max(group.cpus for group in groups)
+    each, unit = (gpus, "GPU") if gpus else (cpus, "CPU")
+    size = f"{pluralize(spec.nodes, 'node')} × {pluralize(each, unit)}"
+    if tasks > 1:
+        size = f"{tasks} tasks × {size}"
+    limits = (
+        [request.time_limit_s] if request.gives("time") else [one.time_without_option_s for one in partitions]
+    )
+    if not limits or None in limits:
+        names = " or ".join(partition.name for partition in partitions) or "its partition"
+        return f"No cost estimate ({size}): neither --time nor {names} sets a limit."
+    limit_s = max(limit for limit in limits if limit is not None)
+    hours = tasks * spec.most_granted * each * limit_s / 3600
+    amount = pluralize(round(hours, 2) if hours < 100 else round(hours), f"{unit}-hour")
+    return f"Maximum cost: {amount} ({size} × {format_time_limit(limit_s)}) per allocation."
+
+
+def _gets_whole_nodes(request: JobRequest, partitions: Sequence[Partition], site: Site) -> bool:
+    is_linear = site.slurm is not None and site.slurm.select == "linear"
+    return request.whole_nodes or is_linear or any(partition.whole_nodes for partition in partitions)
+
+
+def _when(time: str) -> str:
+    try:
+        start = datetime.fromisoformat(time)
+    except ValueError:
+        return f"at {time}"
+    now = datetime.now()
+    if (start - now).total_seconds() < _AT_ONCE_S:
+        return _NOW
+    same_day = start.date() == now.date()
+    return f"at {start:%H:%M}" if same_day else f"on {start:%Y-%m-%d} at {start:%H:%M}"

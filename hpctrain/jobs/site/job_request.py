@@ -1,0 +1,82 @@
+"""A job's request to a site, from any source: options, files, or variables such as SBATCH_PARTITION."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.slurm import parsing
+from hpctrain.slurm.environment import sbatch_env, sbatch_variable
+from hpctrain.spec.directives import all_directives
+from hpctrain.spec.job_spec import JobSpec
+
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+_LAST_TASK = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job's options as sbatch will read them."""
+
+    spec: JobSpec
+    directives: Mapping[str, str]
+    """Options in the job script, by long name."""
+    variables: Mapping[str, str]
+    """Environment of sbatch. Its SBATCH_* variables apply to options that the script does not set."""
+
+    @classmethod
+    def of(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
+        directives = all_directives(spec)
+        return cls(spec, directives, sbatch_env(environ, directives))
+
+    def word(self, key: str) -> str:
+        """Return the value of an option; empty if it is not given."""
+        return self.directives.get(key) or self.variables.get(sbatch_variable(key), "")
+
+    def origin(self, key: str) -> str:
+        """Return the flag or variable that gives the value of an option, for a message."""
+        variable = sbatch_variable(key)
+        return variable if key not in self.directives and self.variables.get(variable) else f"--{key}"
+
+    def gives(self, key: str) -> bool:
+        return key in self.directives or bool(self.variables.get(sbatch_variable(key)))
+
+    @property
+    def partitions(self) -> list[str]:
+        """Partitions in which the job may run; empty if the site chooses."""
+        return [name for name in self.word("partition").split(",") if name]
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """The requested time limit; None if it is unlimited or not given."""
+        return parsing.parse_time_limit(self.word("time")) if self.gives("time") else None
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.spec.ntasks_per_node * (self.spec.cpus_per_task or 1)
+
+    @property
+    def memory_option(self) -> str | None:
+        """The option that requests memory; None if the job requests none."""
+        return next((key for key in _MEMORY if self.gives(key)), None)
+
+    @property
+    def memory_per_node_mib(self) -> int:
+        """Requested MiB of memory per node; 0 means no request, or all memory."""
+        if (option := self.memory_option) is None:
+            return 0
+        each = parsing.parse_size_mib(self.word(option)) or 0
+        units = {"mem": 1, "mem-per-cpu": self.cpus_per_node, "mem-per-gpu": self.spec.gpus_per_node}
+        return each * units[option]
+
+    @property
+    def whole_nodes(self) -> bool:
+        """True if the job requests exclusive nodes."""
+        return self.gives("exclusive") and self.word("exclusive") in ("", "exclusive")
+
+    @property
+    def last_task(self) -> int | None:
+        """The highest index of a job array; None if it is not an array."""
+        numbers = _LAST_TASK.findall(self.word("array").partition("%")[0])
+        return max(map(int, numbers), default=None)

@@ -1,0 +1,62 @@
+"""Notes on what happens to a job at a preemption or near its time limit."""
+
+from __future__ import annotations
+
+from hpctrain.slurm.site_facts import Partition, Site, SlurmConfig
+from hpctrain.spec.job_spec import ResumeMode
+
+#: PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
+_BY_PARTITION = "partition_prio"
+
+_BY_HAND = "Submit it again with the same --run-dir, and it goes on from there."
+_CHAINED = "goes on in a successor job, which Slurm starts after the end of the job before it"
+
+
+def is_partition_preemptible(partition: Partition, site: Site) -> bool:
+    """True if jobs of the partition can be preempted by those of another one. QOS are not considered."""
+    if site.slurm is None or site.slurm.preempt_type != _BY_PARTITION or partition.preempt_mode == "OFF":
+        return False
+    return any(other.priority_tier > partition.priority_tier for other in site.partitions)
+
+
+def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> list[str]:
+    """Return notes on requeues for a user who submits to the partition; empty if there are no restrictions.
+
+    Seen with Slurm 22.05: a job with `--requeue` is requeued regardless of JobRequeue. If a preemption
+    cancels, the supervisor can still requeue the job within the grace time, but not after it.
+    """
+    notes = []
+    chained = resume_mode != "requeue"
+    if not site.habits.requeue:
+        says = "This site lets no job be requeued (the site's profile says requeue: false)"
+        if chained:
+            notes.append(
+                f"{says}: a run that is preempted or comes near its time limit saves, and {_CHAINED}."
+            )
+        else:
+            notes.append(
+                f"{says}: a run that is preempted or comes near its time limit saves, and ends. {_BY_HAND}"
+            )
+    elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "auto":
+        notes.append(
+            "This site does not requeue jobs by itself (JobRequeue=0): successors are chained. A run that is "
+            f"preempted or comes near its time limit saves, and {_CHAINED} (--resume-mode)."
+        )
+    elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
+        notes.append(
+            "This site requeues only jobs that ask for it (JobRequeue=0). A run does (--requeue), so it goes "
+            "on after a preemption, a lost node and its time limit as elsewhere."
+        )
+    if (
+        is_partition_preemptible(partition, site)
+        and partition.preempt_mode == "CANCEL"
+        and not partition.grace_time_s
+    ):
+        kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
+        end = f"{_CHAINED}." if chained else f"ends as FAILED. {_BY_HAND}"
+        notes.append(
+            f"A preempted job of partition {partition.name} is cancelled at once, not requeued "
+            "(PreemptMode=CANCEL, GraceTime=0). The run saves if it can do so within "
+            f"{kill_wait_s:g} s (KillWait), and {end}"
+        )
+    return notes

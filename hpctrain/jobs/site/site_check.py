@@ -1,0 +1,159 @@
+"""Checks of a job against its site, before it waits in the queue.
+
+A job that would certainly be refused or pend forever is an error. Everything else is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.site.node_requirements import node_problems, nodes_in_service
+from hpctrain.jobs.site.partition_limits import limit_problems
+from hpctrain.jobs.site.problem import SiteProblem
+from hpctrain.jobs.site.requeue_notes import requeue_notes
+from hpctrain.slurm.site_discovery import RunQuery, query_qos
+from hpctrain.slurm.site_facts import Partition, Qos, Site
+from hpctrain.text import pluralize, suggest
+
+
+def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[str], list[Partition]]:
+    """Check a job against its site. Return notes for the user and the partitions in which the job may run.
+
+    Args:
+        request: what the job requests.
+        site: the site.
+        ask: runs a Slurm command, for facts that are rarely needed.
+
+    Raises:
+        SpecError: the job cannot run as requested; the message has a line per reason.
+    """
+    if problems := list(_general(request, site)):
+        raise _refusal(problems)
+    candidates = _candidates(request, site)
+    if not candidates:
+        return [], []
+    lifting = cache(lambda: _every_qos(site, ask))  # queried only when a limit is exceeded
+    standing = {one.name: _standing(request, one, site, lifting) for one in candidates}
+    open_to_it = [one for one in candidates if not standing[one.name][0]]
+    must_fit_all = request.partitions and site.slurm is not None and site.slurm.enforces_limits == "ALL"
+    if not open_to_it or (must_fit_all and len(open_to_it) < len(candidates)):
+        raise _refusal(
+            [problem for one in candidates for problem in standing[one.name][0]],
+            _elsewhere(request, candidates, site),
+        )
+    notes = [note for one in open_to_it for note in standing[one.name][1]] if len(candidates) == 1 else []
+    return [*notes, *_notes(request, open_to_it[0], site)], open_to_it
+
+
+def _general(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
+    """Yield the problems that do not depend on the partition."""
+    known = {partition.name: None for partition in site.partitions}
+    for name in request.partitions if known else ():
+        if name not in known:
+            hint = suggest(name, [one.name for one in site.partitions if not one.hidden])
+            yield SiteProblem(f"There is no partition {name!r} here ({request.origin('partition')}). {hint}")
+    last, size = request.last_task, site.slurm.max_array_size if site.slurm else None
+    if last is not None and size is not None and last >= size:
+        yield SiteProblem(
+            f"Task {last} is asked for ({request.origin('array')}), but {size - 1} is the highest number "
+            "here (MaxArraySize). Submit it in several arrays."
+        )
+    yield from _habits(request, site)
+
+
+def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
+    """Yield violations of the site's own rules, which only its profile contains."""
+    option, habits = request.memory_option, site.habits
+    if option is not None and habits.memory_option == "refused":
+        yield SiteProblem(
+            f"Memory is asked for ({request.origin(option)}), but this site refuses jobs that do so (its "
+            "profile says memory_option: refused). Leave it out: a job gets the memory that belongs to its "
+            "GPUs or CPUs."
+        )
+    refusals = {
+        "memory": (habits.needs_memory and option is None, "needs_memory", "--mem"),
+        "time limit": (habits.needs_time and not request.gives("time"), "needs_time", "--time"),
+    }
+    for what, (lacks, key, flag) in refusals.items():
+        if lacks:
+            yield SiteProblem(
+                f"This site refuses jobs that give no {what} (its profile says {key}: true). Give {flag}."
+            )
+
+
+def _candidates(request: JobRequest, site: Site) -> list[Partition]:
+    """Return the partitions in which the job may run; empty if unknown."""
+    if request.partitions:
+        return [one for one in site.partitions if one.name in request.partitions]
+    if site.default_partition is not None and not (site.slurm and site.slurm.chooses_partition):
+        return [site.default_partition]
+    return [one for one in site.partitions if not one.hidden]
+
+
+def _standing(
+    request: JobRequest, partition: Partition, site: Site, lifting: Callable[[], Sequence[Qos]]
+) -> tuple[list[SiteProblem], list[str]]:
+    """Return the problems that prevent the job, and notes on those that a QOS may lift."""
+    hard, notes = [], []
+    for problem in (*limit_problems(request, partition, site), *node_problems(request, partition)):
+        lifted = (
+            [qos.name for qos in lifting() if problem.lifted_by in qos.flags] if problem.lifted_by else []
+        )
+        if lifted:
+            notes.append(
+                f"{problem.words} Only where the job's QOS is {' or '.join(lifted)} does that not hold "
+                f"({problem.lifted_by})."
+            )
+        else:
+            hard.append(problem)
+    return hard, notes
+
+
+def _every_qos(site: Site, ask: RunQuery) -> Sequence[Qos]:
+    """Return the QOS that may lift limits of partitions; none if nothing can.
+
+    Flags of a QOS have no effect unless QOS are enforced (seen with Slurm 22.05).
+    """
+    if site.slurm is None or "qos" not in site.slurm.enforced or site.slurm.enforces_limits != "NO":
+        return []
+    try:
+        return query_qos(ask)
+    except SchedulerError:
+        return []
+
+
+def _refusal(problems: Sequence[SiteProblem], mend: str = "") -> SpecError:
+    lines = list(dict.fromkeys(problem.words for problem in problems))
+    return SpecError("\n".join([*lines, *([mend] if mend else [])]))
+
+
+def _elsewhere(request: JobRequest, refused: Sequence[Partition], site: Site) -> str:
+    """Return a sentence on the partitions that would accept the job unchanged."""
+    names = [
+        one.name
+        for one in site.partitions
+        if one not in refused
+        and not one.hidden
+        and one.state == "UP"
+        and (one.allow_accounts is None or request.gives("account"))
+        and not [*limit_problems(request, one, site), *node_problems(request, one)]
+    ]
+    if not names:
+        return ""
+    return f"As it is, the job fits partition {' or '.join(names)} (--partition)."
+
+
+def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
+    notes = []
+    if partition.state == "DOWN":
+        notes.append(f"Partition {partition.name} is down: the job waits until it is up again.")
+    elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.least_granted:
+        fit = f"nodes of partition {partition.name} that fit the job"
+        notes.append(
+            f"{pluralize(request.spec.least_granted, 'node')} requested, but {there or 'none'} of the {fit} "
+            "in service for now (sinfo): it waits for more."
+        )
+    return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

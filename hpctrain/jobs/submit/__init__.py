@@ -1,0 +1,1 @@
+"""Submission of a run: checks, batch script, code snapshot, run folder, scheduler."""

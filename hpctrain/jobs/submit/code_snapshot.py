@@ -1,0 +1,177 @@
+"""Copy of the code at submission, so that a requeued run executes the code that was submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.files import make_folder, write_atomic
+from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
+from hpctrain.rundir import RunDir
+from hpctrain.spec.code_ref import CodeRef
+from hpctrain.text import format_size
+
+#: Minimum bytes counted per file: copying a hundred thousand files takes long, however small they are.
+_LEAST = 4096
+
+
+@dataclass(frozen=True)
+class CodeSnapshot:
+    """Files of a working tree to copy."""
+
+    repository: GitRepository
+    script: Path | None
+    """The script's path in the working tree; None if it is elsewhere."""
+    files: Mapping[str, bool]
+    """Paths of the files; True for new ones, which git does not track."""
+    size_bytes: int
+
+    @classmethod
+    def plan(
+        cls, script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
+    ) -> CodeSnapshot:
+        """Plan the copy for a script. Nothing is written.
+
+        Args:
+            script: the script.
+            limit_mb: the maximum size of the copy.
+            environ: environment variables for git.
+            folder: a folder of the working tree, if the script is not in it.
+
+        Raises:
+            NotARepository: there is no git repository, so the script's files are not known.
+            SpecError: there is more than `limit_mb`, a file cannot be copied, or git does not answer.
+        """
+        path = Path(os.path.realpath(script))
+        repository = GitRepository.around(folder or path.parent, environ)
+        place = None if folder else path.relative_to(repository.root)
+        files = repository.files()
+        if place is not None:
+            # Copy the script even if git ignores it.
+            files.setdefault(str(place), True)
+        root = str(repository.root)
+        entries = {name: os.lstat(os.path.join(root, name)) for name in files}
+        for name, entry in entries.items():
+            if not stat.S_ISREG(entry.st_mode) and not stat.S_ISLNK(entry.st_mode):
+                raise SpecError(
+                    f"{os.path.join(root, name)!r} is neither a file nor a link, so it cannot be copied. "
+                    "Remove it, or submit without a copy of the code: --no-code-snapshot."
+                )
+        sizes = {name: entry.st_size for name, entry in entries.items()}
+        snapshot = cls(repository, place, files, sum(sizes.values()))
+        if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise SpecError(
+                f"The code of {str(repository.root)!r}, as git has it, is {format_size(total)} in "
+                f"{len(files)} files, but {limit_mb} MB (--code-snapshot-limit) is the most that is copied. "
+                f"The largest is {largest!r} with {format_size(sizes[largest])}. Have git "
+                "ignore what is no code, give a higher --code-snapshot-limit, or submit without a copy: "
+                "--no-code-snapshot."
+            )
+        return snapshot
+
+    @contextmanager
+    def taken(self, run: RunDir) -> Iterator[CodeRef]:
+        """Copy the files into the run folder; remove the copy if the block fails to submit the job.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
+        copy = run.new_code()
+        temporary = copy.with_name(f".{copy.name}.tmp")
+        try:
+            # The working tree may be private.
+            make_folder(copy.parent, private=True)
+            diff = self.repository.diff()
+            self._copy_to(temporary)
+            self._record(copy, diff.text() if diff else "")
+            os.rename(temporary, copy)
+            script = None if self.script is None else str(copy / self.script)
+            yield CodeRef(source=str(self.repository.root), copy=str(copy), script=script)
+        except BaseException as error:
+            if not isinstance(error, SubmissionUnconfirmed):
+                _remove(temporary, copy)
+            raise
+
+    def _copy_to(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        # Strings, because creating a `Path` for each of thousands of files takes as long as the copy.
+        root, made = str(self.repository.root), set()
+        for name in self.files:
+            source, target = os.path.join(root, name), os.path.join(folder, name)
+            if (parent := os.path.dirname(target)) not in made:
+                os.makedirs(parent, exist_ok=True)
+                made.add(parent)
+            try:
+                if os.path.islink(source):
+                    os.symlink(self._target_of(name), target)
+                else:
+                    shutil.copy(source, target)
+            except OSError as error:
+                if str(error.filename) != source:
+                    raise
+                raise SpecError(
+                    f"{source!r} cannot be copied into the run folder: {error.strerror}. See to it, "
+                    "have git ignore it, or submit without a copy of the code: --no-code-snapshot."
+                ) from error
+
+    def _target_of(self, link: str) -> str:
+        """Return the target of a link's copy: the copied target, or the original one if it is not copied."""
+        root = str(self.repository.root)
+        here = os.path.dirname(os.path.join(root, link))
+        path = os.path.normpath(os.path.join(here, os.readlink(os.path.join(root, link))))
+        name = os.path.relpath(path, root)
+        if name == "." or any(file == name or file.startswith(f"{name}/") for file in self.files):
+            return os.path.relpath(path, here)
+        return path
+
+    def _record(self, copy: Path, diff: str) -> None:
+        """Record the origin of the copy next to it."""
+        new = [name for name, is_new in self.files.items() if is_new]
+        record = {
+            "source": str(self.repository.root),
+            "commit": self.repository.commit,
+            "changed": bool(diff or new),
+            "new_files": new,
+            "num_files": len(self.files),
+            "size_bytes": self.size_bytes,
+        }
+        write_atomic(copy.with_name(f"{copy.name}.json"), json.dumps(record, indent=1) + "\n", durable=False)
+        copy.with_name(f"{copy.name}.diff").write_bytes(diff.encode("utf-8", "surrogateescape"))
+
+
+def plan_snapshot(
+    script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
+) -> tuple[CodeSnapshot | None, list[str]]:
+    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
+
+    Raises:
+        SpecError: there is too much.
+    """
+    if limit_mb < 1:
+        raise SpecError(
+            f"--code-snapshot-limit is {limit_mb}, but it takes at least 1. See --no-code-snapshot."
+        )
+    try:
+        return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
+    except NotARepository as reason:
+        return None, [
+            f"The code is not copied ({reason}): an attempt that starts later runs what the files hold then."
+        ]
+
+
+def _remove(temporary: Path, copy: Path) -> None:
+    for folder in (temporary, copy):
+        shutil.rmtree(folder, ignore_errors=True)
+    for suffix in (".json", ".diff"):
+        copy.with_name(copy.name + suffix).unlink(missing_ok=True)
+    if copy.parent.is_dir() and not any(copy.parent.iterdir()):
+        copy.parent.rmdir()

@@ -1,0 +1,99 @@
+"""Container of a job's ranks, from the options of the submission."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.slurm.command import run_slurm
+from hpctrain.spec.container import (
+    APPTAINER_PROGRAMS,
+    Container,
+    ContainerRuntime,
+    is_image_file,
+    required_runtime,
+    split_list_values,
+)
+from hpctrain.spec.job_spec import BackendName
+
+
+def build_container(
+    given: SubmitOptions,
+    *,
+    backend: BackendName,
+    known: tuple[str, ...] | None,
+    cwd: Path,
+    environ: Mapping[str, str],
+) -> Container | None:
+    """Return the requested container; None if none was requested.
+
+    Args:
+        given: options of the submission.
+        backend: the backend that will run the job.
+        known: container runtimes in the site's profile; None if it does not list any.
+        cwd: base of relative paths.
+        environ: environment variables of the submission.
+
+    Raises:
+        SpecError: no runtime could be determined, or the backend does not support it.
+    """
+    image = given.get("container_image")
+    if image is None:
+        return None
+    image = os.fspath(image)
+    if is_image_file(image):
+        image = os.path.normpath(cwd / image)
+    asked = given.get("container_runtime", "auto")
+    runtime = _find(image, backend, known, environ) if asked == "auto" else asked
+    if runtime == "pyxis" and backend == "local":
+        raise SpecError(
+            "Pyxis is a part of Slurm, but the run goes to this machine itself (--backend local). "
+            "Take --container-runtime apptainer, or leave out --container-image."
+        )
+    return Container(
+        image=image,
+        runtime=runtime,
+        mounts=tuple(_absolute(mount, cwd) for mount in split_list_values(given.get("container_mounts", []))),
+        env=split_list_values(given.get("container_env", [])),
+        python=given.get("container_python", Container.python),
+    )
+
+
+def _absolute(mount: str, cwd: Path) -> str:
+    source, colon, rest = mount.partition(":")
+    path = os.path.normpath(cwd / source)
+    return f"{path}:{rest if colon else path}"
+
+
+def _find(
+    image: str, backend: BackendName, known: tuple[str, ...] | None, environ: Mapping[str, str]
+) -> ContainerRuntime:
+    if (only := required_runtime(image)) is not None:
+        return only
+    if backend == "local":
+        return "apptainer"
+    if known is None:
+        known = tuple(
+            program for program in APPTAINER_PROGRAMS if shutil.which(program, path=environ.get("PATH"))
+        )
+        known += ("pyxis",) if has_pyxis(environ) else ()
+    if "pyxis" in known:
+        return "pyxis"
+    if any(program in known for program in APPTAINER_PROGRAMS):
+        return "apptainer"
+    raise SpecError(
+        "No way to run a container was found here: srun does not know --container-image (pyxis), and neither "
+        "apptainer nor singularity is on the PATH. Where the nodes have one, say which: --container-runtime."
+    )
+
+
+def has_pyxis(environ: Mapping[str, str]) -> bool:
+    """True if this machine's srun can start containers."""
+    try:
+        return "--container-image" in run_slurm(["srun", "--help"], environ, timeout_s=10.0)
+    except SchedulerError:
+        return False

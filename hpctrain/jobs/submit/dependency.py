@@ -1,0 +1,105 @@
+"""`--dependency`, in which a run may be given instead of its job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.spec_builder import RUNS_FOLDER
+from hpctrain.jobs.runs.run import find_run
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
+from hpctrain.text import suggest
+
+_ANY_END = (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
+#: Kinds of sbatch(1) and the ends of a run that satisfy each; None if no end does.
+_FULFILLED_BY = {
+    "after": _ANY_END,
+    "afterany": _ANY_END,
+    "afterburstbuffer": None,
+    "aftercorr": (RunState.COMPLETED,),
+    "afternotok": (RunState.FAILED, RunState.CANCELLED),
+    "afterok": (RunState.COMPLETED,),
+    "expand": None,
+    "singleton": None,
+}
+_JOB = re.compile(r"\d+(_\d+|_\*)?(\+\d+)?", re.ASCII)
+#: A run, and the optional delay in minutes that `after` takes.
+_RUN = re.compile(r"(.+?)(\+\d+)?", re.ASCII | re.DOTALL)
+
+
+def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the dependency with runs replaced by jobs, and notes for the user.
+
+    A run that has ended as required is left out, because Slurm forgets ended jobs; the result may be empty.
+
+    Args:
+        text: in sbatch's notation.
+        cwd: base of relative run folders; run ids are looked up in its folder of runs.
+        environ: environment variables for Slurm's commands.
+
+    Raises:
+        SpecError: it is malformed, or can never be satisfied.
+        RunNotFound: it names a run that does not exist.
+    """
+    one_suffices = "?" in text
+    separator = "?" if one_suffices else ","
+    parts: list[str] = []
+    notes: list[str] = []
+    impossible: list[SpecError] = []
+    for part in text.split(separator):
+        kind, *names = part.split(":")
+        ends = _fulfilled_by(kind, text)
+        jobs = []
+        for name in names:
+            if _JOB.fullmatch(name):
+                jobs.append(name)
+                continue
+            status, delay = _status(f"{kind}:{name}", name, cwd, environ)
+            if ends is None or not status.state.ended:
+                jobs.append(f"{status.job_id}{delay}")
+            elif status.state in ends:
+                notes.append(f"--dependency {kind}:{name}: this run is {status.state}; nothing to wait for.")
+                if one_suffices:
+                    return "", notes
+            else:
+                impossible.append(
+                    SpecError(
+                        f"--dependency {kind}:{name}: this run is {status.state}, so the job would wait "
+                        "forever. Continue that run first, or leave the dependency out."
+                    )
+                )
+        if jobs or not names:
+            parts.append(":".join([kind, *jobs]))
+    if impossible and not (one_suffices and parts):
+        raise impossible[0]
+    return separator.join(parts), notes
+
+
+def _fulfilled_by(kind: str, text: str) -> tuple[RunState, ...] | None:
+    if kind in _FULFILLED_BY:
+        return _FULFILLED_BY[kind]
+    hint = suggest(kind, _FULFILLED_BY)
+    raise SpecError(f"--dependency {text!r}: there is no kind of dependency {kind!r}. {hint}")
+
+
+def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tuple[RunStatus, str]:
+    """Return the status of the run of that name, and the delay after the name."""
+    match = _RUN.fullmatch(name)
+    if match is None:
+        raise SpecError(f"--dependency {where!r} names no job and no run. Give one, such as afterok:123.")
+    folder = os.path.join(cwd, match[1])
+    run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]
+    status = find_run(run, cwd / RUNS_FOLDER, environ).status()
+    if status.job_id is None:
+        raise SpecError(f"--dependency {where}: this run has never been submitted.")
+    if status.backend != "slurm":
+        raise SpecError(
+            f"--dependency {where}: this run is on this machine and not in Slurm's queue, so no job can "
+            "wait for it. Wait for it with hpctrain wait, and submit then."
+        )
+    return status, match[2] or ""

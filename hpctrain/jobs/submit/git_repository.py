@@ -1,0 +1,182 @@
+"""Git's view of the folder that contains a script."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError, SpecError
+
+#: Seconds: a working tree that takes longer to list is not code, or is on a disk that does not answer.
+_LIMIT_S = 60.0
+
+#: Variables that point git to another repository, such as inside one of its hooks.
+_OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR"}
+
+#: Arguments to list all files of the working tree, from any of its folders.
+_LIST_FILES = (
+    "ls-files",
+    "-z",
+    "-t",
+    "--cached",
+    "--others",
+    "--exclude-standard",
+    "--full-name",
+    "--",
+    ":/",
+)
+#: Options against programs that a repository may have git run: its file system monitor and hooks.
+_RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=diff")
+
+
+class NotARepository(HpctrainError):
+    """There is no git, or no repository here; the message is a short reason."""
+
+
+#: Output of rev-parse: the working tree's root, which may have any name, and the commit if there is one.
+_PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
+
+
+class GitCommand:
+    """Output of git, which runs in the background until the text is read.
+
+    An untrusted repository may configure a file system monitor or hooks; none of them is run.
+    """
+
+    def __init__(self, folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start git.
+
+        Raises:
+            NotARepository: there is no git, or it cannot be run.
+        """
+        self._folder = folder
+        try:
+            self._process = subprocess.Popen(
+                ["git", *_RUN_NOTHING, "-C", str(folder), *words],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="surrogateescape",
+            )
+        except FileNotFoundError:
+            raise NotARepository("there is no git on the PATH") from None
+        except OSError as error:
+            raise NotARepository(f"git cannot be run: {error.strerror or error}") from None
+
+    def text(self) -> str:
+        """Return the whole output; call this only once.
+
+        Raises:
+            NotARepository: git failed.
+            SpecError: git takes too long.
+        """
+        with self._process as process:
+            try:
+                out, err = process.communicate(timeout=_LIMIT_S)
+            except BaseException as error:
+                process.kill()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise SpecError(
+                    f"git did not answer within {_LIMIT_S:g} s when it was asked for the files of "
+                    f"{str(self._folder)!r}. Submit without a copy of the code: --no-code-snapshot."
+                ) from None
+        if process.returncode:
+            words = err.strip().splitlines()
+            if words and "not a git repository" in words[0]:
+                raise NotARepository("it lies in no git repository")
+            raise NotARepository(f"git says: {words[0] if words else f'exit code {process.returncode}'}")
+        return out
+
+    def __del__(self) -> None:
+        if (process := getattr(self, "_process", None)) is not None and process.returncode is None:
+            with process:
+                process.kill()
+
+
+class GitRepository:
+    """Git working tree."""
+
+    def __init__(self, root: Path, environ: Mapping[str, str], files: GitCommand, commit: str | None) -> None:
+        self.root, self.commit = root, commit
+        """Root folder, and the commit that is checked out; None if there is no commit yet."""
+        self._environ, self._files = environ, files
+
+    @classmethod
+    def around(cls, folder: Path, environ: Mapping[str, str]) -> GitRepository:
+        """Return the innermost repository that contains `folder`.
+
+        Raises:
+            NotARepository: git finds none there.
+        """
+        real = Path(os.path.realpath(folder))
+        if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
+            # Git would find the same, but need not be started for it.
+            raise NotARepository("it lies in no git repository")
+        kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
+        # Reading must not write, not even a refreshed index.
+        quiet = {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+        place = GitCommand(folder, ["rev-parse", "--show-toplevel", "--revs-only", "HEAD"], quiet)
+        files = GitCommand(folder, _LIST_FILES, quiet)
+        match = _PLACE.fullmatch(place.text())
+        assert match is not None
+        if not real.is_relative_to(match[1]):
+            raise NotARepository(f"its repository has its files elsewhere, in {match[1]!r}")
+        return cls(Path(match[1]), quiet, files, match[2])
+
+    def files(self) -> dict[str, bool]:
+        """Return paths of all tracked or new files, submodules' included; True for new ones.
+
+        Ignored files are left out. Call this only once.
+
+        Raises:
+            NotARepository: git cannot list them.
+        """
+        found: dict[str, bool] = {}
+        links: dict[str, bool] = {}
+        for tag, name in (entry.split(" ", 1) for entry in self._files.text().split("\0") if entry):
+            folder = os.path.dirname(name)
+            if folder not in links:
+                links[folder] = self._has_link(folder)
+            if links[folder]:
+                continue  # The folder is a link now: the files that git lists in it are deleted.
+            try:
+                mode = os.lstat(os.path.join(self.root, name)).st_mode
+            except OSError:
+                continue  # It is deleted, but not committed.
+            if stat.S_ISDIR(mode):
+                found |= self._files_within(name.rstrip("/"))
+            else:
+                found[name] = tag == "?"
+        return found
+
+    def _has_link(self, folder: str) -> bool:
+        """True if the path of a folder contains a link."""
+        parts = accumulate(folder.split("/"), os.path.join)
+        return any(os.path.islink(os.path.join(self.root, part)) for part in parts)
+
+    def _files_within(self, name: str) -> dict[str, bool]:
+        """Return files of a repository inside this one: a submodule or an independent repository."""
+        root = self.root / name
+        if not (root / ".git").exists():
+            return {}
+        inner = GitRepository(root, self._environ, GitCommand(root, _LIST_FILES, self._environ), None)
+        return {f"{name}/{file}": is_new for file, is_new in inner.files().items()}
+
+    def diff(self) -> GitCommand | None:
+        """Return the diff of tracked files to the commit, without any configured external diff programs.
+
+        None if there is no commit yet.
+
+        Raises:
+            NotARepository: git cannot be run.
+        """
+        return GitCommand(self.root, [*_DIFF, self.commit], self._environ) if self.commit else None

@@ -1,0 +1,156 @@
+"""First half of a submission: decide and check everything, write nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.backends import Backend, choose_backend
+from hpctrain.jobs.options.option_value import OptionSource
+from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
+from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.jobs.options.unused_options import check_unused_options
+from hpctrain.jobs.submit.preflight_local import check_files
+from hpctrain.jobs.submit.render import render
+from hpctrain.jobs.submit.time_left import check_time_left
+from hpctrain.spec.container import Container
+from hpctrain.spec.job_spec import BackendName, JobSpec
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+
+
+@dataclass(frozen=True)
+class PreparedSubmission:
+    """A job that has passed every check."""
+
+    spec: JobSpec
+    #: The batch script, exactly as it will be submitted.
+    script: str
+    #: Notes for the user, one line each.
+    notes: tuple[str, ...]
+    #: See `prospects`.
+    foretell: Callable[[], tuple[str, ...]]
+    #: See `PreflightResult.refusal`.
+    refusal: Callable[[], str]
+    backend: Backend
+    #: Environment variables of the submission. Some may be secret.
+    environ: Mapping[str, str] = field(repr=False)
+    #: Code to copy into the run folder; None if the script itself is run.
+    snapshot: CodeSnapshot | None = None
+
+    @property
+    def prospects(self) -> tuple[str, ...]:
+        """Expected start and cost; waits for the scheduler's answer."""
+        return self.foretell()
+
+
+#: Types of a script's arguments; the script receives strings.
+_ARGUMENTS = (str, int, float, os.PathLike)
+
+
+def prepare_submission(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    options: SubmitOptions,
+    *,
+    source: OptionSource = PYTHON_SOURCE,
+    assignments: Sequence[str] = (),
+    environ: Mapping[str, str],
+    cwd: Path,
+    python: str,
+    code: Path | None = None,
+) -> PreparedSubmission:
+    """Decide and check everything about a job; nothing is written or submitted.
+
+    Args:
+        script: the Python script that every rank runs.
+        args: its command-line arguments.
+        options: options of this submission; option files supply the rest.
+        source: origin of `options`.
+        assignments: strings of the form KEY=VALUE, which override everything else.
+        environ: the environment variables of the submission.
+        cwd: the folder in which the script is to run.
+        python: the interpreter of supervisor and ranks.
+        code: a folder of the working tree to copy, if the script is not in it.
+
+    Raises:
+        SpecError: the job cannot run as requested.
+        SchedulerError: Slurm was requested by name and does not answer, or it is set up here and silent.
+    """
+    if isinstance(args, str | bytes) or not all(isinstance(arg, _ARGUMENTS) for arg in args):
+        raise SpecError(
+            f"The arguments of the script are {args!r}, but they have to be a list of texts, numbers "
+            "and paths, such as ['--steps', 100]."
+        )
+    settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
+    try:
+        return _prepare(script, args, settings, environ, cwd, python, code)
+    except SpecError as error:
+        if places := settings.places_of(str(error)):
+            raise SpecError(f"{error} ({places})") from error
+        raise
+
+
+def _prepare(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    settings: ResolvedOptions,
+    environ: Mapping[str, str],
+    cwd: Path,
+    python: str,
+    code: Path | None,
+) -> PreparedSubmission:
+    asked = settings.options
+    backend, notes = choose_backend(asked.get("backend", "auto"), environ)
+    notes += _resolve_runs(asked, backend.name, cwd, environ)
+    container = _container(settings, backend.name, cwd, environ)
+    spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python, container=container)
+    notes += check_unused_options(settings.given, asked, spec)
+    notes += check_time_left(settings.given, spec)
+    check_files(spec, environ)
+    snapshot = None
+    if asked.get("code_snapshot", True):
+        # Imported only if needed, because importing what runs git is slow.
+        from hpctrain.jobs.submit.code_snapshot import plan_snapshot
+
+        snapshot, why_none = plan_snapshot(spec.script, asked["code_snapshot_limit"], environ, folder=code)
+        notes += why_none
+    text = render(spec)
+    outlook = backend.check(spec, text, settings.site)
+    notes += outlook.notes
+    return PreparedSubmission(
+        spec, text, tuple(notes), outlook.foretell, outlook.refusal, backend, environ, snapshot
+    )
+
+
+def _container(
+    settings: ResolvedOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
+) -> Container | None:
+    if "container_image" not in settings.given:
+        return None
+    from hpctrain.jobs.submit.container_builder import build_container
+
+    known = settings.site.habits.containers
+    return build_container(settings.options, backend=backend, known=known, cwd=cwd, environ=environ)
+
+
+def _resolve_runs(
+    asked: SubmitOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
+) -> list[str]:
+    """Replace runs on which the job depends by their jobs; only Slurm can wait for one."""
+    if backend != "slurm" or "dependency" not in asked:
+        return []
+    from hpctrain.jobs.submit.dependency import resolve_dependency
+
+    resolved, notes = resolve_dependency(asked["dependency"], cwd, environ)
+    if resolved:
+        asked["dependency"] = resolved
+    else:
+        del asked["dependency"]
+    return notes

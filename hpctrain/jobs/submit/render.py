@@ -1,0 +1,169 @@
+"""Batch script of a job, from a Jinja template. Templates contain shell; Python computes the values."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hpctrain
+from hpctrain.errors import SpecError
+from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
+from hpctrain.spec.directives import all_directives, directive_lines
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.shell_setup import ShellSetup
+from hpctrain.text import suggest
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATE_SUFFIX = ".sbatch.j2"
+#: Exceptions of a wrong expression in a template.
+_OF_EXPRESSIONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def shipped_templates() -> Path:
+    """Return the folder of the templates that come with hpctrain."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "slurm_templates"
+    # A wheel has the templates in the package, a checkout next to it.
+    return inside if inside.is_dir() else package.parent / "slurm_templates"
+
+
+def render(spec: JobSpec) -> str:
+    """Return the batch script of the job.
+
+    A template has access to `spec`, the list `directives` of `#SBATCH` lines, the `version` of hpctrain and
+    the filter `quote`, and may extend a shipped template by its file name.
+
+    Raises:
+        SpecError: there is no such template, it cannot be rendered, or it leaves out a requested setting.
+    """
+    asked = spec.template or _fitting(spec)
+    text = _written(spec, asked) or rendered_by_jinja(spec, asked)
+    _check_preparations(spec.shell, text, asked)
+    if spec.template is not None:
+        check_rendered_script(text, directive_lines(all_directives(spec)), asked)
+    return text
+
+
+def _written(spec: JobSpec, asked: str) -> str:
+    """Return the script from the Python version of a shipped template; empty if there is none.
+
+    Most jobs use such a template, and importing Jinja takes longer than the whole submission (ADR 6).
+    """
+    from hpctrain.jobs.submit.shipped_scripts import SCRIPTS
+
+    if asked not in SCRIPTS:
+        return ""
+    script, sums = SCRIPTS[asked]
+    folder = shipped_templates()
+    if any(zlib.crc32((folder / name).read_bytes()) != known for name, known in sums.items()):
+        return ""  # The installed template was changed.
+    return "".join(script(spec, directive_lines(all_directives(spec)), asked, hpctrain.__version__))
+
+
+def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
+    """Return the script from the template `asked`, a name or a path, without checks of the result.
+
+    Raises:
+        SpecError: there is no such template, or it cannot be rendered.
+    """
+    import jinja2
+
+    folder, file_name = _locate(asked)
+    environment = jinja_environment(folder)
+    environment.globals["need"] = partial(_need, asked)
+    try:
+        check_blocks(environment, file_name)
+        return environment.get_template(file_name).render(
+            spec=spec,
+            directives=directive_lines(all_directives(spec)),
+            template=asked,
+            version=hpctrain.__version__,
+        )
+    except jinja2.TemplateSyntaxError as error:
+        words = str(error.message).rstrip(".")
+        raise SpecError(f"Line {error.lineno} of the template {error.filename} is wrong: {words}.") from error
+    except jinja2.exceptions.SecurityError as error:
+        words = str(error).rstrip(".")
+        raise SpecError(
+            f"The template {asked!r} (--template) is blocked: {words}. Templates run in a "
+            "sandbox: a project's template is rendered even by --dry-run. Put Python into the script, and "
+            "shell into --setup."
+        ) from error
+    except (jinja2.TemplateError, *_OF_EXPRESSIONS) as error:
+        words = str(error).rstrip(".")
+        raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {words}.") from error
+
+
+def jinja_environment(folder: Path) -> jinja2.Environment:
+    """Return a Jinja environment for shipped templates and those in `folder`.
+
+    Neither kind can run Python or change the request: a template may come from a cloned repository.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        loader=jinja2.FileSystemLoader([folder, shipped_templates()]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = shell_quote
+    return environment
+
+
+def _fitting(spec: JobSpec) -> str:
+    """Return the shipped template for a job that names none."""
+    if spec.torchrun is not None:
+        return "torchrun"
+    return "ddp" if spec.gpus_per_node else "cpu"
+
+
+def shell_quote(value: object) -> str:
+    """Return the value as one shell word, whatever characters it contains."""
+    return shlex.quote(str(value))
+
+
+def _need(template: str, value: object, option: str) -> None:
+    """Fail if a required option is missing; called by templates."""
+    if not value:
+        raise SpecError(f"The template {template!r} (--template) is meant for {option}. Give that, too.")
+
+
+def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
+    """Check that a user's own template has not left out requested preparations."""
+    asked = {
+        "--module": [shell_quote(module) for module in shell.modules],
+        "--conda": [shell_quote(shell.conda)] if shell.conda else [],
+        "--venv": [shell_quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
+        "--setup": shell.setup,
+    }
+    for option, words in asked.items():
+        if missing := [word for word in words if word not in text]:
+            raise SpecError(
+                f"The template {template!r} (--template) leaves out {missing[0]} ({option}). Have it call "
+                "super() in the block that it replaces, or leave out the option."
+            )
+
+
+def _locate(asked: str) -> tuple[Path, str]:
+    """Return folder and file name of a template given by name or path."""
+    if os.sep in asked:
+        path = Path(asked)
+        if not path.is_file():
+            raise SpecError(f"There is no template {asked!r} (--template). Check its path.")
+        return path.parent, path.name
+    shipped = shipped_templates()
+    names = sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in shipped.glob(f"*{TEMPLATE_SUFFIX}"))
+    if asked not in names:
+        hint = suggest(asked, names)
+        raise SpecError(f"There is no template {asked!r} (--template). {hint} A path has a / or ends in .j2.")
+    return shipped, asked + TEMPLATE_SUFFIX

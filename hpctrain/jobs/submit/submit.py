@@ -1,0 +1,198 @@
+"""Second half of a submission: write what was decided and submit it to the scheduler."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
+from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.options.resolved_options import named_as_in_python
+from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.jobs.runs.run import Run, query_statuses
+from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.records.run_record import read_run_record
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+
+#: Seconds: a supervisor that has recorded its end still has to exit, and checking the lock takes a moment.
+_LOCK_PATIENCE_S = 5.0
+
+
+def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] = ()) -> Run:
+    """Write the run folder and submit the job; for a job array, also write the folder of each task.
+
+    Args:
+        submission: the job.
+        functions: the pickled calls of the run or of each task; empty if the ranks run a script.
+
+    Raises:
+        SpecError: the folder cannot be written, or its run is still going.
+        SchedulerError: the scheduler refused or cannot be reached.
+    """
+    spec = submission.spec
+    folder = _folder(spec)
+    run = Run(folder, submission.environ)
+    tasks = spec.tasks()
+    try:
+        with (
+            _claimed(run, list(map(_folder, tasks))) as lock,
+            submission.snapshot.taken(folder) if submission.snapshot else nullcontext() as code,
+        ):
+            spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
+            function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
+            for part in (*tasks, spec):
+                _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
+            write_atomic(folder.git_ignore, "*\n", durable=False)
+            # Slurm's forecast must be complete by now: it would count this job as a pending one.
+            submission.foretell()
+            job_id = submission.backend.submit(spec, folder, lock)
+            for task in tasks:
+                _record(task, f"{job_id}_{task.array_task}")
+            # Last, so that readers of this record can rely on all the others.
+            _record(spec, job_id)
+    except OSError as error:
+        raise SpecError(
+            f"The run folder {str(folder.path)!r} (--run-dir) cannot be written: {error.strerror}. "
+            "Choose another."
+        ) from error
+    return run
+
+
+@named_as_in_python()
+def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Unpack[SubmitOptions]) -> Run:
+    """Submit a script as a run, as `hpctrain submit` does; option files apply, too.
+
+    Args:
+        script: the Python script that every rank runs.
+        args: its command-line arguments.
+        **options: see `SubmitOptions`; the names are those of the command line.
+
+    Raises:
+        SpecError: the job cannot run as requested.
+        SchedulerError: the scheduler refused or cannot be reached.
+    """
+    import logging
+
+    submission = prepare_submission(
+        script, args, options, environ=dict(os.environ), cwd=Path.cwd(), python=sys.executable
+    )
+    log = logging.getLogger("hpctrain")
+    for note in submission.notes:
+        log.warning(note)
+    run = submit_prepared(submission)
+    for prospect in submission.prospects:
+        log.info(prospect)
+    return run
+
+
+def _folder(spec: JobSpec) -> RunDir:
+    return RunDir(Path(spec.run_dir))
+
+
+def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
+    """Write the files that a run folder needs before its job is submitted."""
+    folder = _folder(spec)
+    make_folder(folder.path)
+    make_folder(folder.logs)
+    folder.cancel_request.unlink(missing_ok=True)
+    files = {folder.spec: spec.text(), folder.job_script: script, folder.function: function}
+    # An array may have thousands of tasks, and an fsync for each would take minutes.
+    durable = spec.array_task is None
+    replace_files({path: it for path, it in files.items() if it is not None}, durable=durable, private=True)
+
+
+def _record(spec: JobSpec, job_id: str) -> None:
+    folder = _folder(spec)
+    attempt = max(folder.attempts(), default=-1) + 1
+    try:
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend)
+    except OSError as error:
+        raise SubmissionUnconfirmed(
+            f"Job {job_id} is submitted, but that cannot be recorded in {str(folder.events)!r}: "
+            f"{error.strerror}. See to the file system, and end the job where it should not go on."
+        ) from error
+
+
+@contextmanager
+def _claimed(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
+    """Hold the lock of a run folder, creating the folder if needed; fail if its run is still going.
+
+    If the submission fails, new folders are removed, except those of a job that may be queued.
+    """
+    made = [folder for folder in (*tasks, run.dir) if not folder.path.exists()]
+    make_folder(run.dir.path)
+    lock = _lock(run)
+    try:
+        _refuse_going([Run(task, run.environ) for task in tasks] or [run])
+        os.ftruncate(lock, 0)
+        yield lock
+    except Exception as error:
+        # Other exceptions, such as Ctrl-C, may occur while the scheduler accepts the job.
+        if not isinstance(error, SubmissionUnconfirmed):
+            for folder in made:
+                _remove_traces(folder)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock(run: Run) -> int:
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while (lock := try_lock(run.dir.lock)) is None:
+        if not run.status().state.ended or time.monotonic() > deadline:
+            raise _still_going(run)
+        time.sleep(0.05)
+    return lock
+
+
+def _refuse_going(runs: Sequence[Run]) -> None:
+    """Fail if a run is still going: our lock rules out a local one, Slurm's queue needs a query."""
+    recorded = [run for run in runs if run.dir.events.exists()]
+    if not recorded:
+        return
+    from hpctrain.records.lease import is_lease_alive, newest_lease
+    from hpctrain.slurm.environment import strip_job_env
+    from hpctrain.slurm.states import RunState
+
+    for run, status in zip(recorded, query_statuses(recorded), strict=True):
+        if status.state is RunState.UNKNOWN and status.job_id is not None:
+            raise SchedulerError(
+                f"Whether run {run.run_id} is still going cannot be told: {status.words}. "
+                "Submit again when Slurm answers."
+            )
+        is_going_here = run.dir.array is not None and is_locked(run.dir.lock)
+        if is_going_here or (status.backend == "slurm" and not status.state.ended):
+            raise _still_going(run)
+    for run in recorded:
+        # The record names the submitted job; the lease reveals any live supervisor.
+        held = newest_lease(run.dir)
+        if held is not None and is_lease_alive(held, strip_job_env(run.environ)):
+            raise _still_going(run, f", as job {held.holder.job_id}")
+        if run.dir.cancel_request.exists() and read_run_record(run.dir).finished is None:
+            # The request will be removed; the supervisor was killed before it recorded the end.
+            attempt = max(run.dir.attempts(), default=0)
+            run.dir.log_event("finished", attempt, state="CANCELLED", exit_code=0, cause=None)
+
+
+def _still_going(run: Run, job: str = "") -> SpecError:
+    return SpecError(
+        f"The run in {str(run.dir.path)!r} (--run-dir) is still going{job}. "
+        "Wait for it, cancel it, or choose another folder."
+    )
+
+
+def _remove_traces(folder: RunDir) -> None:
+    for path in (folder.spec, folder.job_script, folder.slurm_log, folder.lock, folder.git_ignore):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.logs.rmdir()
+    with suppress(OSError):
+        folder.path.rmdir()

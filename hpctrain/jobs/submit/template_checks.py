@@ -1,0 +1,128 @@
+"""Checks of a user's own template: its blocks take effect, and the run is still controlled by hpctrain."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.extra_directives import replacement_option
+from hpctrain.text import suggest
+
+if TYPE_CHECKING:
+    import jinja2
+
+_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S.*)$", re.MULTILINE)
+#: Long names of sbatch(1)'s short options.
+_SHORT = {
+    "A": "account",
+    "a": "array",
+    "C": "constraint",
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "e": "error",
+    "i": "input",
+    "J": "job-name",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "p": "partition",
+    "q": "qos",
+    "t": "time",
+}
+
+
+def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
+    """Check that each block of a template replaces one of the template it extends.
+
+    Raises:
+        SpecError: a block does not, so its content would not be in the script.
+    """
+    from jinja2 import nodes
+
+    loader = environment.loader
+    assert loader is not None
+    source, path, _ = loader.get_source(environment, file_name)
+    tree = environment.parse(source, file_name, path)
+    parent = tree.find(nodes.Extends)
+    if parent is None or not isinstance(parent.template, nodes.Const):
+        return
+    known = set(_blocks_of(environment, parent.template.value))
+    for node in tree.body:
+        if isinstance(node, nodes.Block) and node.name not in known:
+            raise SpecError(
+                f"Line {node.lineno} of the template {path or file_name!r} (--template): the block "
+                f"{node.name!r} replaces none of {parent.template.value}. {suggest(node.name, sorted(known))}"
+            )
+
+
+def check_rendered_script(text: str, lines: Sequence[str], template: str) -> None:
+    """Check that a script starts the supervisor, and that its directives are those requested.
+
+    Args:
+        text: the script.
+        lines: its `#SBATCH` lines, as hpctrain makes them.
+        template: the template of the script.
+
+    Raises:
+        SpecError: it does not start the supervisor, or a directive contradicts them or is hpctrain's to set.
+    """
+    if "hpctrain.supervisor" not in text:
+        raise SpecError(
+            f"The template {template!r} (--template) does not start the supervisor, so no rank would "
+            "run. Have its block 'launch' call super(), or leave that block out."
+        )
+    given = dict(option for line in lines for option in _options(line))
+    for line in text.splitlines():
+        if line in lines:
+            continue
+        for name, value in _options(line):
+            if name in given and given[name] != value:
+                raise SpecError(
+                    f"The template {template!r} (--template) says {line.strip()!r}, but the job is "
+                    f"submitted with --{name}={given[name]}. Leave that line out, and give the option "
+                    "to hpctrain submit."
+                )
+            if name not in given and (hint := replacement_option(name)):
+                raise SpecError(
+                    f"The template {template!r} (--template) says {line.strip()!r}, but hpctrain itself "
+                    f"sees to --{name}. {hint}."
+                )
+
+
+def _blocks_of(environment: jinja2.Environment, file_name: str) -> Iterator[str]:
+    """Yield the block names of a template and of those it extends."""
+    from jinja2 import nodes
+
+    loader = environment.loader
+    assert loader is not None
+    tree = environment.parse(loader.get_source(environment, file_name)[0])
+    yield from (block.name for block in tree.find_all(nodes.Block))
+    for parent in tree.find_all(nodes.Extends):
+        for name in parent.template.find_all(nodes.Const) or ():
+            yield from _blocks_of(environment, name.value)
+        if isinstance(parent.template, nodes.Const):
+            yield from _blocks_of(environment, parent.template.value)
+
+
+def _options(line: str) -> Iterator[tuple[str, str]]:
+    """Yield long names and values of the options in a directive line; nothing for other lines."""
+    if (match := _DIRECTIVE.match(line)) is None:
+        return
+    try:
+        words = shlex.split(match[1], comments=True)
+    except ValueError:
+        return
+    while words:
+        word = words.pop(0)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+        elif word.startswith("-") and word[1:2] in _SHORT:
+            name, equals, value = _SHORT[word[1]], word[2:], word[2:].removeprefix("=")
+        else:
+            continue
+        if not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        yield name, value

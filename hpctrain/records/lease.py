@@ -1,0 +1,226 @@
+"""Exclusive use of a run's folder: a lease that the supervisor renews as long as it lives.
+
+The record of a run describes what was submitted, and may be wrong about what runs. A lease is held by a
+process.
+
+- Leases are numbered, and the newest is valid. A lease is created atomically with its content by a hard
+  link, which only one of several processes can make.
+- The holder renews the lease every few seconds. It counts as dead if Slurm reports that its job does not
+  run, or, without an answer from Slurm, if the last renewal is a minute old. Both times are taken from the
+  file system's clock.
+- A holder that finds a newer lease has been taken for dead, and exits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from hpctrain.errors import SchedulerError
+from hpctrain.files import make_folder, open_regular, own_file
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.command import query_job_fields
+from hpctrain.slurm.states import RunState, parse_job_state
+
+log = logging.getLogger(__name__)
+
+#: Seconds between renewals of a lease.
+RENEW_INTERVAL_S = 10.0
+#: Seconds without a renewal after which a holder counts as dead.
+EXPIRY_S = 60.0
+#: A lease is written in one block of this fixed length, so that it can be renewed in place.
+_BYTES = 512
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """The holder of a lease."""
+
+    job_id: str
+    start: int = 0
+    """Number of earlier starts of the job by Slurm."""
+    host: str = ""
+    pid: int = 0
+    beat: int = 0
+    """Number of renewals of the lease."""
+    released: bool = False
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).ljust(_BYTES - 1).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """The newest lease of a run at the time of reading."""
+
+    number: int
+    holder: LeaseHolder
+    age_s: float
+    """Seconds since the last renewal."""
+
+
+class LeaseHeld(Exception):
+    """Another process holds, or may hold, the lease."""
+
+    def __init__(self, holder: LeaseHolder) -> None:
+        super().__init__(holder.job_id)
+        self.holder = holder
+
+
+class Lease:
+    """A lease on a run's folder, held until it is released or this process exits."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job_id: str,
+        start: int,
+        environ: Mapping[str, str],
+        on_loss: Callable[[LeaseHolder], object],
+    ) -> None:
+        """Prepare the lease without taking it.
+
+        Args:
+            run: the run.
+            job_id: the job of this process.
+            start: number of earlier starts of the job by Slurm.
+            environ: environment of Slurm's commands.
+            on_loss: called with the new holder if this one was taken for dead.
+        """
+        self._run, self._environ, self._on_loss = run, environ, on_loss
+        self._me = LeaseHolder(job_id, start, socket.gethostname(), os.getpid())
+        self._number: int | None = None
+        self._over = threading.Event()
+
+    def take(self, predecessor: str | None = None, deaths: int = 0) -> None:
+        """Take the lease, and renew it from now on.
+
+        Args:
+            predecessor: the job that this one continues; Slurm has waited for its end.
+            deaths: number of killed supervisors of this job.
+
+        Raises:
+            LeaseHeld: another process holds it.
+            OSError: the folder cannot be written.
+        """
+        while True:
+            held = newest_lease(self._run)
+            inherits = held is None or self._inherits(held.holder, predecessor, deaths)
+            if held and not inherits and is_lease_alive(held, self._environ):
+                raise LeaseHeld(held.holder)
+            if self._claim(held.number + 1 if held else 0):
+                break
+        threading.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
+
+    def release(self) -> None:
+        """Release the lease if it is held."""
+        self._over.set()
+        if self._number is not None:
+            with suppress(OSError):
+                self._write(replace(self._me, released=True))
+            self._number = None
+
+    def _inherits(self, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
+        """Return True if the holder must have ended before this process started."""
+        if holder.job_id == self._me.job_id:
+            return deaths > 0 or holder.start < self._me.start
+        return holder.job_id == predecessor
+
+    def _claim(self, number: int) -> bool:
+        """Create the lease with this number. Return False if another process was faster."""
+        lease = self._run.lease(number)
+        make_folder(lease.parent, private=True)
+        mine = lease.with_name(f".{lease.name}.{self._me.host}.{self._me.pid}")
+        with open(mine, "wb", opener=own_file) as file:
+            file.write(self._me.text())
+        try:
+            os.link(mine, lease)
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
+        self._number = number
+        for older in self._run.leases()[:-2]:
+            self._run.lease(older).unlink(missing_ok=True)
+        return True
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEW_INTERVAL_S):
+            if self._has_newer() and (newer := newest_lease(self._run)):
+                self._over.set()
+                self._on_loss(newer.holder)
+                return
+            self._me = replace(self._me, beat=self._me.beat + 1)
+            try:
+                self._write(self._me)
+            except OSError as error:
+                log.warning("the lease on the run's folder cannot be renewed: %s", error)
+
+    def _has_newer(self) -> bool:
+        number = self._number  # Another thread may release it concurrently.
+        return number is not None and max(self._run.leases(), default=-1) > number
+
+    def _write(self, holder: LeaseHolder) -> None:
+        # In place: other hosts see new content of a file sooner than a new file of the same name.
+        fd = os.open(self._run.lease(self._number or 0), os.O_WRONLY)
+        try:
+            os.pwrite(fd, holder.text(), 0)
+        finally:
+            os.close(fd)
+
+
+def newest_lease(run: RunDir) -> LeaseState | None:
+    """Return the newest lease on the run's folder; None if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    numbers = run.leases()
+    if not numbers:
+        return None
+    path = run.lease(numbers[-1])
+    with open_regular(path) as file:
+        text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
+    try:
+        holder = LeaseHolder(**json.loads(text))
+    except (ValueError, TypeError):
+        holder = LeaseHolder("of which nothing can be read")
+    return LeaseState(numbers[-1], holder, _now(path.parent) - renewed)
+
+
+def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
+    """True if the holder of the lease is alive, or may be.
+
+    Args:
+        held: the lease.
+        environ: environment of Slurm's commands.
+    """
+    if held.holder.released:
+        return False
+    try:
+        state = parse_job_state(query_job_fields(held.holder.job_id, environ).get("JobState", ""))
+    except SchedulerError as error:
+        log.info("what has become of job %s cannot be told: %s", held.holder.job_id, error)
+        state = RunState.UNKNOWN
+    if state is RunState.UNKNOWN:
+        return held.age_s < EXPIRY_S
+    return state is RunState.RUNNING
+
+
+def _now(folder: Path) -> float:
+    """Return the time by the clock of the folder's file system."""
+    probe = folder / f".now.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        with open(probe, "wb") as file:
+            file.write(b"\n")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    finally:
+        probe.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""Readers of growing files: the data appended since the last read, and the last records."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpctrain.files import IsValid, open_regular, parse_json_line
+
+_BLOCK_BYTES = 64 * 1024
+#: Limit of a backward search: without it, a file with no matching record would be read to its start.
+_SEARCHED_BYTES = 64 * _BLOCK_BYTES
+
+
+class FileTail:
+    """Incremental reader of a text file. A missing file counts as empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        # A multi-byte character may be split between two writes.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self, end: int | None = None, *, most_bytes: int = _SEARCHED_BYTES) -> str:
+        """Return the data appended since the last call, at most a few megabytes.
+
+        Args:
+            end: do not read beyond this byte of the file.
+            most_bytes: maximum number of bytes to read.
+        """
+        try:
+            with open_regular(self._path) as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                left = most_bytes if end is None else min(most_bytes, end - self._offset)
+                new = file.read(max(0, left))
+        except FileNotFoundError:
+            return ""
+        self._offset += len(new)
+        return self._decoder.decode(new)
+
+    def has_grown(self) -> bool:
+        """True if there is unread data. Only checks the length of the file."""
+        try:
+            return os.stat(self._path).st_size != self._offset
+        except FileNotFoundError:
+            return False
+
+    def modified(self) -> float:
+        """Return the modification time in seconds since the epoch; 0 if there is no file."""
+        try:
+            return os.stat(self._path).st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+
+class RecordTail:
+    """Incremental reader of a JSON Lines file."""
+
+    def __init__(self, path: Path, is_valid: IsValid | None = None) -> None:
+        """See `parse_json_line` for `is_valid`."""
+        self._path, self._is_valid, self._tail = path, is_valid, FileTail(path)
+        self._torn = ""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the complete records appended since the last call."""
+        return self._take(self._tail.read())
+
+    def read_in_parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the same records, reading in blocks and closing the file between them."""
+        while text := self._tail.read(most_bytes=_BLOCK_BYTES):
+            yield from self._take(text)
+
+    def _take(self, text: str) -> list[dict[str, Any]]:
+        *lines, self._torn = (self._torn + text).split("\n")
+        parsed = (parse_json_line(line, self._path, self._is_valid, ended=True) for line in lines)
+        return [record for record in parsed if record is not None]
+
+
+def read_last_records(
+    path: Path, is_valid: IsValid | None = None, *, unless: bytes | None = None, whole: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a JSON Lines file from last to first, without reading ahead.
+
+    Args:
+        path: the file; a missing one has no records.
+        is_valid: see `parse_json_line`.
+        unless: skip lines that contain this, without parsing them.
+        whole: search the whole file, not only the last few megabytes.
+    """
+
+    def parse(line: bytes, *, ended: bool) -> dict[str, Any] | None:
+        if unless is not None and unless in line:
+            return None
+        return parse_json_line(line.decode(errors="replace"), path, is_valid, ended=ended)
+
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        end = start = file.seek(0, os.SEEK_END)
+        head, ended = b"", False  # Data after the last newline is an incomplete line.
+        while start > 0 and (whole or end - start < _SEARCHED_BYTES):
+            size = min(_BLOCK_BYTES, start)
+            start -= size
+            file.seek(start)
+            head, *lines = (file.read(size) + head).split(b"\n")
+            for line in reversed(lines):
+                if (record := parse(line, ended=ended)) is not None:
+                    yield record
+                ended = True
+        if start == 0 and (record := parse(head, ended=ended)) is not None:
+            yield record
+
+
+def read_last_lines(path: Path, number: int) -> list[str]:
+    """Return the last lines of a text file, reading only its end; none if there is no file."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-number:]
+    except (OSError, ValueError):  # A path with a NUL is a ValueError.
+        return []

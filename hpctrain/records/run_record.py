@@ -1,0 +1,106 @@
+"""A run's own records: its submission, its outcome, and its last activity."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir, is_event
+from hpctrain.spec.job_spec import BackendName
+
+#: Most events of a long run are checkpoints, which are irrelevant to its state.
+_PASSED_OVER = b'"kind": "checkpoint"'
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A submitted job according to the run's record."""
+
+    job_id: str
+    run: RunDir
+    #: Time of submission in seconds since the epoch.
+    submitted: float = 0.0
+    #: True if the job was not submitted by hpctrain, so its submission folder and options are unknown.
+    by_hand: bool = False
+    #: The final job state in the scheduler's words, if it was observed.
+    seen: str | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The run's own events since its last submission."""
+
+    run: RunDir
+    submitted: dict[str, Any] | None
+    finished: dict[str, Any] | None
+    failure: dict[str, Any] | None
+    #: The observed end of the job; the scheduler forgets it.
+    seen: dict[str, Any] | None
+    #: The intent to continue the run in a successor job.
+    handover: dict[str, Any] | None = None
+    #: The newest start of the ranks.
+    started: dict[str, Any] | None = None
+
+    @property
+    def job(self) -> JobRecord | None:
+        """The last submitted job."""
+        if self.submitted is None:
+            return None
+        return JobRecord(
+            job_id=str(self.submitted["job_id"]),
+            run=self.run,
+            submitted=float(self.submitted["time"]),
+            by_hand=bool(self.submitted.get("by_hand")),
+            seen=str(self.seen["job_state"]) if self.seen else None,
+        )
+
+    @property
+    def job_id(self) -> str | None:
+        return str(self.submitted["job_id"]) if self.submitted else None
+
+    @property
+    def backend(self) -> BackendName | None:
+        if self.submitted is None:
+            return None
+        return "slurm" if self.submitted["backend"] == "slurm" else "local"
+
+
+def read_run_record(run: RunDir) -> RunRecord:
+    """Read the events since the last submission.
+
+    An end after which workers were started does not count. Neither does a failure without a rank: it is a
+    failed checkpoint, after which the run continues.
+    """
+    last: dict[str, dict[str, Any]] = {}
+    for event in read_last_records(run.events, is_event, unless=_PASSED_OVER, whole=True):
+        kind = str(event.get("kind"))
+        if kind in ("finished", "failure", "seen", "handover") and "started" in last:
+            continue
+        if kind == "failure" and event.get("rank") is None:
+            continue
+        last.setdefault(kind, event)
+        if kind == "submitted":
+            break
+    for kind in ("seen", "handover"):
+        if last.get(kind, {}).get("job_id") != last.get("submitted", {}).get("job_id"):
+            last.pop(kind, None)  # A late event of the previous job.
+    return RunRecord(
+        run, *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started"))
+    )
+
+
+def last_activity(run: RunDir) -> float:
+    """Return the time of the run's last write in seconds since the epoch; 0 if there is none."""
+    files = [run.events, run.metrics, run.slurm_log, run.supervisor_log]
+    if attempts := run.attempts():
+        files.append(run.rank_log(attempts[-1], 0))
+    return max(map(_modified, files), default=0.0)
+
+
+def _modified(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0

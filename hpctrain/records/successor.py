@@ -1,0 +1,228 @@
+"""Successor jobs: when a job gives up its allocation, exactly one other job continues the run.
+
+Four rules guarantee exactly one, whichever process is killed at any time
+(docs/adr/0007-a-successor-is-claimed.md):
+
+- The intent is recorded (`handover`) before anything is submitted.
+- The successor's command line names its predecessor in an argument after the script. Every process looks for
+  that argument in the queue before it submits a successor.
+- The successor waits for the end of its predecessor (`afterany`), so the two never run concurrently.
+- The successor starts nothing before it has created the claim file, which only one of two jobs can create.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping
+
+from hpctrain.errors import SchedulerError
+from hpctrain.files import make_folder, own_file, read_regular
+from hpctrain.records.run_record import RunRecord, read_run_record
+from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
+from hpctrain.slurm.command import is_transient, run_slurm
+from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.spec.directives import all_directives
+from hpctrain.spec.job_spec import JobSpec
+
+log = logging.getLogger(__name__)
+
+#: A controller that does not answer is retried for this long, within the grace time of most preemptions.
+_PATIENCE_S = 25.0
+_PAUSE_S = 1.0
+
+_SEPARATOR = "\x1f"
+
+
+def submit_successor(
+    run: RunDir,
+    spec: JobSpec,
+    job_id: str,
+    attempt: int,
+    environ: Mapping[str, str],
+    left_out: Collection[str] = (),
+) -> str:
+    """Submit the successor of this job and return its id. Call this in the job itself.
+
+    Args:
+        run: the run.
+        spec: specification of the run.
+        job_id: this job.
+        attempt: the attempt that the successor continues.
+        environ: environment of this job's batch script.
+        left_out: nodes to exclude.
+
+    Raises:
+        SchedulerError: the scheduler refused, or did not answer in time.
+    """
+    run.log_event("handover", attempt, job_id=job_id)
+    successor = _submit_once(run, spec, job_id, environ, left_out)
+    record_successor(run, successor, job_id)
+    _move_dependents(job_id, successor, environ)
+    if run.cancel_request.exists():
+        # The cancellation found this job in the record, not yet its successor.
+        run_slurm(["scancel", successor], strip_job_env(environ))
+    return successor
+
+
+def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str | None:
+    """Return the successor job of `job_id`, in any state; None if there is none.
+
+    Raises:
+        SchedulerError: the controller does not answer.
+    """
+    columns = ("ArrayJobID", "ArrayTaskID", "JobID", "WorkDir", "Command")
+    layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
+    answer = run_slurm(
+        ["squeue", "--noheader", "--all", "--array", "--me", "--states=all", f"--Format={layout}"],
+        strip_job_env(environ),
+    )
+    folder = (run.array or run).path
+    for line in answer.split("\n"):
+        cells = line.split(_SEPARATOR)
+        if len(cells) != len(columns) + 1:
+            continue
+        array_id, task, raw_id, workdir, command, _ = cells
+        # Newer Slurm releases may quote the words of the command.
+        if command.strip("'\"").endswith(f" {_marker(job_id)}") and os.path.basename(workdir) == folder.name:
+            return f"{array_id}_{task}" if task.isdecimal() else raw_id
+    return None
+
+
+def record_successor(run: RunDir, successor: str, job_id: str) -> None:
+    """Record that `successor` continues the run after `job_id`, and is now the run's job."""
+    attempt = max(run.attempts(), default=-1) + 1
+    run.log_event("submitted", attempt, job_id=successor, backend="slurm", after=job_id)
+
+
+def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
+    """Claim the run after `predecessor`. Return the job that holds the claim.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    claim = run.succession(predecessor)
+    make_folder(claim.parent, private=True)
+    mine = claim.with_name(f".{claim.name}.{job_id}")
+    with open(mine, "w", encoding="ascii", opener=own_file) as file:
+        file.write(job_id)
+    try:
+        # A hard link appears atomically with its content, also on file systems shared between hosts.
+        os.link(mine, claim)
+    except FileExistsError:
+        pass
+    finally:
+        mine.unlink()
+    return read_regular(claim).decode("ascii")
+
+
+def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> bool:
+    """True if another job continues the run of the ended job in `record`.
+
+    If the predecessor was killed before it could record its successor, this function records it.
+    """
+    now = read_run_record(record.run)
+    if now.job_id != record.job_id:
+        return True
+    if now.handover is None or now.job_id is None:
+        return False
+    try:
+        successor = find_successor(record.run, now.job_id, environ)
+        # The successor may have started and recorded itself during the query.
+        if successor is not None and read_run_record(record.run).job_id == now.job_id:
+            record_successor(record.run, successor, now.job_id)
+    except (SchedulerError, OSError):
+        return False  # Slurm does not answer, or the folder is read-only: the next call may succeed.
+    return successor is not None
+
+
+def _marker(job_id: str) -> str:
+    return f"continues-job-{job_id}"
+
+
+def excluded_nodes(spec: JobSpec, left_out: Collection[str]) -> str:
+    """Return the nodes to exclude from a job: the user's and `left_out`."""
+    named = spec.directives.get("exclude")
+    return ",".join([*([named] if named else []), *sorted(left_out)])
+
+
+def can_start_without(
+    run: RunDir, spec: JobSpec, left_out: Collection[str], environ: Mapping[str, str]
+) -> bool:
+    """True if the scheduler could start the run's job without these nodes, according to `sbatch`.
+
+    False if it does not answer: a run that pends forever is worse than one on a faulty node.
+    """
+    command = ["sbatch", "--test-only", f"--exclude={excluded_nodes(spec, left_out)}"]
+    if spec.array_task is not None:
+        command.append(f"--array={spec.array_task}")
+    command.append(str((run.array or run).job_script))
+    try:
+        run_slurm(command, sbatch_env(environ, all_directives(spec)))
+    except SchedulerError as error:
+        log.info("the job could not start without %s: %s", ", ".join(left_out), error)
+        return False
+    return True
+
+
+def _submit_once(
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
+) -> str:
+    """Submit the successor unless it exists; an earlier answer of the scheduler may have been lost."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, left_out)
+        except SchedulerError as error:
+            if not is_transient(str(error)) or time.monotonic() > deadline:
+                raise
+            log.warning("%s Asking again.", error)
+            time.sleep(_PAUSE_S)
+
+
+def _submit(
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
+) -> str:
+    command = ["sbatch", "--parsable", f"--dependency=afterany:{job_id}"]
+    if left_out:
+        command.append(f"--exclude={excluded_nodes(spec, left_out)}")
+    if "begin" in spec.directives:
+        command.append("--begin=now")
+    if spec.array_task is not None:
+        command.append(f"--array={spec.array_task}")
+    command += [str((run.array or run).job_script), _marker(job_id)]
+    variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
+    answer = run_slurm(command, variables).strip().splitlines()[-1].split(";")[0]
+    if "hold" in spec.directives:
+        # The hold applied to the first job, and was released.
+        run_slurm(["scontrol", "release", answer], strip_job_env(environ))
+    return answer if spec.array_task is None else f"{answer}_{spec.array_task}"
+
+
+def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) -> None:
+    """Make the user's jobs that wait for the end of this job wait for its successor instead."""
+    outer = strip_job_env(environ)
+    layout = f"--Format=JobID:0{_SEPARATOR},Dependency:0{_SEPARATOR}"
+    try:
+        waiting = run_slurm(["squeue", "--noheader", "--me", "--states=PENDING", layout], outer)
+        for line in waiting.split("\n"):
+            waits, _, dependency = line.rstrip(_SEPARATOR).partition(_SEPARATOR)
+            moved = replace_dependency(dependency, job_id, successor)
+            if moved and waits != successor.partition("_")[0]:
+                run_slurm(["scontrol", "update", f"JobId={waits}", f"Dependency={moved}"], outer)
+    except SchedulerError as error:
+        log.warning("Jobs that wait for job %s may not wait for job %s: %s", job_id, successor, error)
+
+
+def replace_dependency(dependency: str, job_id: str, successor: str) -> str | None:
+    """Return the dependency with `successor` in place of `job_id`; None if it does not contain that job."""
+    separator = "?" if "?" in dependency else ","
+    parts = [part.partition("(")[0] for part in dependency.split(separator)]
+    moved = [
+        part.removesuffix(f":{job_id}") + f":{successor}"
+        if part.endswith(f":{job_id}") and part.startswith(("afterany:", "afterok:", "afternotok:"))
+        else part
+        for part in parts
+    ]
+    return separator.join(moved) if moved != parts else None

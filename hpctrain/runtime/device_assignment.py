@@ -1,0 +1,154 @@
+"""Assignment of a device to a rank: alone, or with the other ranks if two could choose the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from hpctrain.cluster import Ranks, compress_hostlist
+from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
+from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.cluster.host_name import host_name
+from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError, Unauthenticated
+
+_READ_KEY = "read"
+#: All ranks that have arrived read the answer within milliseconds.
+_READ_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class DeviceAssignment:
+    """The result of the assignment for one rank."""
+
+    device: torch.device
+    gpus_are_shared: bool
+    """True if two ranks of the job use the same GPU, which NCCL refuses."""
+
+
+def choose_device(ranks: Ranks, environ: Mapping[str, str]) -> torch.device:
+    """Select the device that `plan_device` gives this rank, without communication.
+
+    Raises:
+        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
+    """
+    return _take(plan_device(ranks, environ, len(visible_uuids(environ))).index)
+
+
+def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> DeviceAssignment:
+    """Select a device that no other rank uses. All ranks must call this.
+
+    Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
+    contradictions and answers: one message per rank in each direction.
+
+    Raises:
+        HpctrainError: two ranks have the same placement or would share a GPU. All ranks raise it, and it
+            names the two.
+        RendezvousError: a rank did not arrive within the store's timeout. All ranks raise it.
+        Unauthenticated: an entry of a `SignedStore` was written by a process without the secret.
+    """
+    _sit_down(_seat(ranks, environ), store)
+    if ranks.is_main:
+        for rank, answer in enumerate(_answers(ranks.world_size, environ, store)):
+            store.set(_answer_key(rank), json.dumps(answer))
+    answer = json.loads(store.get(_answer_key(ranks.rank)))
+    if "error" in answer:
+        _let_all_read(ranks, store)
+        raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
+    return DeviceAssignment(_take(answer["index"]), answer["shared"])
+
+
+def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return unique ids of the GPUs that torch shows to this process, in the order of `cuda:N`."""
+    if not torch.cuda.is_available():
+        return ()
+    if is_mig(environ):
+        # torch may report the UUID of the whole GPU. CUDA shows a process only one MIG instance.
+        return tuple((visible_devices(environ) or [])[:1])
+    count = torch.cuda.device_count()
+    return tuple(f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count))
+
+
+def _seat(ranks: Ranks, environ: Mapping[str, str]) -> RankPlacement:
+    gpus = visible_uuids(environ)
+    seat = RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus)
+    try:
+        return replace(seat, index=plan_device(ranks, environ, len(gpus)).index)
+    except EnvironmentMismatch as error:
+        return replace(seat, problem=str(error))
+
+
+def _sit_down(seat: RankPlacement, store: Store) -> None:
+    mine = {**asdict(seat), "pid": os.getpid()}
+    # An existing value is kept and returned.
+    there = json.loads(store.compare_set(_seat_key(seat.rank), "", json.dumps(mine)))
+    if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
+        raise HpctrainError(
+            f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
+            f"take themselves for rank {seat.rank}. Start one process a rank; `hpctrain env` shows what each "
+            "of them finds."
+        )
+
+
+def _answers(world_size: int, environ: Mapping[str, str], store: Store) -> list[dict[str, Any]]:
+    """Return rank 0's answer to each rank."""
+    try:
+        seats = _gather_seats(world_size, store)
+        check_unique_placement(seats)
+        deal = assign_gpus(seats, may_share=gpu_sharing_reason(environ) is not None)
+    except Unauthenticated:
+        raise
+    except HpctrainError as error:
+        return [{"error": str(error), "missing": isinstance(error, RendezvousError)}] * world_size
+    return [{"index": deal.indexes.get(rank), "shared": deal.shared} for rank in range(world_size)]
+
+
+def _gather_seats(world_size: int, store: Store) -> list[RankPlacement]:
+    keys = [_seat_key(rank) for rank in range(world_size)]
+    begun = time.monotonic()
+    try:
+        store.wait(keys)
+    except DistError as error:
+        missing = compress_hostlist(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        raise RendezvousError(
+            f"rank {missing} of {world_size} did not come within {time.monotonic() - begun:.0f} s of rank 0. "
+            "Their logs may tell why."
+        ) from error
+    return [_read_seat(text) for text in store.multi_get(keys)]
+
+
+def _let_all_read(ranks: Ranks, store: Store) -> None:
+    """Keep rank 0, and with it the store that it hosts, alive until its peers have read the error."""
+    num_read = store.add(_READ_KEY, 1)
+    deadline = time.monotonic() + _READ_LIMIT_S
+    while ranks.is_main and num_read < ranks.world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        num_read = store.add(_READ_KEY, 0)
+
+
+def _read_seat(text: bytes) -> RankPlacement:
+    fields = json.loads(text)
+    del fields["pid"]
+    return RankPlacement(**{**fields, "gpus": tuple(fields["gpus"])})
+
+
+def _seat_key(rank: int) -> str:
+    return f"seats/{rank}"
+
+
+def _answer_key(rank: int) -> str:
+    return f"answers/{rank}"
+
+
+def _take(index: int | None) -> torch.device:
+    if index is None:
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

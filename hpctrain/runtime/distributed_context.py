@@ -1,0 +1,177 @@
+"""Formation of torch's process group from the processes of a job."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from hpctrain import messages
+from hpctrain.authentication import secret_of
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.connection_owners import foreign_users
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.cluster.fd_limit import raise_fd_limit
+from hpctrain.cluster.rendezvous import rendezvous
+from hpctrain.errors import RendezvousError, Unauthenticated
+from hpctrain.runtime.device_assignment import assign_device, choose_device
+from hpctrain.runtime.signed_store import SignedStore
+from hpctrain.runtime.stopping.gloo_shutdown import shut_down_process_group
+
+#: Time limit for all ranks to start: they import torch from a cold shared file system.
+JOIN_TIMEOUT_S = 300.0
+#: After this time a rank reports what it is waiting for.
+_REMIND_AFTER_S = 30.0
+#: torch's time limit for a collective.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """The processes that train together, as seen by one of them."""
+
+    ranks: Ranks
+    device: torch.device
+    """The device of this rank."""
+    control: dist.ProcessGroup | None
+    """A group with a CPU backend for small objects; None for a single process."""
+    further_devices: tuple[torch.device, ...] = ()
+    """Additional devices of this rank; only a single process has any."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices of this rank."""
+        return (self.device, *self.further_devices)
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.ranks.world_size > 1
+
+    def from_main(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank. All ranks must call this. See `gather`."""
+        return self.broadcast(value, 0)
+
+    def broadcast(self, value: Any, src: int, what: str = "a message") -> Any:
+        """Return the `value` of rank `src` on every rank. All ranks must call this. See `gather`."""
+        if self.control is None:
+            return value
+        return messages.broadcast(self.control, value, src=src, what=what)
+
+    def lowest(self, value: float) -> float:
+        """Return the lowest `value` of all ranks on every rank. All ranks must call this."""
+        if self.control is None:
+            return value
+        box = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.control)
+        return box.item()
+
+    def gather(self, value: Any, what: str = "a message") -> list[Any]:
+        """Return the values of all ranks, in their order, on every rank. All ranks must call this.
+
+        See `hpctrain.messages.gather` for the types that can be sent; `what` names the value in errors.
+        """
+        if self.control is None:
+            return [value]
+        return messages.gather(self.control, value, what=what)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. All ranks must call this."""
+        if self.control is not None:
+            dist.barrier(self.control)
+
+
+def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> DistributedContext:
+    """Form the process group: with NCCL if there are GPUs, otherwise with gloo.
+
+    All ranks must call this. A process group that the script has already made is used unchanged.
+
+    Args:
+        ranks: the ranks of this process.
+        environ: the environment of this process; gets GLOO_SOCKET_IFNAME if gloo would choose a wrong
+            interface.
+
+    Raises:
+        HpctrainError: there are more peers than this process can open connections to, or they contradict
+            each other.
+        RendezvousError: not all peers arrived within `JOIN_TIMEOUT_S`, or some could not be reached.
+        Unauthenticated: a peer did not prove the secret of the run.
+    """
+    if ranks.world_size == 1:
+        return DistributedContext(ranks, choose_device(ranks, environ), None)
+    if dist.is_initialized():
+        device = dist.distributed_c10d._get_default_group().bound_device_id or choose_device(ranks, environ)
+    else:
+        device = _initialize(ranks, environ)
+        atexit.register(shut_down_process_group)
+    messages.prove_world(secret_of(environ), partial(_store_in_words, environ))
+    control = messages.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+    return DistributedContext(ranks, device, control)
+
+
+def _store_in_words(environ: Mapping[str, str]) -> str:
+    """Return the address of the store, and other users of this node who are connected to it."""
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    users = foreign_users(int(port)) if port.isdecimal() else []
+    seen = (
+        f"users connected to it from this node: {', '.join(users)}"
+        if users
+        else "no other user of this node is connected to it"
+    )
+    return f"store at {address}:{port}; {seen}"
+
+
+def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device:
+    begun = time.monotonic()
+    meeting = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
+    environ.update(apply_env_defaults(environ, meeting.gloo_variables(environ)))
+    # A supervisor (hpctrain's or torchrun's agent) hosts the store itself; otherwise rank 0 does.
+    hosts_store = ranks.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if hosts_store:
+        raise_fd_limit(ranks.world_size)
+    try:
+        tcp_store = TCPStore(
+            meeting.address,
+            meeting.port,
+            world_size=ranks.world_size,
+            is_master=hosts_store,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+            # The same socket that the other ranks have found, so the port cannot be taken in between.
+            master_listen_fd=meeting.held.hand_over_listener() if meeting.held else None,
+        )
+        # An agent's store may survive from one attempt to the next.
+        prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = SignedStore.of(tcp_store, environ)
+        agreed = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
+        with_nccl = agreed.device.type == "cuda" and not agreed.gpus_are_shared
+        if agreed.gpus_are_shared and ranks.is_main:
+            print(
+                "hpctrain: ranks share GPUs, which NCCL refuses: gloo carries what they exchange", flush=True
+            )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
+            store=PrefixStore(prefix, store),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=_COLLECTIVE_TIMEOUT,
+            device_id=agreed.device if with_nccl else None,
+        )
+    except (RendezvousError, Unauthenticated) as error:
+        raise type(error)(f"{error} ({_store_in_words(environ)})") from error
+    except (dist.DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank {ranks.rank} on {socket.gethostname()} did not meet its {ranks.world_size - 1} peers "
+            f"at {meeting.address}:{meeting.port} "
+            f"({ranks.sources.get('master_addr')}, {ranks.sources.get('master_port')}) "
+            f"after {time.monotonic() - begun:.0f} s: {error} ({_store_in_words(environ)})"
+        ) from error
+    return agreed.device

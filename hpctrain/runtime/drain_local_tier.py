@@ -1,0 +1,51 @@
+"""Transfer of a run's newest checkpoint from the nodes' local tier, which is then cleared, to the run folder.
+
+`python -P -m hpctrain.runtime.drain_local_tier FOLDER SECONDS`, one process per rank, after the ranks ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from hpctrain.authentication import secret_of
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Copy and clear. Return the exit code: 1 if something could not be copied.
+
+    Args:
+        argv: the folder of the local tier, and the time limit for copying in seconds.
+        environ: the variables of a rank.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    from hpctrain import messages
+    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.runtime.signed_store import SignedStore
+
+    run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[1])
+    limit = timedelta(seconds=limit_s)
+    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
+    store = SignedStore.of(TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit), environ)
+    dist.init_process_group(
+        "gloo", store=PrefixStore("home", store), rank=rank, world_size=size, timeout=limit
+    )
+    messages.prove_world(secret_of(environ))
+    group = dist.group.WORLD if size > 1 else None
+    notes = CheckpointStore(run.checkpoints, group, second_tier=Path(argv[0])).bring_home(limit_s)
+    if rank == 0:
+        for note in notes:
+            print(f"hpctrain: {note}", flush=True)
+    dist.destroy_process_group()
+    return 1 if notes else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:], os.environ))

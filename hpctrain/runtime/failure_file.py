@@ -1,0 +1,125 @@
+"""Failure files, one per failed rank, with the error, its place and its order among the failures."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import DiskFull, UserError
+from hpctrain.files import make_folder, write_atomic
+from hpctrain.runtime.snapshot_imports import describe_missing_import
+from hpctrain.tracebacks import PEER_LOST, fold
+
+#: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
+#: first failure that is not a consequence of another.
+FAILURE_COUNT_KEY = "hpctrain/failures"
+_CAUSE_KEY = "hpctrain/cause"
+_STORE_TIMEOUT = timedelta(seconds=2)
+#: Marks an exception that would recur in every attempt.
+_FINAL = "_hpctrain_final"
+
+
+def mark_non_retryable(error: BaseException) -> None:
+    """Mark `error` to end the run, without another attempt, if it turns out to be the cause."""
+    setattr(error, _FINAL, True)
+
+
+def failure_of(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record of `error` for `write_failure`, without references to the exception's objects."""
+    if hint := describe_missing_import(error, environ):
+        error.add_note(f"{hint}.")
+    return {
+        "kind": "exception",
+        "error": type(error).__name__,
+        "classes": [its.__name__ for its in type(error).__mro__],
+        "message": f"{error}: {hint}" if hint else str(error),
+        # A full disk is not a fault of the code, so no traceback is needed.
+        "traceback": "" if isinstance(error, DiskFull) else _traceback(error),
+        # An invalid request of the user fails in every attempt.
+        "final": getattr(error, _FINAL, False) or isinstance(error, UserError),
+    }
+
+
+def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
+    """Print the traceback of `error`, and write the failure file at `path`. Never raises.
+
+    A rank that only lost its connection to another one prints one line instead, which names the cause.
+    """
+    is_consequence = PEER_LOST.search(str(error)) is not None
+    if not is_consequence:
+        print(fold(_traceback(error)), end="", file=sys.stderr)
+    cause = write_failure(path, failure_of(error, environ), log, environ)
+    if is_consequence:
+        words = f"{cause} failed, and this rank with it" if cause else "this rank lost another one"
+        message = " ".join(str(error).split())
+        print(f"hpctrain: {words}: {type(error).__name__}: {message}", file=sys.stderr)
+
+
+def write_failure(
+    path: Path, failure: Mapping[str, Any], log: Path, environ: Mapping[str, str]
+) -> str | None:
+    """Write a failure file at `path`. Never raises, so that the original error is not lost.
+
+    The rank is still connected to its peers here. So the rank that causes a failure enters the order before
+    its peers can detect that it is gone.
+
+    Returns:
+        The first failure of the attempt that is not a consequence of another, if known.
+    """
+    order, cause = _take_place(failure, environ)
+    record = {
+        "time": time.time(),
+        "order": order,
+        "rank": int(environ["RANK"]),
+        "host": socket.gethostname(),
+        "node": environ.get("SLURMD_NODENAME"),
+        **failure,
+        "log": str(log),
+    }
+    try:
+        make_folder(path.parent)
+        write_atomic(path, json.dumps(record, indent=1) + "\n")
+    except OSError as problem:
+        print(f"hpctrain: {path} cannot be written: {problem}", file=sys.stderr)
+    return cause
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback without hpctrain's frames before the user's first one."""
+    package = str(Path(__file__).parents[1])
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((package, "<frozen runpy>")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _take_place(failure: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """Return the number of this failure in the attempt, and the cause of all; None without a store.
+
+    A rank that never imported torch has no peers that could fail because of it, so it needs no number.
+    """
+    if "torch" not in sys.modules:
+        return None, None
+    order = None
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from hpctrain.runtime.signed_store import SignedStore
+
+        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        tcp_store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        store = SignedStore.of(tcp_store, environ)
+        order = int(store.add(FAILURE_COUNT_KEY, 1))
+        if not PEER_LOST.search(failure["message"]):
+            host = environ.get("SLURMD_NODENAME", socket.gethostname())
+            store.compare_set(_CAUSE_KEY, "", f"rank {environ['RANK']} on {host} ({failure['error']})")
+        return order, store.get(_CAUSE_KEY).decode() if store.check([_CAUSE_KEY]) else None
+    except Exception:  # noqa: BLE001 (the failure is written in any case)
+        return order, None

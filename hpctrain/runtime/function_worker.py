@@ -1,0 +1,167 @@
+"""The script of a run whose ranks call a function: join the other ranks, call it, write its result.
+
+The worker runs this file by its path, like any script. Every attempt reads the call from the run folder
+again, so changes made by a rank are not kept. Exception: a function with a method `checkpoint`, which returns
+the call for the next attempt (submitit's protocol). That method is called after the function has exited,
+never inside a signal handler, and on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from hpctrain.checkpoint.format.manifest import committed_steps
+from hpctrain.cluster import Ranks, detect
+from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.files import make_folder, write_atomic
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
+from hpctrain.runtime.failure_file import mark_non_retryable
+from hpctrain.runtime.snapshot_imports import redirect_imports
+from hpctrain.runtime.stopping.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.stopping.signal_recorder import clear_stop_signals
+from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining, capture_stop_signals
+from hpctrain.serialization import CallPayload, FunctionCall, dumps
+
+
+def main() -> None:
+    """Call the function on this rank."""
+    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    ranks = detect(os.environ)
+    parcel = CallPayload.read(run.continuation if run.continuation.exists() else run.function)
+    own_folder = str(Path(__file__).parent)
+    sys.path[:] = dict.fromkeys([*parcel.sys_path, *(path for path in sys.path if path != own_folder)])
+    redirect_imports(os.environ)
+    for name, value in _submitit_variables(run, ranks, os.environ).items():
+        os.environ.setdefault(name, value)
+    team = _make_group_ready(ranks)
+    try:
+        call = parcel.open()
+        value = _result_of(call, parcel, run, team)
+        data = dumps(value, call.name, [("result", value)])
+    except Exception as error:
+        if _is_final(error, parcel, run):
+            mark_non_retryable(error)
+        _keep_exception(error, run.raised(attempt, ranks.rank))
+        raise
+    path = run.result(attempt, ranks.rank)
+    make_folder(path.parent)
+    write_atomic(path, data, private=True)
+    # The function has returned, so stop signals received since do not matter.
+    clear_stop_signals()
+
+
+def _submitit_variables(run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of submitit.JobEnvironment, for functions that use it. Slurm sets the others."""
+    return {
+        "SUBMITIT_EXECUTOR": "slurm",
+        "SUBMITIT_FOLDER": str(run.path),
+        "SLURM_NTASKS": str(ranks.world_size),
+        "SLURM_JOB_NUM_NODES": str(ranks.num_nodes),
+        "SLURM_JOB_NODELIST": environ["SLURM_STEP_NODELIST"],
+    }
+
+
+def _make_group_ready(ranks: Ranks) -> DistributedContext:
+    """Form the process group, also for a single rank, so that collectives work on any number of ranks."""
+    team = init_distributed(ranks, os.environ)
+    if not team.is_distributed:
+        backend = "cpu:gloo,cuda:nccl" if team.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(shut_down_process_group)
+    return team
+
+
+def _result_of(call: FunctionCall, parcel: CallPayload, run: RunDir, team: DistributedContext) -> Any:
+    """Return the result of the function.
+
+    Raises:
+        SystemExit: with code 75, if it is to be continued.
+        RuntimeError: it exited with an error code.
+    """
+    try:
+        return call()
+    except StoppedBeforeTraining:
+        if team.ranks.world_size == 1:
+            _keep_continuation(call, parcel, run, team)
+        elif _checkpoint_of(call) is not None:
+            print(
+                f"hpctrain: the ranks left wherever they were, so {call.name}.checkpoint() is not called and "
+                "the function will start anew. Have it call hpctrain.should_stop(), and sys.exit(75) then."
+            )
+        raise
+    except SystemExit as leaving:
+        if leaving.code == EXIT_CONTINUE:
+            _keep_continuation(call, parcel, run, team)
+            raise
+        if leaving.code not in (None, 0):
+            raise RuntimeError(f"{call.name}() called sys.exit({leaving.code!r})") from leaving
+        return None
+
+
+def _is_final(error: Exception, parcel: CallPayload, run: RunDir) -> bool:
+    """True if another attempt would fail the same way.
+
+    It may succeed if a network or a device was the cause, or if there is a state to continue from.
+    """
+    if isinstance(error, UserError):
+        return True
+    may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
+    return not (parcel.again or may_pass or run.continuation.exists() or _has_checkpoint(run))
+
+
+def _has_checkpoint(run: RunDir) -> bool:
+    """True if there is a complete checkpoint of the `Trainer`, or any file of the function's own."""
+    if next(committed_steps(run.checkpoints), None) is not None:
+        return True
+    names = [path.name for path in run.checkpoints.glob("*")]
+    return any(not name.startswith((".", "step-")) for name in names)
+
+
+def _checkpoint_of(call: FunctionCall) -> Callable[..., Any] | None:
+    for name in ("__submitit_checkpoint__", "checkpoint"):
+        if (method := getattr(call.function, name, None)) is not None:
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def _keep_continuation(
+    call: FunctionCall, parcel: CallPayload, run: RunDir, team: DistributedContext
+) -> None:
+    """Get the function's call for the next attempt, and write it on rank 0. All ranks must call this."""
+    checkpoint = _checkpoint_of(call)
+    if checkpoint is None:
+        return
+    with capture_stop_signals():  # Further stop signals have to wait.
+        following = checkpoint(*call.args, **call.kwargs)
+        if team.ranks.is_main and following is None:
+            print(f"hpctrain: {call.name}.checkpoint() returned None, so the run ends here.")
+            run.cancel_request.touch(0o644)
+        elif team.ranks.is_main:
+            then = FunctionCall(following.function, tuple(following.args), dict(following.kwargs))
+            CallPayload(then.to_bytes(), parcel.sys_path, parcel.again).write(run.continuation)
+        if dist.is_initialized():
+            team.barrier()
+
+
+def _keep_exception(error: Exception, path: Path) -> None:
+    """Write the exception for the program that submitted the function, if it can be pickled."""
+    with suppress(Exception):
+        make_folder(path.parent)
+        write_atomic(path, dumps(error, "", []), private=True)
+
+
+if __name__ == "__main__":
+    from hpctrain.runtime import function_worker
+
+    function_worker.main()

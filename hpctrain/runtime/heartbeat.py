@@ -1,0 +1,125 @@
+"""Reports of a rank to its supervisor: with every heartbeat, and when the run hangs.
+
+They are sent by a separate thread, so also while the training waits for other ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.files import make_folder, own_file, write_atomic
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.standby import changed_variables, select_slow_modules
+from hpctrain.runtime.supervisor_connection import Message, SupervisorConnection
+from hpctrain.telemetry.sampling.nvml import GpuReader
+
+#: Modules in which a rank waits for other ranks, or for a device that does.
+_EXCHANGING = (
+    *("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda"),
+    *(
+        "hpctrain.training.loop.step_sync",
+        "hpctrain.runtime.distributed_context",
+        "hpctrain.checkpoint.io.coordination",
+    ),
+)
+#: Frames of these between the user's code and a wait are skipped when reporting the place.
+_LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")
+
+
+def heartbeat_message(started_with: Mapping[str, str]) -> Message:
+    """Return the content of a heartbeat.
+
+    Args:
+        started_with: the environment before the script started.
+    """
+    return {
+        "phase": activity.phase,
+        "step": activity.step,
+        "beats": activity.beats,
+        "spent": [
+            round(seconds, 4) for seconds in (activity.data_s, activity.compute_s, activity.exchange_s)
+        ],
+        "modules": select_slow_modules(sys.modules),
+        "changed": changed_variables(started_with, os.environ),
+    }
+
+
+def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, line: SupervisorConnection) -> None:
+    """Report the position of the main thread, then write the stacks and other diagnostics to files.
+
+    The report comes first, because the file system may be the part that hangs.
+
+    Raises:
+        OSError: the supervisor is gone.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    line.send({"told": {"phase": activity.phase, "step": activity.step, **describe_frame(frame)}})
+    with suppress(OSError):
+        make_folder(run.failures)
+        with open(run.stacks(attempt, ranks.rank), "w", encoding="utf-8", opener=own_file) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        if (collectives := _flight_record()) is not None:
+            write_atomic(run.collectives(attempt, ranks.rank), collectives)
+        if ranks.local_rank == 0 and (gpus := _gpus()):
+            write_atomic(run.hung_gpus(attempt, ranks.node_rank), json.dumps(gpus, indent=1) + "\n")
+    line.send({"written": True})
+
+
+def describe_frame(frame: FrameType | None) -> dict[str, Any]:
+    """Return a thread's innermost line of user code, and whether it waits for other ranks."""
+    innermost, place, waits = frame, None, False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if frame is innermost:
+            waits = _is_in(module, _EXCHANGING)
+        if place is None and not (module + ".").startswith(_LIBRARIES):
+            place = _words(frame)
+        frame = frame.f_back
+    return {"place": place or (_words(innermost) if innermost else "nowhere"), "waits": waits}
+
+
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def _words(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def _flight_record() -> str | None:
+    """Return torch's record of collectives as JSON; None if it is empty."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from torch._C import _distributed_c10d as c10d
+
+    # Before torch 2.12 the function existed for NCCL only, with another name.
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return None
+    try:
+        record = dump()
+    except RuntimeError:
+        return None
+    text = record.decode() if isinstance(record, bytes) else str(record)
+    return text if json.loads(text).get("entries") else None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    with GpuReader(visible_devices(os.environ)) as reader:
+        return [
+            {"name": name, **vars(reading)}
+            for name, reading in zip(reader.names, reader.read(), strict=False)
+        ]

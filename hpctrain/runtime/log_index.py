@@ -1,0 +1,47 @@
+"""Records of the length of a rank's log over time, by which the logs of all ranks can be merged.
+
+A rank prints directly to its log; a thread only checks its length once a second. The ranks of a node share a
+record file that stays open: on a shared file system opening and closing cost more than writing a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+from hpctrain.files import own_file
+
+_INTERVAL_S = 1.0
+
+
+def start_log_index(path: Path, rank: int, interval_s: float = _INTERVAL_S) -> None:
+    """Start to record the length of this rank's log, its standard output, in the file at `path`.
+
+    Never raises: logs can be read without these records.
+    """
+    try:
+        fd = own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    except OSError:
+        return
+    log = os.dup(1)
+    threading.Thread(
+        target=_note, args=(fd, log, rank, interval_s), name="hpctrain-log-times", daemon=True
+    ).start()
+
+
+def _note(fd: int, log: int, rank: int, interval_s: float) -> None:
+    noted = 0
+    while True:
+        time.sleep(interval_s)
+        if (size := os.fstat(log).st_size) == noted:
+            continue
+        record = {"time": round(time.time(), 2), "rank": rank, "bytes": size}
+        try:
+            # A single write, so that the ranks of a node do not mix lines.
+            os.write(fd, (json.dumps(record) + "\n").encode("ascii"))
+        except OSError:
+            return
+        noted = size

@@ -1,0 +1,60 @@
+"""A process in addition to a rank that ends with it: a separate interpreter does not slow down the rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import hpctrain
+
+#: In a container the package is outside of the interpreter's search path. It is added last, so that its
+#: neighbours shadow nothing. The low priority leaves the cores to the ranks.
+_BOOT = (
+    "import os, runpy, sys; os.nice(19); sys.path.append(sys.argv.pop()); "
+    "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
+)
+
+
+class Sidecar:
+    """A process whose standard input closes when it is to end, at the latest with this process."""
+
+    def __init__(self, module: str, *args: str) -> None:
+        """Start the process.
+
+        Args:
+            module: the module that it runs.
+            args: its arguments, in `sys.argv[2:]`.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        package = Path(hpctrain.__file__).resolve().parents[1]
+        command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def tell(self, data: bytes) -> None:
+        """Write to its standard input; the data are lost if it has ended."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def end(self, limit_s: float, last_words: str = "") -> bool:
+        """Request its end, and kill it after `limit_s` seconds. True if it ended by itself.
+
+        Its standard input gets a line and closes. The line ends it, because a child of this process may keep
+        the pipe open.
+        """
+        assert self._process.stdin is not None
+        self.tell(f"{last_words}\n".encode())
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return False
+        return True

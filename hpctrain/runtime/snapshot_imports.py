@@ -1,0 +1,65 @@
+"""Imports of a rank that runs a copy of the code, redirected from the original to the copy."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from hpctrain.rundir import CODE_SOURCE_VARIABLE, CODE_VARIABLE
+
+#: Prefix of the modules in which setuptools keeps the locations of editable packages.
+_EDITABLE = "__editable___"
+
+
+def redirect_imports(environ: MutableMapping[str, str]) -> None:
+    """Replace every import location of this process that was copied by its copy.
+
+    These are `sys.path`, the variable PYTHONPATH for child processes, and editable installs.
+    """
+    if (copy := environ.get(CODE_VARIABLE)) is None:
+        return
+    source = environ[CODE_SOURCE_VARIABLE]
+    sys.path[:] = [_place(path, source, copy) for path in sys.path]
+    if search := environ.get("PYTHONPATH"):
+        environ["PYTHONPATH"] = os.pathsep.join(
+            _place(path, source, copy) for path in search.split(os.pathsep)
+        )
+    for name, module in list(sys.modules.items()):
+        mapping = getattr(module, "MAPPING", None)
+        if name.startswith(_EDITABLE) and isinstance(mapping, dict):
+            mapping.update({package: _place(path, source, copy) for package, path in mapping.items()})
+
+
+def describe_missing_import(error: BaseException, environ: Mapping[str, str]) -> str:
+    """Return the remedy for an import that fails only in the copy of the code.
+
+    Empty if that is not the problem.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name or CODE_VARIABLE not in environ:
+        return ""
+    copy, source = environ[CODE_VARIABLE], environ[CODE_SOURCE_VARIABLE]
+    parts = os.path.join(*error.name.split("."))
+    for folder in sys.path:
+        if folder != copy and not folder.startswith(copy + os.sep):
+            continue
+        for module in (f"{parts}.py", parts):
+            name = os.path.normpath(os.path.join(os.path.relpath(folder, copy), module))
+            if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(copy, name)):
+                return (
+                    f"{name} is there, but git ignores it, so it is not in the copy of the code that "
+                    f"the ranks run. Have git take it (git add -f {shlex.quote(name)}), or submit with "
+                    "--no-code-snapshot"
+                )
+    return ""
+
+
+def _place(path: str, source: str, copy: str) -> str:
+    """Return the location of the copy of a folder or file; `path` itself if there is none."""
+    inside = os.path.relpath(path, source) if os.path.isabs(path) else os.pardir
+    # Run folders, and so copies, are often inside the working tree.
+    if inside.split(os.sep)[0] == os.pardir or path == copy or path.startswith(copy + os.sep):
+        return path
+    place = os.path.normpath(os.path.join(copy, inside))
+    return place if os.path.exists(place) else path

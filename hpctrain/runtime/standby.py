@@ -1,0 +1,99 @@
+"""Standby workers: the modules that they import in advance, and when a fresh start would be equivalent.
+
+A standby worker is started like any other: by the same command, on the same node, with the same variables.
+It only imports what its predecessors have imported, and then waits for the start message. Nothing is forked,
+and no device is used. Early imports make no difference unless the script changes environment variables before
+its own imports. A rank whose script does so reports it, and then gets no standby worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hpctrain.errors import Unauthenticated
+from hpctrain.runtime.snapshot_imports import redirect_imports
+from hpctrain.runtime.supervisor_connection import SupervisorConnection
+
+#: Modules that take long to import.
+_SLOW = (
+    *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
+    *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
+)
+#: Variables that PyTorch and hpctrain set themselves.
+_SET_ON_THE_WAY = frozenset(
+    {"GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
+    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+)
+
+
+def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that the script has set, changed or removed."""
+    names = before.keys() | environ.keys()
+    return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_ON_THE_WAY)
+
+
+def select_slow_modules(loaded: Iterable[str]) -> list[str]:
+    """Return the `loaded` modules that are worth importing in advance, in import order."""
+    there = set(loaded)
+    return [name for name in _SLOW if name in there]
+
+
+@dataclass(frozen=True)
+class StartMessage:
+    """The start message to a standby worker."""
+
+    variables: dict[str, str]
+    """Variables that were unknown when the process was started."""
+    printed: bytes
+    """Output of the imports, which belongs into the rank's log."""
+
+
+def wait_for_start(line: SupervisorConnection, modules: list[str], script: str) -> StartMessage:
+    """Import `modules` as `script` would find them, and wait for the start message.
+
+    The process exits if the supervisor is gone or a module cannot be imported.
+    """
+    with tempfile.TemporaryFile() as printed:
+        launchers = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(printed.fileno(), fd)
+        try:
+            _import(modules, script)
+        except Exception as error:  # noqa: BLE001 (the script will raise it again)
+            with suppress(OSError):
+                line.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
+            _leave()
+        try:
+            line.send({"ready": True})
+            while (message := line.receive()) is None or "go" not in message:
+                pass
+        except (OSError, ValueError, Unauthenticated):
+            _leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, launchers_own in zip((1, 2), launchers, strict=True):
+            os.dup2(launchers_own, fd)
+            os.close(launchers_own)
+        printed.seek(0)
+        return StartMessage(message["go"], printed.read())
+
+
+def _import(modules: list[str], script: str) -> None:
+    places = list(sys.path)
+    redirect_imports(os.environ)
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    for name in modules:
+        importlib.import_module(name)
+    sys.path[:] = places
+
+
+def _leave() -> NoReturn:
+    os._exit(0)

@@ -1,0 +1,51 @@
+"""The message of a rank that a signal ends outside of a training."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.checkpoint.script_checkpoints import newest
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.unfinished_training import has_begun
+from hpctrain.text import format_duration
+
+
+def exit_message(number: signal.Signals, environ: Mapping[str, str]) -> str:
+    """Return the signal, its cause and the lost work, for the log of rank 0."""
+    run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None
+    try:
+        cause = _cause(number, run, int(environ.get(ATTEMPT_VARIABLE, "0")))
+        return f"received {number.name} ({cause}); exiting. {_lost(run)}"
+    except OSError as error:
+        return f"received {number.name}; exiting. The run folder cannot be read: {error}"
+
+
+def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:
+    if number == signal.SIGUSR2:
+        return "the time limit is near"
+    if run is not None and run.cancel_request.exists():
+        return "cancel"
+    if run is not None and run.is_asked_to_requeue(attempt):
+        return "requeue"
+    return "preemption, requeue or cancel"
+
+
+def _lost(run: RunDir | None) -> str:
+    if has_begun():
+        return "No training is under way now: its checkpoints are intact, work outside of it is not saved."
+    if "hpctrain.training" in sys.modules:
+        return "The training has not begun; checkpoints of earlier attempts are intact."
+    unused = "This script has not used hpctrain's Trainer, so hpctrain saved nothing."
+    if run is None:
+        return unused
+    if (found := newest(run.checkpoints)) is None:
+        return (
+            f"{unused} {run.checkpoints} has no checkpoint of the script: work since its last save is lost."
+        )
+    path, saved = found
+    age = format_duration(max(0.0, time.time() - saved))
+    return f"{unused} Work since the script's last checkpoint is lost: {path}, {age} old."

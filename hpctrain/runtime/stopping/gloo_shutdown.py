@@ -1,0 +1,62 @@
+"""Shutdown of gloo's threads before the interpreter exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+#: torch's name of the threads that run gloo's exchanges.
+_GLOO_THREAD = "pt_gloo_runloop"
+_TASKS = Path("/proc/self/task")
+#: Interval between two checks. This thread sleeps in between, so that gloo's threads can get the GIL.
+_LOOK_EVERY_S = 0.005
+#: Time limit. An exchange with a peer that is gone sleeps, too, and is safe to leave.
+_LIMIT_S = 5.0
+
+
+def shut_down_process_group() -> None:
+    """Destroy the default process group, if there is one, when its threads are idle."""
+    # A process that has not imported torch has no group.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        drain_gloo_threads()
+        torch.distributed.destroy_process_group()
+
+
+def drain_gloo_threads() -> None:
+    """Wait until no gloo thread can still release the tensors of a finished exchange.
+
+    To release a Python tensor a thread needs the interpreter, and aborts the process if that has shut down:
+    the rank would fail after its last line. The threads are idle if all sleep and none has woken since the
+    last check.
+    """
+    if not _TASKS.exists():
+        time.sleep(0.1)
+        return
+    until = time.monotonic() + _LIMIT_S
+    before: dict[str, str] | None = None
+    while time.monotonic() < until:
+        now = _asleep()
+        if now is not None and now in ({}, before):
+            return
+        before = now
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _asleep() -> dict[str, str] | None:
+    """Return the count of sleeps of each gloo thread; None if one is awake."""
+    counts = {}
+    for task in os.listdir(_TASKS):
+        try:
+            status = (_TASKS / task / "status").read_text(errors="replace")
+        except OSError:
+            continue  # The thread has ended.
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        if fields["Name"] != _GLOO_THREAD:
+            continue
+        if not fields["State"].startswith("S"):
+            return None
+        counts[task] = fields["voluntary_ctxt_switches"]
+    return counts

@@ -1,0 +1,128 @@
+"""Recording of the stop signals of this rank, independent of their handlers.
+
+A script without hpctrain may handle them itself, and exit with code 0 in the middle of its training. So the
+interpreter records each signal (`signal.set_wakeup_fd`), and the meaning of the rank's exit code depends on
+that. Only asyncio's handlers replace this mechanism.
+
+A script's handler may also hang: Lightning's handler communicates with the other ranks, which may be in
+another collective and wait for this one. A rank that is stuck in such a handler is ended here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import CodeType
+from typing import NoReturn
+
+from hpctrain.errors import EXIT_CONTINUE
+
+#: SIGTERM announces preemption, SIGUSR2 the time limit (NCCL uses SIGUSR1).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+#: A handler is stuck if it has waited for other ranks this long at the same instruction.
+STUCK_HANDLER_TIMEOUT_S = 30.0
+HANDLER_POLL_S = 5.0
+
+
+class _Notes:
+    """Received signals, in their order."""
+
+    def __init__(self) -> None:
+        """Start to record signals. Only the main thread may call this."""
+        self._reading, writing = os.pipe()
+        for end in (self._reading, writing):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        # A signal to a child, such as the SIGTERM of a process pool, does not concern this rank.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        self._lock = threading.Lock()
+        self._told: list[signal.Signals] = []
+
+    def told(self) -> signal.Signals | None:
+        """Return the first stop signal that is not settled."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                numbers = os.read(self._reading, 4096)
+                self._told += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
+            return self._told[0] if self._told else None
+
+    def settle(self) -> None:
+        """Forget the signals so far."""
+        self.told()
+        with self._lock:
+            self._told.clear()
+
+    def wait(self) -> None:
+        """Wait for any signal; returns immediately if one is unread."""
+        select.select([self._reading], [], [])
+
+
+_notes: _Notes | None = None
+
+
+def start_signal_recorder() -> None:
+    """Start to record stop signals, and to end this process if a script's handler is stuck."""
+    global _notes
+    _notes = _Notes()
+    threading.Thread(target=_watch, args=(_notes,), name="hpctrain-stop-notes", daemon=True).start()
+
+
+def pending_stop_signal() -> signal.Signals | None:
+    """Return the first stop signal since the start of recording or the last `clear_stop_signals`, if any."""
+    return _notes.told() if _notes else None
+
+
+def clear_stop_signals() -> None:
+    """Forget the stop signals so far, after they have been handled."""
+    if _notes:
+        _notes.settle()
+
+
+def _watch(notes: _Notes) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        notes.wait()
+        place, since = None, time.monotonic()
+        while (told := notes.told()) is not None:
+            if (now := _place_in_handler(main, told)) is None or now != place:
+                place, since = now, time.monotonic()
+            elif time.monotonic() - since > STUCK_HANDLER_TIMEOUT_S:
+                _leave_stuck(told)
+            time.sleep(HANDLER_POLL_S)
+
+
+def _place_in_handler(thread: int, number: signal.Signals) -> tuple[int, int] | None:
+    """Return the instruction at which `thread` waits for other ranks in the handler of `number`, or None."""
+    innermost = frame = sys._current_frames().get(thread)
+    if innermost is None or not str(innermost.f_globals.get("__name__")).startswith("torch.distributed"):
+        return None
+    code = _code_of(signal.getsignal(number))
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return (id(innermost), innermost.f_lasti) if frame is not None else None
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """Return the code of `handler` if it is a Python function, method or callable object."""
+    call = handler if hasattr(handler, "__code__") else getattr(handler, "__call__")  # noqa: B004, B009
+    code = getattr(call, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _leave_stuck(number: signal.Signals) -> NoReturn:
+    print(
+        f"hpctrain: the script's own handler of {number.name} has waited for other ranks "
+        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s: leaving. It waits here:",
+        file=sys.stderr,
+        flush=True,
+    )
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_CONTINUE)

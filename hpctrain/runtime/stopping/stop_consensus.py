@@ -1,0 +1,62 @@
+"""The agreement of all ranks to stop, for code that trains without the `Trainer`."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from hpctrain.cluster import detect
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
+
+
+def should_stop() -> bool:
+    """True if the job received a stop signal, equal on every rank. All ranks must call this.
+
+    Call it where the state can be saved, at least every few seconds; if true, save and exit with
+    `sys.exit(75)`, which requests a continuation. After the first call a signal no longer ends the rank.
+    Costs one small all-reduce on the CPU.
+    """
+    told = _agreement().ask()
+    # Each call counts as progress.
+    activity.enter("step")
+    activity.trained()
+    return told
+
+
+class _Agreement:
+    """The state that the ranks need to agree."""
+
+    def __init__(self) -> None:
+        """Start to record signals, and join the other ranks. All ranks must call this."""
+        # Never exited, because the script is expected to call again.
+        self._listening = capture_stop_signals()
+        self._flag = self._listening.__enter__()
+        ranks = detect(os.environ)
+        self._is_main, self._alone = ranks.is_main, ranks.world_size == 1
+        self._said = False
+        if not self._alone:
+            from hpctrain.runtime.distributed_context import init_distributed
+
+            self._group = init_distributed(ranks, os.environ).control
+
+    def ask(self) -> bool:
+        """True if any rank received a stop signal. All ranks must call this."""
+        stop = self._flag.is_set if self._alone else self._any_rank_told()
+        if stop and self._is_main and not self._said:
+            self._said = True
+            print(f"hpctrain: told to stop by {self._flag.signal_name or 'a signal to another rank'}")
+        return stop
+
+    def _any_rank_told(self) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        told = torch.tensor([int(self._flag.is_set)])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(told.item())
+
+
+@cache
+def _agreement() -> _Agreement:
+    return _Agreement()

@@ -1,0 +1,167 @@
+"""Reaction of a rank to stop signals.
+
+A handler only records the signal: saving inside of it would interrupt arbitrary code, at different points on
+different ranks. While no code captures signals (start-up, imports, a script of plain PyTorch) there is
+nothing to save, and the rank exits immediately with a request to be continued.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.runtime.stopping.exit_message import exit_message
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
+
+#: Time limit for the clean-up of a process that a signal made exit.
+EXIT_TIMEOUT_S = 15.0
+
+_left_by: int | None = None
+"""The signal that made this process exit."""
+
+
+class StoppedBeforeTraining(SystemExit):
+    """Exit at a stop signal that no code captured, at an arbitrary point; peers may be ahead."""
+
+
+class StopFlag:
+    """The first stop signal of this rank, if any, and its time on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self.noted_at = 0.0
+
+    @property
+    def is_set(self) -> bool:
+        return self.signal_name is not None
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Record the first signal, as a signal handler; further ones change nothing."""
+        if self.signal_name is None:
+            self.noted_at = time.monotonic()
+            self.signal_name = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def capture_stop_signals() -> Iterator[StopFlag]:
+    """Record stop signals in the yielded flag until the block ends.
+
+    Python delivers signals only to the main thread. In another thread the flag is never set, and a message
+    is printed to stderr.
+    """
+    flag = StopFlag()
+    if (number := _left_by) is not None:
+        # The code that was interrupted swallowed the exception: stop the training instead.
+        flag.note(number, None)
+    if threading.current_thread() is not threading.main_thread():
+        print("hpctrain: not in the main thread, so a stop signal cannot be noted here.", file=sys.stderr)
+        yield flag
+        return
+    _mind_forks()
+    previous = {number: signal.signal(number, flag.note) for number in STOP_SIGNALS}
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        clear_stop_signals()
+
+
+def exit_on_stop_signal() -> None:
+    """Let a stop signal end this process with exit code 75 until some code captures signals."""
+    _mind_forks()
+    for number in STOP_SIGNALS:
+        signal.signal(number, _leave)
+
+
+def ignore_signals_at_exit() -> None:
+    """Ignore stop signals when the interpreter shuts down, after the script's own exit handlers.
+
+    The interpreter removes signal handlers first, so a signal would end a rank that has finished, and the
+    rank would seem to need a continuation.
+    """
+
+    def ignore() -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    # The first registered function is called last.
+    atexit.register(ignore)
+
+
+def is_exiting() -> bool:
+    """True if a signal made this process exit, and no code has captured signals since.
+
+    Later errors are consequences: code that swallows the exception, such as an import, may fail with an
+    error of its own.
+    """
+    return _left_by is not None and signal.getsignal(_left_by) is _leave
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    if signal.getsignal(number) is not _leave:
+        return  # The script's handler also calls this one, and decides itself when to exit.
+    global _left_by
+    if _left_by is None:
+        _left_by = number
+        # First, because the file system of the run folder may hang.
+        threading.Thread(target=_see_it_left, name="hpctrain-leaving", daemon=True).start()
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            # Not print, which the signal may have interrupted.
+            with contextlib.suppress(OSError):
+                os.write(2, f"hpctrain: {exit_message(signal.Signals(number), os.environ)}\n".encode())
+    raise StoppedBeforeTraining(EXIT_CONTINUE)
+
+
+def _see_it_left() -> None:
+    """End this process if it has not exited by itself.
+
+    The exception interrupts arbitrary code: a finalizer or callback, in which Python swallows it, an import,
+    or a library's clean-up that waits for peers that have exited.
+    """
+    time.sleep(EXIT_TIMEOUT_S)
+    if not is_exiting():
+        return  # Signals are captured now, and that code got this one.
+    message = f"hpctrain: told to stop {EXIT_TIMEOUT_S:.0f} s ago, and still here: leaving. It is here:\n"
+    os.write(2, message.encode())
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_CONTINUE)
+
+
+@functools.cache
+def _mind_forks() -> None:
+    """Let SIGTERM end forked children from now on, and let them ignore the time limit signal.
+
+    A child is not the rank. With the rank's handler it would ignore the SIGTERM of its process pool, and the
+    pool would wait for it forever. A signal during a fork is blocked until the child is ready, because the
+    interpreter would forget it.
+    """
+    held_back = threading.local()
+
+    def before() -> None:
+        held_back.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back.mask)
+
+    def in_child() -> None:
+        for number in STOP_SIGNALS:
+            if _is_ours(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
+
+
+def _is_ours(handler: object) -> bool:
+    return handler is _leave or getattr(handler, "__func__", None) is StopFlag.note

@@ -1,0 +1,144 @@
+"""A rank's connection to its supervisor, for heartbeats up, and questions and the start message down.
+
+One connection of JSON lines per rank. Training continues without it: the heartbeat thread raises nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from hpctrain.authentication import Signed, new_nonce
+from hpctrain.cluster import Ranks
+from hpctrain.errors import Unauthenticated
+
+_CONNECT_LIMIT_S = 10.0
+#: The longest line is the start message, with all variables of an attempt.
+_LONGEST_LINE = 1 << 22
+#: Maximum number of connections, each opened after the loss of the last, as in a flood of foreign ones.
+_MAX_LINES, _PAUSE_S = 10, 1.0
+#: Seconds between two heartbeats; more with very many ranks, because one process receives them all.
+_BEAT_EVERY_S, _RANKS_PER_BEAT_S = 1.0, 1000
+
+Message = dict[str, Any]
+
+
+class SupervisorConnection:
+    """An open connection to the supervisor.
+
+    Attributes:
+        every_s: seconds between two heartbeats.
+    """
+
+    def __init__(self, where: str, ranks: Ranks, attempt: int) -> None:
+        """Connect, and introduce this rank.
+
+        Args:
+            where: ADDRESS:PORT:SECRET of the supervisor.
+            ranks: the ranks of this process.
+            attempt: its attempt.
+
+        Raises:
+            OSError: no supervisor answers there.
+        """
+        address, port, secret = where.rsplit(":", 2)
+        self._socket = socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S)
+        try:
+            self._received = b""
+            theirs, own = self._line(_CONNECT_LIMIT_S), new_nonce()
+            if theirs is None:
+                raise TimeoutError(f"the supervisor did not answer within {_CONNECT_LIMIT_S:g} s")
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._up = Signed(secret.encode(), "up", theirs, own)
+            self._down = Signed(secret.encode(), "down", theirs, own)
+            self.every_s = max(_BEAT_EVERY_S, ranks.world_size / _RANKS_PER_BEAT_S)
+            introduction = self._up.seal({"attempt": attempt, "rank": ranks.rank})
+            self._socket.sendall(own + b"\n" + introduction)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the supervisor is gone.
+        """
+        self._socket.sendall(self._up.seal(message))
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Wait for a message; None if none arrives in time.
+
+        Raises:
+            OSError: the supervisor is gone.
+            Unauthenticated: the message is not the supervisor's.
+        """
+        line = self._line(timeout_s)
+        return None if line is None else self._down.open(line)
+
+    def _line(self, timeout_s: float | None) -> bytes | None:
+        while b"\n" not in self._received:
+            if len(self._received) > _LONGEST_LINE:
+                raise ConnectionAbortedError(f"a line of more than {_LONGEST_LINE} bytes was received")
+            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+                return None
+            if not (data := self._socket.recv(65536)):
+                raise ConnectionResetError("the supervisor has closed the line")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+def start_heartbeat(
+    line: Callable[[], SupervisorConnection],
+    beat: Callable[[], Message],
+    tell: Callable[[SupervisorConnection], None],
+) -> None:
+    """Start a thread that sends heartbeats and answers questions.
+
+    Args:
+        line: opens the connection, which takes time if there is no answer.
+        beat: returns the content of a heartbeat.
+        tell: answers the supervisor's question about this rank's activity.
+    """
+
+    def use(opened: SupervisorConnection) -> None:
+        # Otherwise a child that the script forks would keep the connection open after this rank's end.
+        os.register_at_fork(after_in_child=opened.close)
+        last: Message | None = None
+        while True:
+            message = beat()
+            # Without news an empty message is sent, which shows that this process is alive.
+            opened.send({} if message == last else message)
+            last = message
+            question = opened.receive(opened.every_s)
+            if question is not None and "tell" in question:
+                tell(opened)
+
+    def keep_on() -> None:
+        for _ in range(_MAX_LINES):
+            try:
+                opened = line()
+                with closing(opened):
+                    use(opened)
+            except (OSError, ValueError, Unauthenticated) as error:
+                problem = error
+            time.sleep(_PAUSE_S)
+        print(
+            f"hpctrain: no line to the supervisor: {problem}. Training continues without it.", file=sys.stderr
+        )
+
+    threading.Thread(target=keep_on, name="hpctrain-line", daemon=True).start()

@@ -1,0 +1,158 @@
+"""The torchrun agent of a node, which starts its ranks: `python -P -m hpctrain.runtime.torchrun_agent PLAN`.
+
+The supervisor starts and watches it. The agents rendezvous at the supervisor's store or at an etcd server.
+An agent leaves stop signals to the ranks, which get them from Slurm, and exits with code 75 if its ranks
+stopped to be continued. A failure on a node ends the attempt: the supervisor starts the next one with new
+agents and a new store, so torchrun's own restarts are off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from hpctrain.authentication import secret_of
+from hpctrain.cluster.addresses import address_towards
+from hpctrain.cluster.host_name import host_name
+from hpctrain.crash_output import find_crash_output
+from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
+from hpctrain.files import make_folder, own_file, write_atomic
+from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.failure_file import failure_of, write_failure
+from hpctrain.runtime.parent_death import die_with_supervisor
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+
+#: Agents start as slowly as ranks: they import torch from a cold shared file system.
+_JOIN_TIMEOUT_S = 300
+#: Time limit for the other ranks after one has ended; that of the supervisor may be shorter.
+_FOLLOW_S = 30
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Start the ranks of this node according to the plan `argv[0]`, in JSON."""
+    plan = json.loads(argv[0])
+    # Only the local launcher passes a lifeline; its signals reach only the agent's process group.
+    _Stop(pass_on=LIFELINE_VARIABLE in os.environ).listen()
+    die_with_supervisor(os.environ)
+    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    log = run.agent_log(attempt, int(os.environ["SLURM_NODEID"]))
+    _send_output_to(log)
+    # torchrun itself passes the rendezvous address to the ranks.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    from hpctrain.runtime.signed_rendezvous import register
+
+    try:
+        torchrun(torchrun_options(plan, os.environ, register(plan["backend"], secret_of(os.environ))))
+    except Unauthenticated as error:
+        first = int(os.environ["SLURM_NODEID"]) * int(plan["ranks_per_node"])
+        environ = {**os.environ, "RANK": str(first)}
+        write_failure(run.failure(attempt, first), failure_of(error, environ), log, environ)
+        _leave(1)
+    except ChildFailedError as error:
+        if all(_is_stop(failure.exitcode) for failure in error.failures.values()):
+            _leave(EXIT_CONTINUE)
+        for rank, failure in error.failures.items():
+            if not run.failure(attempt, rank).exists() and not _is_stop(failure.exitcode):
+                _write_failure(run, attempt, rank, failure.exitcode, log)
+        _leave(1)
+    _leave(0)
+
+
+def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backend: str) -> list[str]:
+    """Return the options of this node's torchrun, with the rendezvous backend `backend`."""
+    host = environ["MASTER_ADDR"]
+    endpoint = plan["endpoint"] or f"{host}:{environ['MASTER_PORT']}"
+    conf = f"join_timeout={_JOIN_TIMEOUT_S}"
+    if plan["backend"] == "c10d":
+        conf += ",is_host=false"
+    return [
+        f"--nnodes={plan['nodes']}",
+        f"--nproc-per-node={plan['ranks_per_node']}",
+        f"--rdzv-backend={backend}",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id=hpctrain-{environ['SLURM_JOB_ID']}-{environ[ATTEMPT_VARIABLE]}",
+        f"--rdzv-conf={conf}",
+        f"--local-addr={address_towards(host)}",
+        "--max-restarts=0",
+        # Not SIGTERM, at which torchrun would end the ranks before they have saved.
+        "--signals-to-handle=SIGINT",
+        f"--shutdown-timeout={_FOLLOW_S}",
+        "--no-python",
+        *plan["worker"],
+    ]
+
+
+class _Stop:
+    """Handling of stop signals in the agent: it survives them, because the ranks have to save."""
+
+    def __init__(self, *, pass_on: bool) -> None:
+        self._pass_on = pass_on
+
+    def listen(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        ranks = list(_children())
+        if not ranks:
+            # No rank has started yet, so there is nothing to save.
+            os._exit(EXIT_CONTINUE)
+        if self._pass_on:
+            for pid in ranks:
+                # torchrun starts each rank in its own session.
+                os.killpg(pid, number)
+
+
+def _children() -> Iterable[int]:
+    for thread in Path("/proc/self/task").iterdir():
+        yield from map(int, (thread / "children").read_text().split())
+
+
+def _is_stop(exit_code: int) -> bool:
+    return exit_code == EXIT_CONTINUE or -exit_code in STOP_SIGNALS
+
+
+def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Path) -> None:
+    """Write the failure file of a rank that ended without one, with its output in the agent's `log`."""
+    number = signal.Signals(-exit_code) if exit_code < 0 else None
+    words = find_crash_output(run.rank_log(attempt, rank), log, number=number)
+    record = {
+        "time": time.time(),
+        "order": None,
+        "rank": rank,
+        "host": host_name(os.environ),
+        "kind": "signal" if number else "exit",
+        "error": number.name if number else f"exit code {exit_code}",
+        "message": words.message,
+        "traceback": words.traceback,
+        "log": str(words.log),
+    }
+    make_folder(run.failures)
+    write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")
+
+
+def _send_output_to(log: Path) -> None:
+    fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

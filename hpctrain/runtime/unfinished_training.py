@@ -1,0 +1,127 @@
+"""Trainings that have begun but not returned. A script that exits during one is not complete.
+
+Each has a file in the run folder while it is in progress. A process that ends without running further Python
+code, as by `os._exit`, leaves the file for the supervisor to find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, words_of_unfinished
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.files import make_folder, write_atomic
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.failure_file import failure_of
+
+#: Trainings of this process that have not returned, by folder, in the order of their start.
+_unfinished: dict[str | None, TrainingMarker] = {}
+_num_begun = 0
+_has_left = False
+
+
+class TrainingMarker:
+    """A context manager around a training, from its start to its return.
+
+    A later training in the same folder replaces it: a script may catch an exception and try again.
+
+    Attributes:
+        step: the number of completed steps, set at the end; None if there was none.
+        last_step: the step at which it would end; None if unknown.
+    """
+
+    def __init__(self, what: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
+        """Prepare, without starting.
+
+        Args:
+            what: the call that has to return, for messages.
+            folder: the output folder of the training.
+            environ: variables of the process; without those of a run no file is written.
+        """
+        self._what, self._environ = what, environ
+        self._folder = None if folder is None else str(Path(folder).absolute())
+        self._file: Path | None = None
+        if RUN_DIR_VARIABLE in environ and ATTEMPT_VARIABLE in environ:
+            key = hashlib.sha256(os.fsencode(self._folder or "")).hexdigest()[:8]
+            attempt, rank = int(environ[ATTEMPT_VARIABLE]), int(environ.get("RANK", "0"))
+            self._file = RunDir(Path(environ[RUN_DIR_VARIABLE])).unfinished(attempt, rank, key)
+        self.step: int | None = None
+        self.last_step: int | None = None
+        self._failure: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        """Start.
+
+        Raises:
+            SystemExit: with code 75, if an earlier training of this process was stopped.
+        """
+        global _num_begun
+        if _has_left and self._file is not None:
+            raise SystemExit(EXIT_CONTINUE)
+        _num_begun += 1
+        _unfinished.pop(self._folder, None)
+        _unfinished[self._folder] = self
+        self._write()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.ended_by(error)
+            return
+        _unfinished.pop(self._folder, None)
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
+
+    def ends_at(self, last_step: int | None) -> None:
+        """Set the step at which it would end."""
+        self.last_step = last_step
+        self._write()
+
+    def ended_by(self, error: BaseException) -> None:
+        """Record that an exception ended it, without references to the exception's objects."""
+        global _has_left
+        if isinstance(error, SystemExit) and error.code == EXIT_CONTINUE:
+            _has_left = True
+        elif isinstance(error, Exception):
+            self._failure = failure_of(error, self._environ)
+
+    def failure(self) -> dict[str, Any]:
+        """Return the record of a script that ended before the training."""
+        words = words_of_unfinished(self._what, self.step, self.last_step)
+        if self._failure is None:
+            return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
+        return {**self._failure, "message": f"{self._failure['message']} (the script caught this; {words})"}
+
+    def _write(self) -> None:
+        """Write the file. Without it, as on a full disk, only `os._exit` goes undetected."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            make_folder(self._file.parent)
+            record = {"what": self._what, "last_step": self.last_step}
+            write_atomic(self._file, json.dumps(record) + "\n", durable=False)
+
+
+def has_begun() -> bool:
+    """True if a training has begun in this process."""
+    return _num_begun > 0
+
+
+def has_left() -> bool:
+    """True if a training of this process stopped to be continued, even if the exception was caught."""
+    return _has_left
+
+
+def find_unfinished_training() -> dict[str, Any] | None:
+    """Return the record of the newest training that has not returned; None if all have."""
+    return next(reversed(_unfinished.values())).failure() if _unfinished else None

@@ -1,0 +1,48 @@
+"""Lines of the sandboxes in /etc/hosts, because Slurm requires node names that resolve.
+
+Each line has a mark by which it is recognized, independent of its position. Callers hold the lock of
+`hpctrain.sandbox.lock`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+HOSTS = Path("/etc/hosts")
+
+
+def add_hosts(sandbox: str, addresses: Mapping[str, str], path: Path = HOSTS) -> None:
+    """Add the node names of `addresses`, and replace older lines of the same sandbox."""
+    lines = "".join(f"{address} {node}{_mark(sandbox)}\n" for node, address in addresses.items())
+    old = path.read_bytes()
+    # Prepended, because the last existing line may lack a newline.
+    _rewrite(path, old, lines.encode() + _without(sandbox, old))
+
+
+def remove_hosts(sandbox: str, path: Path = HOSTS) -> None:
+    """Remove the lines of a sandbox; every other byte is unchanged."""
+    old = path.read_bytes()
+    _rewrite(path, old, _without(sandbox, old))
+
+
+def _without(sandbox: str, content: bytes) -> bytes:
+    end = f"{_mark(sandbox)}\n".encode()
+    return b"".join(line for line in content.splitlines(keepends=True) if not line.endswith(end))
+
+
+def _mark(sandbox: str) -> str:
+    return f" # hpctrain sandbox {sandbox}"
+
+
+def _rewrite(path: Path, old: bytes, new: bytes) -> None:
+    if new == old:
+        return
+    # In place, because a container mounts this file, and a mounted file cannot be replaced by a rename.
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(fd, new, 0)
+        os.ftruncate(fd, len(new))
+    finally:
+        os.close(fd)

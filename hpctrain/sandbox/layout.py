@@ -1,0 +1,224 @@
+"""Layout of a sandbox: its size, names, ports, addresses and paths."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.files import write_atomic
+from hpctrain.text import pluralize
+
+#: Parent of the sandbox folders, owned by root. It is short, because the path of a Unix socket has at most
+#: 107 bytes. It survives a reboot, as do the lines in /etc/hosts, so that `down` finds both.
+ROOT = Path("/var/lib/hpctrain-sandbox")
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?")
+_GPU_TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_SETTING = re.compile(r"(?!NodeName=)[A-Za-z]\w*=[^\n]*", re.ASCII | re.IGNORECASE)
+#: Description, minimum and maximum of each number.
+_LIMITS = {
+    "nodes": ("nodes", 1, 64),
+    "gpus_per_node": ("GPUs a node", 0, 16),
+    "cpus_per_node": ("CPUs a node", 1, 256),
+    "preempt_grace_s": ("seconds of grace before a preemption kills", 0, 3600),
+}
+
+
+@dataclass(frozen=True)
+class SandboxSize:
+    """Size and options of a sandbox.
+
+    Raises:
+        SpecError: a value is out of range or invalid.
+    """
+
+    nodes: int = 4
+    gpus_per_node: int = 2
+    cpus_per_node: int = 8
+    #: Seconds between the SIGTERM of a preemption and the SIGKILL.
+    preempt_grace_s: int = 30
+    #: Run slurmdbd and a database, so that `sacct` works.
+    accounting: bool = False
+    #: GPU type in Slurm, such as `a100`; empty for none.
+    gpu_type: str = ""
+    #: Lines of `slurm.conf` that replace ours or are added.
+    settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", tuple(self.settings))  # JSON only has lists
+        for field, (unit, low, high) in _LIMITS.items():
+            value = getattr(self, field)
+            if not low <= value <= high:
+                raise SpecError(
+                    f"a sandbox has {low} to {high} {unit}, but {value} was asked for: choose another number"
+                )
+        if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
+            raise SpecError(
+                f"{self.gpu_type!r} cannot be a type of GPUs: take letters, digits and _, as in a100"
+            )
+        for line in self.settings:
+            if not _SETTING.fullmatch(line):
+                raise SpecError(
+                    f"{line!r} is no line for a sandbox's slurm.conf: write Key=Value, as in JobRequeue=0;"
+                    " nodes have options of their own"
+                )
+
+    def __str__(self) -> str:
+        kind = f"{self.gpu_type} " if self.gpu_type else ""
+        return (
+            f"{pluralize(self.nodes, 'node')} × ({pluralize(self.cpus_per_node, 'CPU')},"
+            f" {pluralize(self.gpus_per_node, f'{kind}GPU')}), {self.preempt_grace_s} s grace"
+            f"{', accounting' if self.accounting else ''}{''.join(f', {line}' for line in self.settings)}"
+        )
+
+    @property
+    def num_ports(self) -> int:
+        """One port for the controller, one per node, and one for slurmdbd if there is accounting."""
+        return 1 + self.nodes + self.accounting
+
+
+@dataclass(frozen=True)
+class SandboxLayout:
+    """Layout of one sandbox. Only `save` and `load` access files.
+
+    The controller listens on `port`. Node k, counted from 1, has the name `NAME-k` and the address
+    `127.26.<block>.k`; its slurmd listens on `port` + k. Slurmdbd has the port after the last node's.
+    """
+
+    folder: Path
+    shape: SandboxSize
+    port: int
+    block: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"{self.name}-{k}" for k in range(1, self.shape.nodes + 1)]
+
+    @property
+    def ports(self) -> range:
+        """All ports of this sandbox, the controller's first."""
+        return range(self.port, self.port + self.shape.num_ports)
+
+    @property
+    def node_ports(self) -> range:
+        return range(self.port + 1, self.port + 1 + self.shape.nodes)
+
+    @property
+    def slurmdbd_port(self) -> int:
+        """Port of slurmdbd, used only with accounting."""
+        return self.node_ports[-1] + 1
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The address of each node."""
+        return {node: f"127.26.{self.block}.{k}" for k, node in enumerate(self.nodes, start=1)}
+
+    @property
+    def conf(self) -> Path:
+        return conf_of(self.folder)
+
+    @property
+    def gres_conf(self) -> Path:
+        return self.folder / "gres.conf"
+
+    @property
+    def devices(self) -> list[Path]:
+        """Device files that simulate GPUs; nodes share them, because the names are the same on real nodes."""
+        return [self.folder / "dev" / f"nvidia{i}" for i in range(self.shape.gpus_per_node)]
+
+    @property
+    def munge(self) -> Path:
+        """Folder of munged: key, socket, log."""
+        return self.folder / "munge"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.munge / "socket"
+
+    @property
+    def state(self) -> Path:
+        """State folder of the controller."""
+        return self.folder / "state"
+
+    @property
+    def spool(self) -> Path:
+        """Parent of a folder per node with the scripts and sockets of its jobs."""
+        return self.folder / "spool"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def accounting(self) -> Path:
+        """Folder of MariaDB and slurmdbd: data, socket, logs."""
+        return self.folder / "accounting"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.accounting / "socket"
+
+    @property
+    def slurmdbd_conf(self) -> Path:
+        """Slurmdbd only searches the folder of `slurm.conf`."""
+        return self.conf.with_name("slurmdbd.conf")
+
+    @property
+    def slurmdbd_log(self) -> Path:
+        return self.accounting / "slurmdbd.log"
+
+    def save(self) -> None:
+        record = {"shape": asdict(self.shape), "port": self.port, "block": self.block}
+        write_atomic(_file(self.folder), json.dumps(record))
+
+    @classmethod
+    def load(cls, folder: Path) -> SandboxLayout | None:
+        """Load the layout of the sandbox in `folder`; None if it is missing or incomplete."""
+        try:
+            record = json.loads(_file(folder).read_text(encoding="utf-8"))
+            return cls(folder, SandboxSize(**record["shape"]), record["port"], record["block"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def folder_of(name: str, root: Path = ROOT) -> Path:
+    """Return the folder of the sandbox `name`.
+
+    Raises:
+        SpecError: the name is not valid for node names and socket paths.
+    """
+    if not _NAME.fullmatch(name):
+        raise SpecError(
+            f"{name!r} cannot be a sandbox's name, since its nodes are called after it: take 1 to 15"
+            " lower-case letters, digits and inner hyphens, a letter first"
+        )
+    return root / name
+
+
+def conf_of(folder: Path) -> Path:
+    """Return the configuration file, whose path identifies the sandbox to Slurm's commands and jobs."""
+    return folder / "slurm.conf"
+
+
+def list_names(root: Path = ROOT) -> list[str]:
+    """Return the names of all sandboxes of this machine, complete or not."""
+    return [folder.name for folder in list_folders(root)]
+
+
+def list_folders(root: Path = ROOT) -> list[Path]:
+    """Return the folders of all sandboxes of this machine, complete or not."""
+    try:
+        return sorted(entry for entry in root.iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def _file(folder: Path) -> Path:
+    return folder / "sandbox.json"

@@ -1,0 +1,120 @@
+"""The text of a sandbox's `slurm.conf` and `gres.conf`."""
+
+from __future__ import annotations
+
+import re
+
+from hpctrain.sandbox.accounting import slurm_conf_lines
+from hpctrain.sandbox.layout import SandboxLayout
+
+_SLURM_CONF = """\
+# Written by `hpctrain sandbox up`; `man slurm.conf` explains each line.
+ClusterName={name}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+StateSaveLocation={state}
+SlurmdSpoolDir={spool}/%n
+SlurmctldLogFile={logs}/slurmctld.log
+SlurmdLogFile={logs}/slurmd-%n.log
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmdPidFile={state}/slurmd-%n.pid
+
+# All nodes are this machine: they may claim more CPUs than it has, and need no cgroups of it.
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+{accounting}\
+JobCompType=jobcomp/none
+
+# Whole CPUs and GPUs are handed out; several jobs share a node. Jobs start within a second.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_min_interval=0
+
+# A job of `urgent` takes the nodes of a `preemptible` one, which goes back to the queue.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+JobFileAppend=1
+
+# A lost node is seen in seconds, and a slurmd that is back is taken back.
+SlurmdTimeout=3
+# Between SIGTERM and SIGKILL when a job is cancelled or out of time: Slurm's own default.
+KillWait=30
+MessageTimeout=10
+InactiveLimit=0
+MinJobAge=300
+ReturnToService=2
+
+{gpus}\
+NodeName={name}-[{k}] NodeHostname={host} NodeAddr=127.26.{block}.[{k}] Port=[{ports}] \
+CPUs={cpus} RealMemory={memory_mib}{gres} State=UNKNOWN
+PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} \
+MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+
+_GRES_CONF = """\
+AutoDetect=off
+NodeName={name}-[{k}] Name=gpu {type}File={devices}
+"""
+
+
+def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
+    """Return the `slurm.conf` of a sandbox.
+
+    Args:
+        plan: layout of the sandbox.
+        host: this machine's short host name.
+        memory_mib: memory per node, as configured in Slurm.
+    """
+    gpus, kind = plan.shape.gpus_per_node, plan.shape.gpu_type
+    text = _SLURM_CONF.format(
+        name=plan.name,
+        host=host,
+        port=plan.port,
+        munge_socket=plan.munge_socket,
+        state=plan.state,
+        spool=plan.spool,
+        logs=plan.logs,
+        accounting=slurm_conf_lines(plan),
+        gpus="GresTypes=gpu\n" if gpus else "",
+        k=_span(1, plan.shape.nodes),
+        block=plan.block,
+        ports=_span(plan.node_ports[0], plan.node_ports[-1]),
+        cpus=plan.shape.cpus_per_node,
+        memory_mib=memory_mib,
+        gres=f" Gres=gpu:{f'{kind}:' if kind else ''}{gpus}" if gpus else "",
+        grace=plan.shape.preempt_grace_s,
+    )
+    for line in plan.shape.settings:
+        text = _with(text, line)
+    return text
+
+
+def gres_conf(plan: SandboxLayout) -> str:
+    """Return the `gres.conf` of a sandbox, which lists its device files. Empty without GPUs."""
+    if not plan.devices:
+        return ""
+    files = plan.devices[0].with_name(f"nvidia[{_span(0, len(plan.devices) - 1)}]")
+    kind = f"Type={plan.shape.gpu_type} " if plan.shape.gpu_type else ""
+    return _GRES_CONF.format(name=plan.name, k=_span(1, plan.shape.nodes), type=kind, devices=files)
+
+
+def _with(text: str, line: str) -> str:
+    """Replace the line for the same key or partition, or append the line."""
+    key = line.partition("=")[0]
+    head = rf"{re.escape(line.split()[0])}\s" if key.lower() == "partitionname" else f"{key}="
+    ours = re.compile(rf"^{head}.*$", re.MULTILINE | re.IGNORECASE)
+    changed, number = ours.subn(lambda _: line, text)
+    return changed if number else f"{text}{line}\n"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,193 @@
+"""Pickled calls, sent to the ranks, and their results, sent back.
+
+Functions of `__main__`, lambdas and closures are pickled by value (cloudpickle). Functions of a module are
+pickled by name, and imported by the process that calls them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from hpctrain.errors import UserError
+from hpctrain.files import write_atomic
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A function and its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the function, for messages."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return str(getattr(function, "__name__", type(function).__name__))
+
+    def __call__(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+    def to_bytes(self) -> bytes:
+        """Return the pickled call.
+
+        Raises:
+            UserError: a part of it cannot be pickled.
+        """
+        parts = [
+            ("the function", self.function),
+            *((f"argument {i}", value) for i, value in enumerate(self.args)),
+            *((f"argument {name}", value) for name, value in self.kwargs.items()),
+        ]
+        return dumps(self, self.name, parts)
+
+
+@dataclass(frozen=True)
+class CallPayload:
+    """A pickled call for the ranks, with the data that they need before they can unpickle it."""
+
+    call: bytes
+    """The pickled call."""
+    sys_path: tuple[str, ...]
+    """Module search path of the program that submitted the call."""
+    again: bool = False
+    """True if the function is called again after it has raised an exception."""
+
+    @classmethod
+    def pack(cls, call: FunctionCall, *, again: bool = False) -> Self:
+        """Pack `call` with the module search path of this program.
+
+        Raises:
+            UserError: a part of it cannot be pickled.
+        """
+        paths = tuple(os.path.realpath(path) for path in sys.path)
+        return cls(call.to_bytes(), paths, again)
+
+    def open(self) -> FunctionCall:
+        """Unpickle the call. Imports the modules that it needs.
+
+        Raises:
+            ImportError: a module is not found here.
+        """
+        call = pickle.loads(self.call)
+        assert isinstance(call, FunctionCall)
+        return call
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a file that `read` reads."""
+        return pickle.dumps((self.call, self.sys_path, self.again))
+
+    def write(self, path: Path) -> None:
+        """Write the payload to `path` atomically.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_atomic(path, self.to_bytes(), private=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the payload at `path`; its call is not unpickled.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return cls(*pickle.loads(path.read_bytes()))
+
+
+def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
+    """Return `value` pickled.
+
+    Args:
+        value: the value to pickle.
+        whose: the function that it belongs to, for the error message.
+        parts: the same value in named parts.
+
+    Raises:
+        UserError: it cannot be pickled; the message names the part that fails.
+    """
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 (pickling runs code of the value)
+        name, culprit, told = _blame(parts) or ("it", value, error)
+        raise UserError(
+            f"{whose}(): {name} is a {_type_name(culprit)}, which cannot be pickled: {told}. "
+            "Pass or return plain data in its place, or make it where it is used."
+        ) from None
+    return data
+
+
+def _blame(parts: list[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
+    """Return the innermost of `parts` and their contents that cannot be pickled: name, value, error."""
+    found: tuple[str, Any, Exception] | None = None
+    seen: set[int] = set()
+    queue = iter(parts)
+    while (hit := next(_failures(queue, seen), None)) is not None:
+        found = hit
+        queue = _inside(*hit[:2])
+    return found
+
+
+def _failures(parts: Iterator[tuple[str, Any]], seen: set[int]) -> Iterator[tuple[str, Any, Exception]]:
+    import cloudpickle
+
+    for name, value in parts:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        try:
+            cloudpickle.dump(value, io.BytesIO())
+        except Exception as error:  # noqa: BLE001
+            yield name, value, error
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the visible contents of `value`, each with a name."""
+    match value:
+        case dict():
+            yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+        case list() | tuple():
+            yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
+        case set() | frozenset():
+            yield from ((f"an element of {name}", part) for part in value)
+        case types.FunctionType():
+            used = inspect.getclosurevars(value)
+            for variable, part in {**used.globals, **used.nonlocals}.items():
+                yield f"the variable {variable} in {name}", part
+        case types.MethodType():
+            yield f"the object of {name}", value.__self__
+        case functools.partial():
+            yield f"the function of {name}", value.func
+            yield from _inside(f"the arguments of {name}", value.args)
+            yield from _inside(f"the arguments of {name}", value.keywords)
+    yield from ((f"{name}.{attribute}", part) for attribute, part in _attributes(value).items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = {
+        slot: getattr(value, slot)
+        for base in type(value).__mro__
+        for slot in getattr(base, "__slots__", ())
+        if hasattr(value, slot)
+    }
+    return {**slots, **getattr(value, "__dict__", {})}
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,251 @@
+"""Calls of Slurm commands with a time limit; failures are raised as errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from hpctrain.errors import SchedulerError
+
+#: Time limit of one call: longer than Slurm's own commands wait for a busy controller.
+COMMAND_LIMIT_S = 60.0
+#: Seconds in which the output of a command that has exited can be read.
+_READING_S = 5.0
+#: Part of the message when no answer came in time.
+NO_ANSWER_MESSAGE = "gave no answer within"
+#: Messages after which the request may have arrived although the answer is missing.
+_ANSWER_LOST = (NO_ANSWER_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received")
+_OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "says: exit code -")
+
+#: Prefixes of step names, followed by the attempt number.
+_RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
+#: Name of the job step that injects faults into the ranks.
+CHAOS_STEP = "hpctrain-chaos"
+
+_LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
+# Anchored at the start of a line, where no job name can appear.
+_JOB_FIELDS = {
+    "JobState": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
+    "SubmitTime": re.compile(r"^ +SubmitTime=(\S+)", re.MULTILINE),
+    "Requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
+    "Restarts": re.compile(r"^ +Requeue=\d Restarts=(\d+)", re.MULTILINE),
+}
+
+
+class SlurmCall:
+    """A Slurm command that starts at once; its output is read later.
+
+    A call that is discarded before its answer is read is killed.
+
+    Args:
+        command: a Slurm command.
+        environ: the complete environment of the command.
+        timeout_s: seconds from the start after which the call is killed.
+        text: standard input of the command.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        timeout_s: float = COMMAND_LIMIT_S,
+        text: str = "",
+    ) -> None:
+        self._name, self._timeout_s, self._begun = command[0], timeout_s, time.monotonic()
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = _start(command, environ, text)
+        except SchedulerError as error:
+            self._trouble = error
+
+    def answer(self, timeout_s: float | None = None) -> tuple[str, str]:
+        """Return stdout and stderr. Call this only once.
+
+        Args:
+            timeout_s: overrides the limit of the call, in seconds from its start.
+
+        Raises:
+            SchedulerError: the command is missing, failed or timed out; the message quotes Slurm.
+        """
+        if self._process is None:
+            raise self._trouble
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._process as process:
+            try:
+                left_s = self._begun + limit_s - time.monotonic()
+                # The command may have exited within its limit although the limit is over by now.
+                least_s = 0.0 if process.poll() is None else _READING_S
+                out, err = process.communicate(timeout=max(left_s, least_s))
+            except BaseException as error:
+                process.kill()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise SchedulerError(f"{self._name} {NO_ANSWER_MESSAGE} {limit_s:g} s") from error
+        if process.returncode:
+            raise SchedulerError(f"{self._name} says: {_words(err) or f'exit code {process.returncode}'}")
+        return out, err
+
+    def __del__(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with self._process:
+                self._process.kill()
+
+
+def run_slurm(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = COMMAND_LIMIT_S,
+) -> str:
+    """Return the stdout of a Slurm command. See `SlurmCall`.
+
+    Raises:
+        SchedulerError: the command is missing, failed or timed out; the message quotes Slurm.
+    """
+    return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]
+
+
+def run_slurm_parallel(
+    commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
+) -> list[str | SchedulerError]:
+    """Run all commands concurrently. Return each one's stdout, or its error if it failed."""
+    return run_all([SlurmCall(command, environ, timeout_s=timeout_s) for command in commands])
+
+
+def run_all(questions: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
+    """Return the stdout of each call, or its error if it failed.
+
+    Args:
+        questions: the calls.
+        probe_s: if given, the first call must succeed within this many seconds.
+
+    Raises:
+        SchedulerError: the first call failed although `probe_s` was given.
+    """
+    answers: list[str | SchedulerError] = []
+    for question in questions:
+        try:
+            answers.append(question.answer(None if answers else probe_s)[0])
+        except SchedulerError as error:
+            if probe_s is not None and not answers:
+                raise
+            # The traceback's frames would keep the caller and the other calls alive.
+            answers.append(error.with_traceback(None))
+    return answers
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> subprocess.Popen[str]:
+    # Without this file Slurm's commands retry for a minute.
+    if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
+        raise SchedulerError(f"SLURM_CONF names {conf!r}, which does not exist")
+    stdin = _holding(text) if text else subprocess.DEVNULL
+    try:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except FileNotFoundError as error:
+        raise SchedulerError(f"there is no {command[0]} on the PATH") from error
+    except OSError as error:
+        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from error
+    finally:
+        if text:
+            os.close(stdin)
+
+
+def _holding(text: str) -> int:
+    """Return the descriptor of an anonymous file with the text. Unlike a pipe it cannot block the writer."""
+    file = os.memfd_create("stdin")
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(text.encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def is_answer_lost(error: str) -> bool:
+    """True if the request may have arrived despite this error."""
+    return any(words in error for words in _ANSWER_LOST)
+
+
+def is_transient(error: str) -> bool:
+    """True if the error means that the controller is unreachable or the command was killed."""
+    return is_answer_lost(error) or any(words in error for words in _OUT_OF_REACH)
+
+
+def query_job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return JobState, SubmitTime, Requeue and Restarts of a job, as far as the controller reports them.
+
+    Raises:
+        SchedulerError: the controller does not answer, or no longer knows the job.
+    """
+    record = run_slurm(["scontrol", "show", "job", job_id], environ)
+    return {field: match[1] for field, pattern in _JOB_FIELDS.items() if (match := pattern.search(record))}
+
+
+def job_step_name(attempt: int, *, waits: bool = False) -> str:
+    """Return the name of an attempt's step: of its ranks, or of standby workers if `waits`."""
+    return f"{_WAITING if waits else _RUNNING}{attempt}"
+
+
+def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the newest step of each job in which ranks are running.
+
+    The batch script and Slurm's own steps do not count. An older step only waits until Slurm gives up a lost
+    node. Steps of standby workers do not count either, as long as the attempt before them runs.
+
+    Raises:
+        SchedulerError: the controller does not answer, or no longer knows the only job that was named.
+    """
+    steps: dict[str, dict[int, str]] = {}
+    for step, name in _named_steps(job_ids, environ):
+        job, _, number = step.rpartition(".")
+        if number.isdigit() and name != CHAOS_STEP:
+            steps.setdefault(job, {})[int(number)] = name
+    return [
+        f"{job}.{max(running)}" for job, named in steps.items() if (running := [*_without_waiting(named)])
+    ]
+
+
+def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
+    """Return the job's step of that name, or None.
+
+    Raises:
+        SchedulerError: the controller does not answer, or does not know the job.
+    """
+    return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
+
+
+def _named_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    listed = run_slurm(
+        ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i %j"], environ
+    )
+    pairs = [line.split(maxsplit=1) for line in listed.split("\n") if line.strip()]
+    return [(pair[0], pair[1].strip() if len(pair) > 1 else "") for pair in pairs]
+
+
+def _without_waiting(named: Mapping[int, str]) -> Iterator[int]:
+    """Yield the numbers of the steps whose workers are not waiting for another of these steps to end."""
+    names = set(named.values())
+    for number, name in named.items():
+        attempt = name.removeprefix(_WAITING)
+        waits = attempt.isdigit() and names.intersection(
+            (job_step_name(int(attempt) - 1), job_step_name(int(attempt) - 1, waits=True))
+        )
+        if not waits:
+            yield number
+
+
+def _words(stderr: str) -> str:
+    """Return the error messages of a Slurm command; only the fatal ones if there are any."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    reasons = [line for line in lines if ": fatal: " in line] or lines
+    return "; ".join(_LEVEL.sub("", line) for line in reasons)

@@ -1,0 +1,49 @@
+"""Conversion between Slurm's notation of durations and seconds."""
+
+from __future__ import annotations
+
+import re
+
+from hpctrain.errors import SpecError
+
+_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+_DURATION = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<clock>\d{1,9}(?::\d{1,2}){0,2})", re.ASCII)
+
+#: Seconds per clock field, by whether there are days before it and by the number of fields.
+_WEIGHTS = {
+    (False, 1): (60,),
+    (False, 2): (60, 1),
+    (False, 3): (3600, 60, 1),
+    (True, 1): (3600,),
+    (True, 2): (3600, 60),
+    (True, 3): (3600, 60, 1),
+}
+
+
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a duration in one of the forms of sbatch's `--time`; None means no limit.
+
+    Raises:
+        SpecError: the text has another form, or the duration is zero.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise SpecError(f"{text!r} is not a duration. Write it as {_FORMS}, or 'unlimited'.")
+    clock = [int(part) for part in match["clock"].split(":")]
+    weights = _WEIGHTS[match["days"] is not None, len(clock)]
+    days = int(match["days"] or 0)
+    seconds = 86400 * days + sum(part * weight for part, weight in zip(clock, weights, strict=True))
+    if seconds == 0:
+        raise SpecError(f"The duration {text!r} is zero. Give more, as {_FORMS}, or 'unlimited'.")
+    return float(seconds)
+
+
+def format_duration(seconds: float) -> str:
+    """Return the duration as `D-HH:MM:SS`, or `HH:MM:SS` below a day, rounded up to whole seconds."""
+    minutes, rest = divmod(-int(-seconds // 1), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours:02d}:{minutes:02d}:{rest:02d}"
+    return f"{days}-{clock}" if days else clock

@@ -1,0 +1,140 @@
+"""Environment of Slurm's commands and of a job, derived from that of the submission.
+
+A job may be submitted from anywhere: a login node, a notebook inside an allocation, a task of an array job, a
+rank of torchrun or mpirun. Variables that the surrounding job, step and launcher have set describe those, and
+must not reach the new job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hpctrain.cluster.env_defaults import env_default_names
+from hpctrain.rundir import (
+    ARRAY_TASK_VARIABLE,
+    ATTEMPT_VARIABLE,
+    CODE_SOURCE_VARIABLE,
+    CODE_VARIABLE,
+    LIFELINE_VARIABLE,
+    PREDECESSOR_VARIABLE,
+    RUN_DIR_VARIABLE,
+)
+
+#: SLURM_* variables that describe the cluster. All others describe the surrounding job, and a job submitted
+#: from within it must not inherit them.
+_CLUSTER_VARIABLES = frozenset(
+    {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_JWKS", "SLURM_SACK_KEY"}
+)
+_JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "_SLURM_", "SPANK_")
+#: Prefixes of filters and formats that would change the output of the commands.
+_ANSWER_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
+#: Set for a rank of a surrounding run.
+_RANK_VARIABLES = frozenset(
+    {
+        RUN_DIR_VARIABLE,
+        ATTEMPT_VARIABLE,
+        ARRAY_TASK_VARIABLE,
+        CODE_VARIABLE,
+        CODE_SOURCE_VARIABLE,
+        LIFELINE_VARIABLE,
+        PREDECESSOR_VARIABLE,
+        "RANK",
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
+_RANK_PREFIXES = ("TORCHELASTIC_", "SUBMITIT_", "HYDI_")
+
+#: Prefixes of a launcher's variables, by a variable that only the launcher sets. Without that one, a variable
+#: such as OMPI_MCA_btl or PMIX_MCA_gds is the user's setting, which the job needs.
+_OF_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_", "PMIX_", "PRTE_"),
+    "PMIX_RANK": ("PMIX_",),
+    "PMI_RANK": ("PMI_", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME"),
+    "HOROVOD_RANK": (
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_HOSTNAME"),
+        *("HOROVOD_GLOO_", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_ELASTIC"),
+    ),
+    # sbatch(1), section OUTPUT ENVIRONMENT VARIABLES: options of the surrounding job.
+    "SLURM_JOB_ID": ("SBATCH_MEM_BIND", "SBATCH_CPU_BIND"),
+}
+#: Variables that expose a task's GPUs. Another job gets other GPUs.
+_DEVICE_VARIABLES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+        "GPU_DEVICE_ORDINAL",
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    }
+)
+
+# Variables of sbatch(1), section INPUT ENVIRONMENT VARIABLES, that are not named after their option.
+_SBATCH_VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
+#: sbatch takes only one of these, so one in the script overrides the variables of all.
+_MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
+
+#: sbatch variables that would break assumptions of every run.
+_OVERRULED = frozenset(
+    {
+        "SBATCH_ARRAY_INX",
+        "SBATCH_CPUS_PER_GPU",
+        "SBATCH_ERROR",
+        "SBATCH_GPUS",
+        "SBATCH_GPUS_PER_NODE",
+        "SBATCH_GPUS_PER_SOCKET",
+        "SBATCH_GPUS_PER_TASK",
+        "SBATCH_INPUT",
+        "SBATCH_NO_KILL",
+        "SBATCH_NO_REQUEUE",
+        "SBATCH_WAIT",
+    }
+)
+
+
+def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without variables of a surrounding job or rank, and without output formats.
+
+    GPUs that a job assigned to this process stay visible: its child processes can use no others.
+    """
+    names = env_default_names(environ) | _RANK_VARIABLES
+    prefixes = [*_JOB_PREFIXES, *_ANSWER_PREFIXES, *_RANK_PREFIXES]
+    for mark, written in _OF_LAUNCHERS.items():
+        if mark in environ:
+            prefixes += written
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
+        # torchrun's default, which would slow down every rank with more CPUs.
+        names.add("OMP_NUM_THREADS")
+    inner = tuple(prefixes)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _CLUSTER_VARIABLES or not (name in names or name.startswith(inner))
+    }
+
+
+def sbatch_variable(key: str) -> str:
+    """Return the variable that sets the sbatch option `key` (its long name)."""
+    return "SBATCH_" + _SBATCH_VARIABLES.get(key, key.upper().replace("-", "_"))
+
+
+def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[str, str]:
+    """Return the environment of sbatch, in which SBATCH_* variables override the script.
+
+    The script must win, so the variables of its directives are removed. The user's other defaults, such as
+    SBATCH_ACCOUNT, stay. So does the user's CUDA_VISIBLE_DEVICES, unless a surrounding job set it.
+    """
+    written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
+    left_out = _OVERRULED | set(map(sbatch_variable, written))
+    if "SLURM_JOB_ID" in environ:
+        left_out |= _DEVICE_VARIABLES
+    return {name: value for name, value in strip_job_env(environ).items() if name not in left_out}

@@ -1,0 +1,57 @@
+"""Task indices of job arrays, in Slurm's notation."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from hpctrain.errors import SpecError
+
+#: Each task needs a run folder before the job is queued.
+MAX_TASKS = 10_000
+#: Task indices are below Slurm's largest MaxArraySize (slurm.conf(5)).
+_LARGEST_INDEX = 4_000_000
+
+_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
+_FORM = "Write it as in sbatch: 0-19, 1,3,5-7, 0-30:10, each with %4 behind it to run 4 at once"
+
+
+class JobArray(NamedTuple):
+    """The tasks of a job array."""
+
+    indices: tuple[int, ...]
+    """Task indices, ascending."""
+    throttle: int = 0
+    """Maximum number of concurrent tasks; 0 means no maximum."""
+
+    @classmethod
+    def parse(cls, text: str) -> JobArray:
+        """Parse sbatch's `--array` notation, such as `0-19%4`.
+
+        Raises:
+            SpecError: the text is not an array, or has too many tasks.
+        """
+        listed, percent, limit = text.partition("%")
+        if percent and not (limit.isascii() and limit.isdecimal() and int(limit) > 0):
+            raise SpecError(f"--array {text!r} is no job array: {limit!r} after % is no number. {_FORM}.")
+        indices: set[int] = set()
+        for part in listed.split(","):
+            indices.update(_indices(part, text))
+            if len(indices) > MAX_TASKS:
+                raise SpecError(
+                    f"--array {text!r} has more than {MAX_TASKS} tasks, each of which has a folder of its "
+                    "own. Submit it in several arrays."
+                )
+        return cls(tuple(sorted(indices)), int(limit or 0))
+
+
+def _indices(part: str, text: str) -> range:
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise SpecError(f"--array {text!r} is no job array: {part!r} is no range of numbers. {_FORM}.")
+    first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+    if last < first or step < 1:
+        raise SpecError(f"--array {text!r} is no job array: the range {part!r} is empty. {_FORM}.")
+    if last > _LARGEST_INDEX:
+        raise SpecError(f"--array {text!r} has task {last}, but Slurm counts to {_LARGEST_INDEX} at most.")
+    return range(first, last + 1, step)

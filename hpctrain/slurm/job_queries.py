@@ -1,0 +1,213 @@
+"""Job queries with Slurm's commands: one call for many jobs, one row for each job that Slurm knows.
+
+All output is requested as text in fixed columns. The layout of `--json` changes between releases, and some
+releases lack it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.job_array import JobArray
+
+# A control character, which neither a reason nor the path of a run folder may contain.
+_SEPARATOR = "\x1f"
+
+_QUEUE_COLUMNS = (
+    *("ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "JobID"),
+    *("State", "RestartCnt", "EligibleTime", "WorkDir", "Reason"),
+)
+_ACCOUNTING_COLUMNS = ("JobID", "JobIDRaw", "State", "Submit", "WorkDir")
+
+#: The kernel takes 128 KiB per argument (MAX_ARG_STRLEN). If the ids do not fit, all jobs are queried.
+_LONGEST_WORD = 120_000
+
+_JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
+#: Pending tasks share a record, `17_[0-3,9%2]`.
+_SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
+#: Print task lists in full; otherwise they are cut off after 64 characters.
+_WHOLE_LISTS = {"SLURM_BITSTR_LEN": "0"}
+_RECORD = re.compile(
+    r"^JobId=(?P<raw>\d+)"
+    r"(?: ArrayJobId=(?P<array>\d+) ArrayTaskId=(?P<task>\S+))?"
+    r"(?: HetJobId=(?P<het>\d+) HetJobOffset=(?P<offset>\d+))?"
+)
+# Anchored at the start of a line, where no job name can appear.
+_FIELDS = {
+    "state": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
+    "reason": re.compile(r"^ +JobState=\S+ Reason=(.*) Dependency=", re.MULTILINE),
+    "restarts": re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE),
+    "eligible_at": re.compile(r"^ +SubmitTime=\S+ EligibleTime=(\S+)", re.MULTILINE),
+    "workdir": re.compile(r"^ +WorkDir=(.*)$", re.MULTILINE),
+}
+_MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One job, task of an array, or component of a heterogeneous job."""
+
+    job_id: str
+    """The user-visible id: `17`, `17_3`, `17+1`."""
+    raw_id: str
+    """Slurm's internal number, unique for each task and component."""
+    state: str
+    workdir: str
+    reason: str = ""
+    restarts: int = 0
+    eligible_at: str = ""
+    submitted_at: str = ""
+    """Only set by accounting. The first record of a job may lack the folder."""
+
+
+class JobTable:
+    """Rows of a query, indexed by job id."""
+
+    def __init__(self, rows: Iterable[JobRow]) -> None:
+        self._by_id: dict[str, list[JobRow]] = {}
+        for row in rows:
+            for name in {row.job_id, row.raw_id, parent_job_id(row.job_id)}:
+                self._by_id.setdefault(name, []).append(row)
+
+    def of(self, job_id: str) -> list[JobRow]:
+        """Return the rows of a job; all parts if it is an array or a heterogeneous job."""
+        rows = self._by_id.get(job_id, [])
+        # The id of an array is also the raw id of one of its tasks.
+        return [row for row in rows if parent_job_id(row.job_id) == job_id or row.job_id == job_id] or rows
+
+
+def is_job_id(text: str) -> bool:
+    """True if Slurm's commands accept the text as a job id. An invalid id makes the whole query fail."""
+    return _JOB_ID.fullmatch(text) is not None
+
+
+def parent_job_id(job_id: str) -> str:
+    """Return the id of the array or heterogeneous job that the job is part of; otherwise its own id."""
+    return re.split("[_+]", job_id, maxsplit=1)[0]
+
+
+def query_squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
+    """Query squeue: pending, running and recently ended jobs, also in hidden partitions.
+
+    Raises:
+        SchedulerError: the controller does not answer.
+    """
+    layout = ",".join(f"{name}:0{_SEPARATOR}" for name in _QUEUE_COLUMNS)
+    command = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--Format={layout}"]
+    try:
+        answer = run_slurm([*command, *_selection(job_ids)], environ)
+    except SchedulerError as error:
+        # Reported only for a query of a single unknown job; otherwise squeue lists the known ones.
+        if "Invalid job id" not in str(error):
+            raise
+        answer = ""
+    return JobTable(_queue_row(cells) for cells in _cells(answer, len(_QUEUE_COLUMNS) + 1))
+
+
+def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
+    """Query sacct for the newest submission of each job. A requeue counts as another submission.
+
+    Raises:
+        SchedulerError: there is no accounting, or it does not answer.
+    """
+    command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
+    columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
+    answer = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_WHOLE_LISTS})
+    newest: dict[str, JobRow] = {}
+    shared: dict[str, JobRow] = {}
+    for job_id, raw_id, state, submitted_at, workdir in _cells(answer, len(_ACCOUNTING_COLUMNS)):
+        found = newest
+        names = [job_id]
+        if (match := _SHARED_ID.fullmatch(job_id)) is not None:
+            found, names = shared, _tasks(match[1], match[2])
+        for name in names:
+            if name not in found or found[name].submitted_at <= submitted_at:
+                found[name] = JobRow(name, raw_id, state, workdir, submitted_at=submitted_at)
+    # A task's own record is newer than the shared one.
+    return JobTable((shared | newest).values())
+
+
+def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
+    """Query `scontrol show job`: by id for a single job, otherwise for all jobs.
+
+    Raises:
+        SchedulerError: the controller does not answer, or its answer is empty.
+    """
+    bases = {parent_job_id(job_id) for job_id in job_ids}
+    command = ["scontrol", "--all", "show", "job", *(bases if len(bases) == 1 else ())]
+    try:
+        answer = run_slurm(command, {**environ, **_WHOLE_LISTS})
+    except SchedulerError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        return JobTable(())
+    if not answer.strip():
+        raise SchedulerError("scontrol answered nothing")
+    return JobTable(row for record in answer.split("\n\n") for row in _controller_rows(record))
+
+
+def query_min_job_age_s(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds for which the controller remembers an ended job; None if it does not report them.
+
+    Raises:
+        SchedulerError: the controller does not answer.
+    """
+    match = _MIN_JOB_AGE.search(run_slurm(["scontrol", "show", "config"], environ))
+    return float(match[1]) if match else None
+
+
+def _selection(job_ids: Sequence[str]) -> list[str]:
+    word = f"--jobs={','.join(sorted({parent_job_id(job_id) for job_id in job_ids}))}"
+    return [word] if len(word) <= _LONGEST_WORD else []
+
+
+def _cells(answer: str, number: int) -> Iterable[list[str]]:
+    for line in answer.split("\n"):
+        if len(cells := line.split(_SEPARATOR)) == number:
+            yield cells
+
+
+def _queue_row(cells: list[str]) -> JobRow:
+    array_id, task, het_id, offset, raw_id, state, restarts, eligible_at, workdir, reason, _ = cells
+    if het_id.isdecimal() and het_id != "0":
+        job_id = f"{het_id}+{offset}"
+    elif task.isdecimal():
+        job_id = f"{array_id}_{task}"
+    else:
+        job_id = raw_id
+    count = int(restarts) if restarts.isdecimal() else 0
+    return JobRow(job_id, raw_id, state, workdir, "" if reason == "None" else reason, count, eligible_at)
+
+
+def _controller_rows(record: str) -> Iterable[JobRow]:
+    if (head := _RECORD.match(record.lstrip("\n"))) is None:
+        return
+    found = {name: match[1] if (match := pattern.search(record)) else "" for name, pattern in _FIELDS.items()}
+    for job_id in _names(head):
+        yield JobRow(
+            job_id,
+            head["raw"],
+            found["state"],
+            found["workdir"],
+            "" if found["reason"] == "None" else found["reason"],
+            int(found["restarts"] or 0),
+            found["eligible_at"],
+        )
+
+
+def _names(head: re.Match[str]) -> list[str]:
+    if head["het"]:
+        return [f"{head['het']}+{head['offset']}"]
+    return (head["task"] and _tasks(head["array"], head["task"])) or [head["raw"]]
+
+
+def _tasks(array_id: str, listed: str) -> list[str]:
+    """Return the ids of the tasks in a Slurm list; none if the list is invalid or was cut off."""
+    with suppress(SpecError):
+        return [f"{array_id}_{index}" for index in JobArray.parse(listed).indices]
+    return []

@@ -1,0 +1,90 @@
+"""Parsers for the output of Slurm's commands: pairs, times, sizes, lists and generic resources."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+from hpctrain.errors import SpecError
+from hpctrain.slurm.duration import parse_duration
+
+#: A start within this many seconds counts as immediate.
+SOON_S = 30
+
+#: Words that mean no value.
+_NOTHING = frozenset({"", "(null)", "n/a", "none", "unlimited", "infinite"})
+
+_CONFIG_LINE = re.compile(r"^(\S+)\s*= ?(.*)$", re.MULTILINE)
+_PAIR = re.compile(r"(?:^|\s)([A-Za-z_][\w:/]*)=(\S*)")
+_NUMBER = re.compile(r"\d+")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
+_MIB_OF = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+# gpu:4, gpu:a100:4, gpu:a100:4(S:0-1), gpu:a100_3g.40gb:2(IDX:0-1)
+_GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^,:()]*))??(?::(?P<number>\d+)[KMG]?)?(?=[(,]|$)")
+
+
+def parse_config_lines(answer: str) -> dict[str, str]:
+    """Return the `Key = value` lines of `scontrol show config`."""
+    return {key: value.strip() for key, value in _CONFIG_LINE.findall(answer)}
+
+
+def parse_pairs(line: str) -> dict[str, str]:
+    """Return the `Key=value` pairs of a line of `scontrol --oneliner show`; values contain no blanks."""
+    return dict(_PAIR.findall(line))
+
+
+def is_null(word: str) -> bool:
+    """True if the word means no value or no limit."""
+    return word.strip().lower() in _NOTHING
+
+
+def parse_number(word: str) -> int | None:
+    """Return the first number of a word such as `30 sec`; None if there is none (no limit)."""
+    match = _NUMBER.search(word)
+    return int(match[0]) if match else None
+
+
+def parse_time_limit(word: str) -> float | None:
+    """Return the seconds of a time limit in `--time` notation; None means no limit."""
+    if is_null(word):
+        return None
+    try:
+        return parse_duration(word)
+    except SpecError:
+        return None
+
+
+def parse_size_mib(word: str) -> int | None:
+    """Return a memory size in MiB (the default unit), rounded up; None if it is not a size."""
+    match = _SIZE.fullmatch(word.strip())
+    return -int(-float(match[1]) * _MIB_OF[match[2].upper()] // 1) if match else None
+
+
+def parse_names(word: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list; empty if it has no value."""
+    return () if is_null(word) else tuple(name for name in word.split(",") if name)
+
+
+def parse_names_or_all(word: str) -> tuple[str, ...] | None:
+    """Return the names of a comma-separated list; None means all."""
+    return None if is_null(word) or word.upper() == "ALL" else parse_names(word)
+
+
+def parse_gpus(gres: str) -> dict[str, int]:
+    """Return the number of GPUs by type in a list of generic resources. Untyped GPUs have the key "".
+
+    Parentheses contain sockets or indices; a `:no_consume` has no count.
+    """
+    found: dict[str, int] = {}
+    for match in _GPU.finditer(gres):
+        kind = match["type"] or ""
+        found[kind] = found.get(kind, 0) + int(match["number"] or 1)
+    return found
+
+
+def parse_timestamp(text: str) -> float | None:
+    """Return the seconds since the epoch of a local time that Slurm prints; None if it is not a time."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return None

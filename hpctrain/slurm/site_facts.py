@@ -1,0 +1,180 @@
+"""Facts about a Slurm site: configuration, partitions, nodes, and the site's own conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: The site's reaction to a job that requests memory.
+MemoryOptionSupport = Literal["accepted", "ignored", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """The part of `scontrol show config` that matters to a training run."""
+
+    cluster: str = ""
+    version: str = ""
+    accounting: bool = False
+    """True if slurmdbd keeps records, so that `sacct` works."""
+    enforced: tuple[str, ...] = ()
+    """AccountingStorageEnforce: associations, limits, qos, …"""
+    job_requeue: bool = True
+    """True if jobs are requeued by default."""
+    preempt_type: str = "none"
+    """Preemption criterion: none, partition_prio or qos."""
+    preempt_mode: str = "OFF"
+    signals_user: bool = False
+    """True if a preemption sends the signal that the job requested (preempt_send_user_signal)."""
+    kill_wait_s: float = 30.0
+    """Seconds from SIGTERM to SIGKILL at the end of a job."""
+    slurmd_timeout_s: float = 300.0
+    """Seconds after which an unresponsive node is marked down."""
+    max_array_size: int = 1001
+    """Upper bound (exclusive) of the task indices of a job array."""
+    max_mem_per_node_mib: int | None = None
+    max_mem_per_cpu_mib: int | None = None
+    def_mem_per_node_mib: int | None = None
+    def_mem_per_cpu_mib: int | None = None
+    select: str = ""
+    """The node selection plugin. linear allocates whole nodes."""
+    hands_out_memory: bool = False
+    """True if memory is a consumable resource like CPUs (SelectTypeParameters)."""
+    enforces_limits: Literal["NO", "ANY", "ALL"] = "NO"
+    """EnforcePartLimits: a job must fit in any or all of its partitions to be queued.
+
+    With NO a job may pend forever, unless a QOS lifts the limit; with the others no QOS can lift it.
+    """
+    chooses_partition: bool = False
+    """True if a submit plugin may change jobs, including their partition."""
+    requeue_exit: str = ""
+    """Exit codes after which Slurm itself requeues a job."""
+
+    @property
+    def default_memory_mib(self) -> int | None:
+        """MiB per node or CPU for a job that does not request memory; None means all memory of its nodes."""
+        return self.def_mem_per_node_mib or self.def_mem_per_cpu_mib
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Identical nodes of a partition."""
+
+    names: str
+    """A hostlist in Slurm's compact notation."""
+    num: int
+    state: str = "idle"
+    cpus: int
+    memory_mib: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """GPUs per node by type. GPUs without a type have the key ""."""
+    features: tuple[str, ...] = ()
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(self.gpus.values())
+
+    @property
+    def is_out(self) -> bool:
+        """True if no job can start on these nodes for now."""
+        # State suffixes: * is not responding; the others do not block jobs (sinfo(1), NODE STATE CODES).
+        return "*" in self.state or self.state.rstrip("~#!%$@^+-").lower() in _OUT
+
+
+#: Node states in which no job can start.
+_OUT = frozenset(
+    {"down", "drained", "draining", "drng", "drain", "fail", "failing", "maint", "unknown", "future"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A partition: limits and nodes. None means no limit."""
+
+    name: str
+    default: bool = False
+    state: str = "UP"
+    hidden: bool = False
+    max_time_s: float | None = None
+    default_time_s: float | None = None
+    """The limit of a job that sets none; None means `max_time_s`."""
+    min_nodes: int = 0
+    max_nodes: int | None = None
+    max_cpus_per_node: int | None = None
+    max_mem_per_node_mib: int | None = None
+    max_mem_per_cpu_mib: int | None = None
+    def_mem_per_node_mib: int | None = None
+    def_mem_per_cpu_mib: int | None = None
+    priority_tier: int = 1
+    preempt_mode: str = "OFF"
+    grace_time_s: float = 0.0
+    """Seconds between SIGTERM and SIGKILL for a preempted job."""
+    qos: str | None = None
+    """The QOS whose limits apply to every job of the partition."""
+    allow_accounts: tuple[str, ...] | None = None
+    deny_accounts: tuple[str, ...] = ()
+    allow_qos: tuple[str, ...] | None = None
+    deny_qos: tuple[str, ...] = ()
+    allow_groups: tuple[str, ...] | None = None
+    root_only: bool = False
+    needs_reservation: bool = False
+    whole_nodes: bool = False
+    """True if each job gets exclusive nodes."""
+    groups: tuple[NodeGroup, ...] = ()
+
+    @property
+    def time_without_option_s(self) -> float | None:
+        """The time limit of a job that sets none; None means no limit."""
+        return self.default_time_s if self.default_time_s is not None else self.max_time_s
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.num for group in self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qos:
+    """A QOS, which changes the limits of partitions."""
+
+    name: str
+    preempt_mode: str = ""
+    grace_time_s: float = 0.0
+    max_time_s: float | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteConventions:
+    """Site conventions that Slurm's configuration does not show. `hpctrain doctor` probes them."""
+
+    memory_option: MemoryOptionSupport = "accepted"
+    needs_time: bool = False
+    """True if a job without a time limit is refused."""
+    needs_memory: bool = False
+    """True if a job without a memory request is refused."""
+    requeue: bool = True
+    """False if the site disables requeues for every job."""
+    containers: tuple[str, ...] | None = None
+    """Available container runtimes: pyxis, apptainer, singularity, enroot; None if not probed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A Slurm site. Unknown facts are None or empty, and never fail a check."""
+
+    slurm: SlurmConfig | None = None
+    partitions: tuple[Partition, ...] = ()
+    habits: SiteConventions = field(default_factory=SiteConventions)
+
+    def partition(self, name: str) -> Partition | None:
+        return next((partition for partition in self.partitions if partition.name == name), None)
+
+    @property
+    def default_partition(self) -> Partition | None:
+        return next((partition for partition in self.partitions if partition.default), None)
+
+    def node_groups(self) -> Iterator[NodeGroup]:
+        """Yield the node groups of all partitions. A node in two partitions is yielded twice."""
+        for partition in self.partitions:
+            yield from partition.groups

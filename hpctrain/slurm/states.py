@@ -1,0 +1,125 @@
+"""Run states, and their mapping from Slurm's job states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    #: The scheduler gives no definite answer.
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def ended(self) -> bool:
+        return self in (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
+
+
+@dataclass(frozen=True)
+class JobStateView:
+    """The scheduler's view of a job."""
+
+    state: RunState
+    #: Details beyond the state: the pending reason, or why the scheduler cannot be queried.
+    words: str = ""
+    #: The job only waits for the delay that Slurm imposes on a requeued job.
+    held: bool = False
+    #: The scheduler's name for the state, such as TIMEOUT.
+    job_state: str | None = None
+
+
+# Job states of squeue(1) and sacct(1), section JOB STATE CODES.
+_SLURM_STATES = {
+    RunState.PENDING: ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+    RunState.RUNNING: (
+        "CONFIGURING",
+        "COMPLETING",
+        "EXPEDITING",
+        "LAUNCH_FAILED",
+        "POWER_UP_NODE",
+        "RECONFIG_FAIL",
+        "RESIZING",
+        "RUNNING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "STOPPED",
+        "SUSPENDED",
+        "UPDATE_DB",
+    ),
+    RunState.COMPLETED: ("COMPLETED",),
+    RunState.CANCELLED: ("CANCELLED", "REVOKED"),
+    RunState.FAILED: (
+        "BOOT_FAIL",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    ),
+}
+_MEANING = {word: state for state, words in _SLURM_STATES.items() for word in words}
+
+#: Combined state of several runs: the first of these that any of them has.
+_PRECEDENCE = (
+    RunState.RUNNING,
+    RunState.PENDING,
+    RunState.UNKNOWN,
+    RunState.FAILED,
+    RunState.CANCELLED,
+    RunState.COMPLETED,
+)
+
+
+def base_state(words: str) -> str:
+    """Return the state alone from Slurm's output, such as `CANCELLED by 1000` or `CANCELLED+`."""
+    return words.split()[0].rstrip("+") if words.strip() else ""
+
+
+def parse_job_state(words: str) -> RunState:
+    """Return the run state for a job state such as `RUNNING` or `CANCELLED by 1000`.
+
+    Unrecognized states map to UNKNOWN, because newer Slurm releases add states.
+    """
+    return _MEANING.get(base_state(words), RunState.UNKNOWN)
+
+
+def combine_states(states: Iterable[RunState]) -> RunState:
+    """Return the combined state of several parts: active while any part is, failed if any part failed."""
+    found = set(states)
+    return next((state for state in _PRECEDENCE if state in found), RunState.UNKNOWN)
+
+
+def count_states(states: Iterable[RunState]) -> dict[str, int]:
+    """Return the number of runs in each state that occurs, active states first."""
+    counts = Counter(states)
+    return {str(state): counts[state] for state in _PRECEDENCE if counts[state]}
+
+
+def describe_counts(counts: dict[str, int]) -> str:
+    """Format the counts, as in `3 RUNNING, 17 PENDING`."""
+    return ", ".join(f"{number} {state}" for state, number in counts.items())
+
+
+def combine_views(views: Sequence[JobStateView]) -> JobStateView:
+    """Return the view of a job from those of its parts (array tasks or heterogeneous components)."""
+    if len(views) == 1:
+        return views[0]
+    states = [view.state for view in views]
+    state = combine_states(states)
+    words = sorted({view.words for view in views if view.words})
+    return JobStateView(
+        state,
+        "; ".join([f"{len(views)} parts: {describe_counts(count_states(states))}", *words]),
+        held=any(view.held for view in views),
+        job_state=next(view.job_state for view in views if view.state is state),
+    )

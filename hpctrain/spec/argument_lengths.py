@@ -1,0 +1,50 @@
+"""Limits on the length of a rank's arguments, beyond which the kernel refuses to start a program."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.rundir import ENV_PREFIX
+
+if TYPE_CHECKING:
+    from hpctrain.spec.job_spec import JobSpec
+
+#: Linux takes 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
+_LONGEST_WORD_BYTES = 128 * 1024 - 1
+#: Bytes that a torchrun agent receives in addition to the arguments.
+_PLAN_BYTES = 4096
+#: Linux gives 2 MiB to all arguments and variables of a process; the job's own variables may take this much.
+_ALL_BYTES = 1024 * 1024
+
+
+def check_argument_lengths(spec: JobSpec) -> None:
+    """Check that ranks can be started with these arguments and variables.
+
+    Raises:
+        SpecError: they are too long.
+    """
+    # The rank receives all arguments as one JSON string; through an agent, that string is nested in another.
+    words = json.dumps([spec.entry, *spec.args])
+    length, limit = len(words), _LONGEST_WORD_BYTES
+    if spec.torchrun is not None:
+        length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
+    if length > limit:
+        raise SpecError(
+            f"The arguments of the script take {length} bytes with its path, written as JSON, and {limit} "
+            "can be handed to a rank. Put them into a file, and give the script its path."
+        )
+    longest = _LONGEST_WORD_BYTES - len(ENV_PREFIX)
+    variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
+    for name, length in variables.items():
+        if length > longest:
+            raise SpecError(
+                f"The variable {name} (--env) takes {length} bytes, and {longest} can be handed "
+                "to a rank. Put the value into a file, and give its path."
+            )
+    if (total := sum(variables.values())) > _ALL_BYTES:
+        raise SpecError(
+            f"The variables (--env) take {total} bytes together, and {_ALL_BYTES} can be handed to a rank. "
+            "Put the values into files, and give their paths."
+        )

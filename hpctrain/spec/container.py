@@ -1,0 +1,125 @@
+"""Containers for the ranks, and the notation of the two container runtimes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpctrain.errors import SpecError
+
+ContainerRuntime = Literal["pyxis", "apptainer"]
+
+#: Program names, newest first.
+APPTAINER_PROGRAMS = ("apptainer", "singularity")
+
+#: Suffixes of image files, and the only runtime that can read each.
+_FILES: dict[str, ContainerRuntime | None] = {
+    ".sif": "apptainer",
+    ".sqsh": None,
+    ".squashfs": None,
+    ".img": None,
+}
+#: Image sources that only apptainer supports.
+_APPTAINER_SOURCES = ("library://", "oras://", "shub://")
+_DOCKER = "docker://"
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+#: System folders of an image, which a folder of the host must not hide.
+_SYSTEM = {
+    "/",
+    *(f"/{name}" for name in ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "sbin", "sys", "usr")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """A container for the ranks. Supervisor and batch script run outside, where Slurm's commands are."""
+
+    image: str
+    """Absolute path of an image file, or an image URL."""
+    runtime: ContainerRuntime
+    mounts: tuple[str, ...] = ()
+    """Bind mounts, as SRC:DST[:ro]."""
+    env: tuple[str, ...] = ()
+    """Variables of the job that override those of the image."""
+    python: str = "python3"
+    """The Python interpreter in the container."""
+
+    def check(self, folders: Mapping[str, str]) -> None:
+        """Check that the container can be started with the run's own folders mounted.
+
+        Args:
+            folders: paths that are always mounted, by description.
+
+        Raises:
+            SpecError: it cannot.
+        """
+        self._check_image()
+        for mount in self.mounts:
+            source, destination, *options = [*mount.split(":"), ""][:3] if ":" in mount else [mount, ""]
+            wrong = mount.count(":") > 2 or not (os.path.isabs(source) and os.path.isabs(destination))
+            if wrong or (options and options[0] not in ("", "ro", "rw")):
+                raise SpecError(f"{mount!r} (--container-mounts) is not of the form SRC:DST or SRC:DST:ro.")
+        for name in self.env:
+            if not _VARIABLE_NAME.fullmatch(name):
+                raise SpecError(f"{name!r} (--container-env) is no name of a variable.")
+        for what, path in folders.items():
+            if path in _SYSTEM:
+                raise SpecError(
+                    f"The {what} is {path}, which would cover the image's own. Submit from another folder."
+                )
+            if match := re.search("[:,]", path):
+                raise SpecError(
+                    f"The {what} {path!r} has a {match[0]!r} and cannot be mounted in a container. Rename it."
+                )
+
+    def _check_image(self) -> None:
+        only = required_runtime(self.image)
+        if only is not None and only != self.runtime:
+            raise SpecError(
+                f"{self.image!r} (--container-image) is an image for {only}, and none for {self.runtime} "
+                f"(--container-runtime). Give another image, or --container-runtime {only}."
+            )
+
+    def check_files(self) -> None:
+        """Check that the image exists if it is a file.
+
+        Raises:
+            SpecError: it does not.
+        """
+        if is_image_file(self.image) and not Path(self.image).exists():
+            raise SpecError(f"There is no image {self.image!r} (--container-image). Check its path.")
+
+    @property
+    def image_name(self) -> str:
+        """The image in the runtime's notation: REGISTRY#IMAGE for enroot, a URL for apptainer."""
+        if is_image_file(self.image):
+            return self.image
+        if self.runtime == "apptainer":
+            return self.image if "://" in self.image else _DOCKER + self.image.replace("#", "/", 1)
+        name = self.image.removeprefix(_DOCKER)
+        registry, slash, rest = name.partition("/")
+        is_registry = (
+            slash and "#" not in name and ("." in registry or ":" in registry or registry == "localhost")
+        )
+        return f"{registry}#{rest}" if is_registry else name
+
+
+def is_image_file(value: str) -> bool:
+    """True if a value of `container_image` is a path, not an image URL."""
+    return "://" not in value and (value.startswith((".", "/", "~")) or value.endswith(tuple(_FILES)))
+
+
+def required_runtime(image: str) -> ContainerRuntime | None:
+    """Return the only runtime that can read the image; None if both may."""
+    if image.startswith(_APPTAINER_SOURCES):
+        return "apptainer"
+    return next((runtime for suffix, runtime in _FILES.items() if image.endswith(suffix)), None)
+
+
+def split_list_values(values: Iterable[str]) -> tuple[str, ...]:
+    """Split comma-separated values into one flat list."""
+    return tuple(part for value in values for part in value.split(",") if part)

@@ -1,0 +1,43 @@
+"""Launchers: the supervisor starts each rank as a task, or one torchrun agent per node."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.errors import SpecError
+
+LauncherName = Literal["srun", "torchrun"]
+RendezvousBackend = Literal["c10d", "etcd", "etcd-v2"]
+
+_ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunConfig:
+    """Rendezvous of the torchrun agents."""
+
+    rdzv_backend: RendezvousBackend = "c10d"
+    rdzv_endpoint: str | None = None
+    """Address and port of an etcd server. With c10d the rendezvous is at the supervisor."""
+
+    def check(self) -> None:
+        """Check that there is exactly one rendezvous endpoint.
+
+        Raises:
+            SpecError: there is none, or two.
+        """
+        if self.rdzv_backend == "c10d":
+            if self.rdzv_endpoint is not None:
+                raise SpecError(
+                    f"{self.rdzv_endpoint} (--rdzv-endpoint) is given, but with c10d (--rdzv-backend) the "
+                    "agents meet at the supervisor of the job. Leave it out, or take --rdzv-backend etcd-v2."
+                )
+        elif self.rdzv_endpoint is None:
+            raise SpecError(
+                f"With {self.rdzv_backend} (--rdzv-backend) the agents meet at an etcd server, which has to "
+                "be named: --rdzv-endpoint HOST:PORT."
+            )
+        elif not _ENDPOINT.fullmatch(self.rdzv_endpoint):
+            raise SpecError(f"{self.rdzv_endpoint!r} (--rdzv-endpoint) is not of the form HOST:PORT.")

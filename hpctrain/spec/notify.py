@@ -1,0 +1,71 @@
+"""Notifications of a run: targets and events."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from hpctrain.errors import SpecError
+from hpctrain.redaction import strip_url_paths
+
+#: Events that can be notified about.
+NOTIFICATION_KINDS = ("finish", "failure", "stall")
+DEFAULT_STALL_S = 900
+
+
+#: Looks like an address, but has another scheme or none.
+_NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+/\S*")
+
+
+@dataclass(frozen=True)
+class NotifyConfig:
+    """Notification settings of a run."""
+
+    targets: tuple[str, ...] = ()
+    """URLs that receive a POST, and shell commands to run."""
+    on: tuple[str, ...] = NOTIFICATION_KINDS
+    stall_s: int = DEFAULT_STALL_S
+    """Seconds without a logged step that count as a stall."""
+
+    def check(self) -> None:
+        """Check the events and targets.
+
+        Raises:
+            SpecError: an event is unknown, or an address is invalid.
+        """
+        for occasion in self.on:
+            if occasion not in NOTIFICATION_KINDS:
+                raise SpecError(
+                    f"{occasion!r} (--notify-on) is no occasion. Take any of {', '.join(NOTIFICATION_KINDS)}."
+                )
+        if self.stall_s < 1:
+            raise SpecError(f"--notify-stall-after is {self.stall_s}, but it takes at least 1.")
+        for target in filter(is_address, self.targets):
+            if fault := _fault(target):
+                raise SpecError(f"{strip_url_paths(target)!r} (--notify) is no address: {fault}.")
+        for target in self.targets:
+            if not is_address(target) and _NO_COMMAND.fullmatch(target):
+                raise SpecError(
+                    f"{target!r} (--notify) is neither an address, which begins with https:// or http://, "
+                    "nor a line of shell. A command of that name is called with ./ before it."
+                )
+
+
+def _fault(address: str) -> str | None:
+    """Return why an address cannot receive a POST; None if it is well formed."""
+    if not address.isascii() or not address.isprintable() or " " in address:
+        return "it holds a character that an address cannot hold. Write that as %XX"
+    try:
+        parts = urlsplit(address)
+        parts.port  # noqa: B018 (raises if it is not a number)
+    except ValueError:
+        return "its host or port cannot be read"
+    if "@" in parts.netloc:
+        return "a user name or password in it is not sent. Take a command, such as `curl`, instead"
+    return None if parts.hostname else "it names no host"
+
+
+def is_address(target: str) -> bool:
+    """True if the target is a URL, not a shell command."""
+    return target.startswith(("http://", "https://"))

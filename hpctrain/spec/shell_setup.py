@@ -1,0 +1,105 @@
+"""Environment setup of the batch script: modules, a Python environment, shell lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+
+#: `conda env list` takes about a second, and longer on a busy file system.
+_CONDA_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShellSetup:
+    """The setup steps of a batch script, in order of execution."""
+
+    modules: tuple[str, ...] = ()
+    """Names for `module load`."""
+    conda: str | None = None
+    """Name or absolute path of a conda environment."""
+    venv: str | None = None
+    """Absolute path of a virtual environment."""
+    setup: tuple[str, ...] = ()
+    """Shell lines, verbatim."""
+
+    def check(self) -> None:
+        """Check that the steps do not contradict each other.
+
+        Raises:
+            SpecError: they do.
+        """
+        if self.conda is not None and self.venv is not None:
+            raise SpecError(
+                f"The ranks run in one environment of Python, but {self.conda!r} (--conda) and "
+                f"{self.venv!r} (--venv) are asked for. Leave one of them out."
+            )
+
+    @property
+    def environment(self) -> Path | None:
+        """Folder of the Python environment; None if there is none or only its name is known."""
+        path = self.venv or (self.conda if self.conda and is_conda_prefix(self.conda) else None)
+        return Path(path) if path else None
+
+    @property
+    def python(self) -> str | None:
+        """Interpreter of the Python environment; None if there is none."""
+        if self.environment is not None:
+            return str(self.environment / "bin" / "python")
+        # The path is only known once the environment is activated.
+        return "python" if self.conda else None
+
+    def check_files(self, environ: Mapping[str, str]) -> None:
+        """Check that the environment exists.
+
+        Raises:
+            SpecError: it does not.
+        """
+        # Modules and shell lines may provide a conda that only the job has.
+        if self.conda and self.environment is None and not (self.modules or self.setup):
+            _check_conda(self.conda, environ)
+        if self.environment is None or (self.environment / "bin" / "python").exists():
+            return
+        option = "--venv" if self.venv else "--conda"
+        raise SpecError(
+            f"{str(self.environment)!r} ({option}) is no environment of Python: it has no bin/python. "
+            "Check its path."
+        )
+
+
+def _check_conda(name: str, environ: Mapping[str, str]) -> None:
+    """Check that the batch script would find conda, and that conda has the environment.
+
+    Raises:
+        SpecError: one of them is missing.
+    """
+    conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
+    if conda is None:
+        raise SpecError(
+            f"There is no conda for environment {name!r} (--conda): it is not on the PATH, and CONDA_EXE "
+            "names none. Load its module (--module), or give the path of the environment."
+        )
+    try:
+        listed = subprocess.run(
+            [conda, "env", "list", "--json"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_CONDA_LIMIT_S,
+            check=True,
+        )
+        known = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return  # conda may still work on the nodes.
+    if name not in known:
+        raise SpecError(f"{conda} has no environment {name!r} (--conda). It has {', '.join(sorted(known))}.")
+
+
+def is_conda_prefix(value: str) -> bool:
+    """True if a value of `conda` is a path, not the name of an environment."""
+    return "/" in value or value.startswith("~")

@@ -1,0 +1,215 @@
+"""Checks of a specification."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.slurm.job_array import JobArray
+from hpctrain.spec.argument_lengths import check_argument_lengths
+from hpctrain.spec.directive_conflicts import check_directive_conflicts
+from hpctrain.spec.restart_policy import RestartPolicy
+
+if TYPE_CHECKING:
+    from hpctrain.spec.job_spec import JobSpec
+
+#: Slurm stores the lead time of `--signal` in 16 bits.
+_LONGEST_SIGNAL_LEAD_S = 65535
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Variables that identify a rank; they are set when the ranks start.
+_OF_RANKS = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+_GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
+#: Characters that a line of a batch script cannot contain.
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def check_spec(spec: JobSpec) -> None:
+    """Check that a job of this specification can run, and that every word is passed on unchanged.
+
+    Raises:
+        SpecError: a value is out of range, contradicts another, or cannot be passed on unchanged.
+    """
+    _check_array(spec)
+    _check_folder(spec)
+    _check_shape(spec)
+    _check_time(spec)
+    check_directive_conflicts(spec.directives, nodes=spec.most_granted, gpus_per_node=spec.gpus_per_node)
+    spec.shell.check()
+    if spec.torchrun is not None:
+        spec.torchrun.check()
+    if spec.container is not None:
+        spec.container.check(spec.folders)
+    spec.notify.check()
+    _check_words(spec)
+    check_argument_lengths(spec)
+
+
+def _check_array(spec: JobSpec) -> None:
+    if spec.array is not None:
+        JobArray.parse(spec.array)
+
+
+def _check_folder(spec: JobSpec) -> None:
+    if spec.backend == "slurm" and "\\" in spec.run_dir:
+        # Slurm 22.05 reads a backslash as a switch that disables %-symbols; 26.05 drops all backslashes,
+        # doubled ones too.
+        raise SpecError(
+            f"The run folder {spec.run_dir!r} (--run-dir, --runs-dir or --name) has a backslash in its path, "
+            "which Slurm does not keep in the path of a job's log (sbatch --output). Choose another folder."
+        )
+
+
+def _check_shape(spec: JobSpec) -> None:
+    if spec.nodes < 1:
+        raise SpecError(f"A run needs at least 1 node, but nodes is {spec.nodes} (--nodes).")
+    if not 1 <= spec.min_nodes <= spec.nodes:
+        raise SpecError(
+            f"The least number of nodes is {spec.min_nodes}, and the most {spec.nodes} (--nodes), but it "
+            "takes 1 ≤ MIN ≤ MAX, such as 2:4."
+        )
+    if spec.spare_nodes < 0:
+        raise SpecError(
+            f"The number of spare nodes cannot be negative, but it is {spec.spare_nodes} (--spare-nodes)."
+        )
+    if spec.scale_up_after_s < 0:
+        raise SpecError(f"--scale-up-after is {spec.scale_up_after_s} s, but it takes 0 or more.")
+    if spec.gpus_per_node < 0:
+        raise SpecError(
+            f"The number of GPUs cannot be negative, but gpus_per_node is {spec.gpus_per_node} "
+            "(--gpus-per-node). Give 0 for a run on CPUs."
+        )
+    if spec.gpu_type is not None:
+        if not _GPU_TYPE.fullmatch(spec.gpu_type):
+            raise SpecError(
+                f"{spec.gpu_type!r} is no type of GPU (--gpus-per-node): take letters, digits, and _ . - "
+                "inside, such as h100:8."
+            )
+        if spec.gpus_per_node == 0:
+            raise SpecError(
+                f"GPUs of type {spec.gpu_type} are asked for, but their number is 0 (--gpus-per-node). "
+                "Give a number, or 0 alone for a run on CPUs."
+            )
+    if spec.ntasks_per_node < 1:
+        raise SpecError(
+            f"ntasks_per_node is {spec.ntasks_per_node} (--ntasks-per-node), but a node needs at least 1."
+        )
+    if spec.gpus_per_node and spec.ntasks_per_node != spec.gpus_per_node:
+        raise SpecError(
+            f"A rank has one GPU, but there are {spec.ntasks_per_node} ranks (--ntasks-per-node) and "
+            f"{spec.gpus_per_node} GPUs (--gpus-per-node) on a node. Leave out --ntasks-per-node, "
+            f"or give both the same number."
+        )
+    if spec.cpus_per_task is not None and spec.cpus_per_task < 1:
+        raise SpecError(
+            f"A rank needs at least 1 CPU, but cpus_per_task is {spec.cpus_per_task} (--cpus-per-task)."
+        )
+    if spec.max_failures < 1:
+        raise SpecError(
+            f"max_failures is {spec.max_failures} (--max-failures), but it takes at least 1, "
+            "which ends the run at its first crash."
+        )
+    RestartPolicy.of(spec.restart_policy, spec.max_failures)
+
+
+def _check_time(spec: JobSpec) -> None:
+    if not 1 <= spec.stop_before_limit_s <= _LONGEST_SIGNAL_LEAD_S:
+        raise SpecError(
+            f"The stop signal is {spec.stop_before_limit_s} s before the time limit (--stop-before-limit), "
+            f"but Slurm takes 1 to {_LONGEST_SIGNAL_LEAD_S} s."
+        )
+    if spec.time_limit_s is not None and spec.time_limit_s <= spec.stop_before_limit_s:
+        raise SpecError(
+            f"The time limit of {spec.time_limit_s:g} s (--time) is not longer than the "
+            f"{spec.stop_before_limit_s} s "
+            "before its end at which the ranks are told to save (--stop-before-limit), so nothing would be "
+            "trained. Give a longer --time or a shorter --stop-before-limit."
+        )
+
+
+def _check_words(spec: JobSpec) -> None:
+    for what, path in (
+        ("script", spec.script),
+        ("run folder", spec.run_dir),
+        ("working folder", spec.workdir),
+    ):
+        if not Path(path).is_absolute():
+            raise SpecError(f"The path of the {what} has to be absolute, but it is {path!r}.")
+    for name in spec.env:
+        if not _VARIABLE_NAME.fullmatch(name):
+            raise SpecError(
+                f"{name!r} (--env) is no name of a variable: take letters, digits and _, and no digit first."
+            )
+        if name in _OF_RANKS:
+            raise SpecError(
+                f"The variable {name} is set for each rank by hpctrain, so --env {name}={spec.env[name]} "
+                "would change nothing. Leave it out."
+            )
+    for what, word in (("job name", spec.name), ("run id", spec.run_id)):
+        if not word:
+            raise SpecError(f"The {what} is empty. Give it at least one character.")
+    plain, in_script = _plain_words(spec), _words_of_script(spec)
+    for what, word in in_script:
+        if match := CONTROL_CHARACTER.search(word):
+            raise SpecError(
+                f"The {what} {word!r} has the control character {match[0]!r}, which cannot stand in a "
+                "line of a batch script. Leave it out."
+            )
+    for what, word in plain:
+        if "\x00" in word:
+            raise SpecError(
+                f"The {what} {word!r} has a NUL character, which no process can be given. Leave it out."
+            )
+    for what, word in (*plain, *in_script):
+        if not _is_utf8(word):
+            raise SpecError(
+                f"The {what} {word!r} is not valid UTF-8, so it cannot be written down. Rename it."
+            )
+
+
+def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the words that go into one line of the batch script, with descriptions."""
+    return [
+        ("job name", spec.name),
+        ("run folder", spec.run_dir),
+        ("run id", spec.run_id),
+        ("path of the interpreter", spec.python),
+        *((f"value of --{key}", value) for key, value in spec.directives.items()),
+        *(("option", key) for key in spec.directives),
+        *([("template", spec.template)] if spec.template is not None else []),
+        *(("module", module) for module in spec.shell.modules),
+        *(
+            (f"value of --{name}", value)
+            for name in ("conda", "venv")
+            if (value := getattr(spec.shell, name))
+        ),
+    ]
+
+
+def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the words that reach a process without a shell, with descriptions."""
+    return [
+        ("path of the script", spec.script),
+        ("working folder", spec.workdir),
+        *(("argument", arg) for arg in spec.args),
+        *(("line of --setup", line) for line in spec.shell.setup),
+        *([("image", spec.container.image)] if spec.container else []),
+        *(("target of --notify", target) for target in spec.notify.targets),
+        *(("mount", mount) for mount in (spec.container.mounts if spec.container else ())),
+        *((f"value of the variable {name}", value) for name, value in spec.env.items()),
+    ]
+
+
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

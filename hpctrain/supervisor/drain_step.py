@@ -1,0 +1,75 @@
+"""Cleanup of the local tier after a crash: copies checkpoints to the run folder and removes the rest.
+
+Ranks that exit in order do this themselves; killed ranks leave checkpoints in node memory. The next start may
+use other nodes, and memory that is never freed is lost to all jobs on the node.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Container
+from pathlib import Path
+
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
+from hpctrain.supervisor.launch.job_step import Launcher
+from hpctrain.supervisor.launch.worker_command import module_command
+
+log = logging.getLogger(__name__)
+
+#: Time limit in seconds. At most one save interval of training is at stake.
+_LIMIT_S = 120.0
+
+
+def drain_local_tier(
+    run: RunDir,
+    spec: JobSpec,
+    launcher: Launcher,
+    attempt: int,
+    lost: Container[str],
+    limit_s: float = _LIMIT_S,
+) -> None:
+    """Have the nodes copy checkpoints that only they hold to the run folder, and remove their local tier.
+
+    Does nothing if the run has no local tier. Failures are only logged: the run continues from the run
+    folder.
+
+    Args:
+        run: the run.
+        spec: its job.
+        launcher: starts processes on the nodes.
+        attempt: the attempt that has ended.
+        lost: nodes on which no process can start.
+        limit_s: time limit in seconds.
+    """
+    base, all_hosts = local_tier_folder(run), launcher.hosts
+    hosts = [host for host in all_hosts if host not in lost]
+    if base is None or not hosts:
+        return
+    begun = time.monotonic()
+    command = [*module_command(spec, "drain_local_tier"), str(base), f"{limit_s / 2:g}"]
+    launcher.hosts = hosts
+    try:
+        end = run_auxiliary_step(
+            run, launcher, command, attempt, limit_s=limit_s, what=f"what lies in {base} on the nodes"
+        )
+    except OSError as error:
+        log.warning("what lies in %s on the nodes stays there: %s", base, error)
+        return
+    finally:
+        launcher.hosts = all_hosts
+    if end is not None and end.returncode == 0:
+        log.info("%s is cleared on all nodes, in %.1f s", base, time.monotonic() - begun)
+    elif end is not None:
+        log.warning("what lies in %s on the nodes may stay there: %s", base, end.words or "see the log")
+
+
+def local_tier_folder(run: RunDir) -> Path | None:
+    """Return the local tier's folder on each node; None if the run has none."""
+    base = None
+    for event in run.read_events():
+        if event.get("kind") == "checkpoint" and event.get("tier") == "local":
+            base = Path(str(event.get("path"))).parent.parent
+    return base

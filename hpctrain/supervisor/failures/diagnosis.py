@@ -1,0 +1,249 @@
+"""Diagnosis of an attempt: its kind and cause, from exit codes, failure files and nodes."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hpctrain.crash_output import words_of_unfinished
+from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir, is_event, is_metrics
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import EndKind
+from hpctrain.supervisor.failures.classify import classify, is_deterministic
+from hpctrain.supervisor.failures.failure_files import RankFailure, collect_failures, root_cause
+from hpctrain.supervisor.failures.gpu_faults import gpu_faults
+from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl
+from hpctrain.supervisor.launch.job_step import TaskResult
+from hpctrain.supervisor.policy.decide import AttemptEnd
+from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
+from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers.attempt_runner import AttemptResult
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Result of an attempt."""
+
+    end: AttemptEnd
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Lost nodes, with the reason."""
+
+
+@dataclass(frozen=True)
+class FailureAnalyzer:
+    """Diagnoses attempts, and records the results in the run's record."""
+
+    run: RunDir
+    spec: JobSpec
+    scheduler: JobControl
+
+    def look(self, ended: AttemptResult, hosts: list[str]) -> Diagnosis:
+        """Diagnose an attempt on `hosts`."""
+        left_early = self._left_early(ended, len(hosts) * self.spec.ntasks_per_node)
+        match ended.outcome:
+            case AttemptOutcome.DONE if not left_early:
+                return Diagnosis(AttemptEnd(EndKind.DONE))
+            case AttemptOutcome.DONE if self._agreed_to_stop(ended.attempt):
+                return Diagnosis(AttemptEnd(self.kind_of_stop(ended.attempt)))
+            case AttemptOutcome.DONE:
+                return self._failed(ended, hosts, left_early)
+            case AttemptOutcome.STOPPED:
+                return Diagnosis(AttemptEnd(self.kind_of_stop(ended.attempt)))
+            case AttemptOutcome.OUT_OF_TIME:
+                return Diagnosis(AttemptEnd(EndKind.OUT_OF_TIME))
+            case AttemptOutcome.NOT_STARTED:
+                return Diagnosis(self._refused(ended), self._find_lost(hosts))
+            case AttemptOutcome.FAILED:
+                return self._failed(ended, hosts, left_early)
+
+    def supervisor_killed(self, attempt: int) -> AttemptEnd:
+        """Record that the supervisor itself was killed, together with the ranks."""
+        cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
+        return self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=log_path)
+
+    def stop_on_record(self, attempt: int) -> EndKind | None:
+        """Return the kind of stop recorded by the attempt's requeue event; None without one."""
+        for event in read_last_records(self.run.events, is_event):
+            if event.get("attempt") != attempt or event.get("kind") == "started":
+                break
+            if event.get("kind") == "requeue" and event.get("class") in set(EndKind):
+                kind = EndKind(event["class"])
+                return kind if kind.is_stop else None
+        return None
+
+    def nodes_at_fault(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
+        """Record that nodes failed the check before a start."""
+        end = AttemptEnd(EndKind.NODE_CHECK)
+        for host, why in bad.items():
+            rank = hosts.index(host) * self.spec.ntasks_per_node
+            cause, log_path = f"node check: {host}: {why}", str(self.run.check(attempt, rank))
+            end = self._record(attempt, EndKind.NODE_CHECK, cause, rank=rank, host=host, log=log_path)
+        return AttemptEnd(end.kind, f"node check: {describe_nodes(bad)}")
+
+    def kind_of_stop(self, attempt: int) -> EndKind:
+        """Return which request made the ranks exit; without `Trainer`, ranks report no signal."""
+        if self.run.is_asked_to_requeue(attempt):
+            return EndKind.REQUESTED
+        for event in read_last_records(self.run.events, is_event):
+            if event.get("kind") == "signal" and event.get("attempt") == attempt:
+                return EndKind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else EndKind.PREEMPTED
+            if event.get("kind") == "started":
+                break
+        try:
+            left = self.scheduler.seconds_left()
+        except SchedulerError:
+            left = None
+        near = left is not None and left <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
+        return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
+
+    def _left_early(self, ended: AttemptResult, world_size: int) -> dict[int, str]:
+        """Return ranks that exited with code 0 during training, with a description of each.
+
+        Removes their files.
+        """
+        per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
+        done = {task.rank for task in ended.watch.exits if task.ending is TaskResult.DONE}
+        trained = self._newest_step(ended.attempt)
+        found = {}
+        for path in self.run.unfinished_files(ended.attempt):
+            rank = int(path.name.split("-")[3])
+            if rank < world_size and (ended.outcome is AttemptOutcome.DONE or rank // per_task in done):
+                try:
+                    record = read_json(path)
+                except (OSError, ValueError):  # It was written to a full disk.
+                    record = {}
+                what = record.get("what", "the training")
+                found[rank] = words_of_unfinished(what, trained, record.get("last_step"))
+            with suppress(OSError):
+                path.unlink()
+        return found
+
+    def _newest_step(self, attempt: int) -> int | None:
+        """Return the last step that the attempt logged."""
+        record = next(read_last_records(self.run.metrics, is_metrics), {})
+        return record.get("step") if record.get("attempt") == attempt else None
+
+    def _agreed_to_stop(self, attempt: int) -> bool:
+        """True if the ranks of the attempt agreed to stop."""
+        for event in read_last_records(self.run.events, is_event):
+            if event.get("attempt") == attempt and event.get("kind") in ("signal", "started"):
+                return bool(event["kind"] == "signal")
+        return False
+
+    def _failed(self, ended: AttemptResult, hosts: list[str], left_early: Mapping[int, str]) -> Diagnosis:
+        """Diagnose failed ranks; those that only lost peers with a stop request count as stopped."""
+        attempt, exits = ended.attempt, ended.watch.exits
+        lost = self._find_lost(hosts)
+        if (hung := ended.watch.hung) is not None and not lost:
+            log_path = str(self.run.rank_log(attempt, hung.rank))
+            end = self._record(
+                attempt, EndKind.HANG, hung.cause, rank=hung.rank, host=hung.host, log=log_path
+            )
+            return Diagnosis(end)
+        failures = collect_failures(self.run, self.spec, attempt, exits, hosts, ended.said, left_early)
+        if lost:
+            # The loss of the node explains whatever the ranks report.
+            return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
+        if not failures:
+            cause = "the step ended badly, and no rank said why"
+            return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
+        first = root_cause(failures)
+        told_to_leave = any(task.ending is TaskResult.CONTINUE for task in exits)
+        if told_to_leave and first.is_peer_lost:
+            return Diagnosis(AttemptEnd(self.kind_of_stop(ended.attempt)))
+        kind = EndKind.GPU if gpu_faults(self.run, first.host, ended.begun) else classify(first)
+        # A rank whose peers have stopped may fail with an error of its own.
+        if kind is EndKind.PYTHON and not told_to_leave and self._is_users_error(ended, first):
+            kind = EndKind.USER_ERROR
+        cause = str(first)
+        if kind is EndKind.DISK_FULL:
+            cause = f"{cause}: hpctrain resume {shlex.quote(self.spec.run_dir)}"
+        return Diagnosis(
+            self._record(
+                attempt,
+                kind,
+                cause,
+                rank=first.rank,
+                host=first.host,
+                log=first.log,
+                failed_ranks=len(failures),
+            )
+        )
+
+    def _is_users_error(self, ended: AttemptResult, first: RankFailure) -> bool:
+        """True if the next start would end the same way, with no checkpoint to continue from.
+
+        A function marks the failure as final itself. A script counts if it raises soon after its start, in
+        its first step.
+        """
+        if first.final or self.run.function.exists():
+            return first.final
+        if not is_deterministic(first) or time.time() - ended.begun > SHORT_ATTEMPT_S:
+            return False
+        saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
+        newest = next(read_last_records(self.run.metrics, is_metrics), {})
+        return not saved and int(newest.get("step", 0)) <= 1
+
+    def _find_lost(self, hosts: list[str]) -> dict[str, str]:
+        """Return lost nodes with the reason; empty if this cannot be determined."""
+        if len(hosts) == 1:
+            return {}
+        try:
+            return self.scheduler.lost_nodes(hosts)
+        except SchedulerError as error:
+            log.warning("Whether a node was lost cannot be told: %s", error)
+            return {}
+
+    def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> AttemptEnd:
+        """Record the loss of nodes as a failure of the first lost node's first rank."""
+        host = next(iter(lost))
+        rank = hosts.index(host) * self.spec.ntasks_per_node
+        cause = f"node lost: {describe_nodes(lost)}"
+        log_path = str(self.run.rank_log(attempt, rank))
+        return self._record(
+            attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, log=log_path, failed_ranks=count
+        )
+
+    def _refused(self, ended: AttemptResult) -> AttemptEnd:
+        end = ended.watch.end
+        assert end is not None
+        cause = f"the step did not start: srun exited with {end.returncode}: {end.words}"
+        return self._record(
+            ended.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
+        )
+
+    def _record(
+        self,
+        attempt: int,
+        kind: EndKind,
+        cause: str,
+        *,
+        rank: int,
+        host: str | None,
+        log: str | None,
+        **more: int,
+    ) -> AttemptEnd:
+        self.run.log_event(
+            "failure", attempt, rank=rank, host=host, cause=cause, log=log, **more, **{"class": kind}
+        )
+        _say(attempt, kind, cause, log)
+        return AttemptEnd(kind, cause)
+
+
+def _say(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
+    log.error("attempt %d failed (%s): %s (log: %s)", attempt, kind, cause, path)
+
+
+def describe_nodes(reasons: Mapping[str, str]) -> str:
+    """Join nodes and their problems into one text."""
+    return "; ".join(f"{host}: {why}" for host, why in reasons.items())

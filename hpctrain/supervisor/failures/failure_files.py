@@ -1,0 +1,151 @@
+"""Failure files of an attempt: those of the ranks, those written on their behalf, and the root cause."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, CrashOutput, find_crash_output
+from hpctrain.files import read_json
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
+from hpctrain.tracebacks import PEER_LOST
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's failure."""
+
+    rank: int
+    host: str
+    kind: str
+    """`exception`, `signal`, `exit` or `unfinished`."""
+    error: str
+    """Class of the exception, name of the signal, the exit code, or the unfinished training's location."""
+    message: str
+    log: str
+    order: int | None
+    """Position among the attempt's failures, counted by the store."""
+    time: float
+    final: bool = False
+    """True if the rank reports that another start would end the same way."""
+    classes: tuple[str, ...] = ()
+    """Class names of an exception, its own first."""
+    out_of_memory: bool = False
+    """True if the kernel killed it because it used more memory than the job has."""
+
+    @property
+    def is_peer_lost(self) -> bool:
+        """True if this rank only noticed that another one was gone."""
+        return self.kind == "exception" and bool(PEER_LOST.search(self.message))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.error}: {self.message}".rstrip(": ")
+
+
+def collect_failures(
+    run: RunDir,
+    spec: JobSpec,
+    attempt: int,
+    exits: Iterable[TaskExit],
+    hosts: list[str],
+    since: int = 0,
+    left_early: Mapping[int, str] | None = None,
+) -> list[RankFailure]:
+    """Return the failures of `attempt`, and write the failure files that ranks could not write.
+
+    Args:
+        run: the run.
+        spec: its job specification.
+        attempt: number of the attempt.
+        exits: processes that ended by themselves.
+        hosts: the nodes in rank order.
+        since: size of the job's own log, in bytes, when the attempt began.
+        left_early: ranks that exited with code 0 during training, and the location of that training.
+    """
+    failures = {failure.rank: failure for failure in _read(run, attempt)}
+    for rank, where in (left_early or {}).items():
+        if rank not in failures:
+            host, log = hosts[rank // spec.ntasks_per_node], run.rank_log(attempt, rank)
+            failure = RankFailure(
+                rank, host, UNFINISHED, where, UNFINISHED_ADVICE, str(log), None, time.time()
+            )
+            failures[rank] = _write(run, attempt, failure)
+    if spec.torchrun is not None and failures:
+        # An agent fails because its ranks do.
+        return list(failures.values())
+    ranks_of_each = spec.ntasks_per_node // spec.processes_per_node
+    for task in exits:
+        rank = task.rank * ranks_of_each
+        if task.ending is TaskResult.FAILED and rank not in failures:
+            host = hosts[task.rank // spec.processes_per_node]
+            log = run.rank_log(attempt, rank) if spec.torchrun is None else run.agent_log(attempt, task.rank)
+            words = find_crash_output(log, run.slurm_log, since, task.signal)
+            failures[rank] = _write(run, attempt, _of_task(rank, host, task, words), words.traceback)
+    return list(failures.values())
+
+
+def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
+    """Return the failure that caused the others.
+
+    An external signal comes first: no error of a peer causes it. An abort counts after exceptions, because it
+    may be a library's reaction to a lost peer. A lost connection is the cause only if there is no other. Ties
+    are broken by the store's count, then by time.
+    """
+
+    def precedence(failure: RankFailure) -> tuple[int, float, float]:
+        if failure.is_peer_lost:
+            tier = 3
+        elif failure.kind == "signal":
+            tier = 2 if failure.error == signal.SIGABRT.name else 0
+        else:
+            tier = 1
+        order = float("inf") if failure.order is None else failure.order
+        return tier, order, failure.time
+
+    return min(failures, key=precedence)
+
+
+def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
+    for path in run.failure_files(attempt):
+        try:
+            record = read_json(path)
+            yield RankFailure(
+                rank=record["rank"],
+                host=record.get("node") or record["host"],
+                kind=record["kind"],
+                error=record["error"],
+                message=record["message"],
+                log=record["log"],
+                order=record["order"],
+                time=record["time"],
+                final=record.get("final", False),
+                classes=tuple(record.get("classes", ())),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s cannot be read: %s", path, error)
+
+
+def _of_task(rank: int, host: str, task: TaskExit, words: CrashOutput) -> RankFailure:
+    """Describe a rank, or the first rank of an agent, that ended without a failure file."""
+    message = words.message
+    if task.out_of_memory:
+        message = "out of memory: it took more than the job has on this node (--mem)"
+    kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
+    return RankFailure(
+        rank, host, kind, error, message, str(words.log), None, time.time(), out_of_memory=task.out_of_memory
+    )
+
+
+def _write(run: RunDir, attempt: int, failure: RankFailure, traceback: str = "") -> RankFailure:
+    """Write the failure file of a rank that could not write it."""
+    record = {**failure.__dict__, "node": failure.host, "traceback": traceback}
+    run.write(run.failure(attempt, failure.rank), json.dumps(record, indent=1) + "\n")
+    return failure

@@ -1,0 +1,1 @@
+"""The job under the supervisor: time left, nodes, requeue; on Slurm or on this machine."""

@@ -1,0 +1,64 @@
+"""Auxiliary step outside of the training: one process per rank on the same nodes, which ends by itself."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Mapping
+
+from hpctrain.authentication import new_secret
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.supervisor.launch.job_step import Launcher, StepEnded, StepEvent
+from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
+
+log = logging.getLogger(__name__)
+
+
+def run_auxiliary_step(
+    run: RunDir,
+    launcher: Launcher,
+    command: list[str],
+    attempt: int,
+    *,
+    limit_s: float,
+    what: str,
+    variables: Mapping[str, str] | None = None,
+) -> StepEnded | None:
+    """Run a step with its own rendezvous store, and wait for its end.
+
+    Args:
+        run: the run whose folder each process receives.
+        launcher: starts the step.
+        command: command of each process.
+        attempt: its attempt number.
+        limit_s: time limit in seconds, after which the step is ended.
+        what: its purpose, for the log.
+        variables: further variables of each process.
+
+    Returns:
+        How it ended; None if it had to be ended.
+    """
+    deadline = time.monotonic() + limit_s
+    events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()
+    with RendezvousStore(launcher.address) as rendezvous:
+        told = {
+            **rendezvous.variables,
+            **new_secret(),
+            RUN_DIR_VARIABLE: str(run.path),
+            ATTEMPT_VARIABLE: str(attempt),
+            **(variables or {}),
+        }
+        step = launcher.start(command, told, events.put)
+        try:
+            rendezvous.serve()
+            while True:
+                try:
+                    event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    log.warning("done waiting for %s after %.0f s", what, limit_s)
+                    return None
+                if isinstance(event, StepEnded):
+                    return event
+        finally:
+            step.close()

@@ -1,0 +1,108 @@
+"""Ranks inside a container: options of srun (Pyxis) and the command line of apptainer.
+
+The run folder, the working folder, the code and the package hpctrain itself are mounted, so an image needs
+only Python and PyTorch. A rank's environment variables override those of the image.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import SpecError
+from hpctrain.rundir import LIFELINE_VARIABLE
+from hpctrain.spec.container import APPTAINER_PROGRAMS, Container
+from hpctrain.spec.job_spec import JobSpec
+
+#: Folder of the package inside; only the package is mounted, because next to it the host has its own PyTorch.
+_PACKAGES = "/opt/hpctrain"
+_BOOT = (
+    f"import runpy, sys; sys.path.insert(0, {_PACKAGES!r}); "
+    "runpy.run_module('hpctrain.runtime.{name}', run_name='__main__', alter_sys=True)"
+)
+
+#: Identity and devices of a rank; Slurm sets these variables for each task.
+_OF_A_TASK = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURMD_NODENAME"),
+    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    LIFELINE_VARIABLE,
+)
+
+
+def containerized_module_command(container: Container, name: str) -> list[str]:
+    """Return the command that starts a module of `hpctrain.runtime` inside the container."""
+    return [container.python, "-P", "-c", _BOOT.format(name=name)]
+
+
+@dataclass(frozen=True)
+class ContainerCommand:
+    """A command as it is started in a container."""
+
+    command: list[str]
+    srun_options: tuple[str, ...] = ()
+
+
+def containerize(
+    spec: JobSpec, command: list[str], names: Iterable[str], path: str | None
+) -> ContainerCommand:
+    """Wrap a task's command in the job's container; without a container it is unchanged.
+
+    Args:
+        spec: the job.
+        command: command to run inside.
+        names: variables of the task, which override those of the image.
+        path: search path for the apptainer program.
+
+    Raises:
+        SpecError: that program is missing.
+    """
+    container = spec.container
+    if container is None:
+        return ContainerCommand(command)
+    winning = list(dict.fromkeys([*_OF_A_TASK, *names, *container.env]))
+    if container.runtime == "pyxis":
+        options = (
+            f"--container-image={container.image_name}",
+            f"--container-mounts={','.join(_mounts(spec))}",
+            f"--container-workdir={spec.workdir}",
+            f"--container-env={','.join(winning)}",
+        )
+        return ContainerCommand(command, options)
+    program = next((found for name in APPTAINER_PROGRAMS if (found := shutil.which(name, path=path))), None)
+    if program is None:
+        raise SpecError(
+            f"Neither {' nor '.join(APPTAINER_PROGRAMS)} is on the PATH of the job ({path}), so "
+            f"{container.image!r} "
+            "(--container-image) cannot be started. Have a module bring it (--module)."
+        )
+    words = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
+    for mount in _mounts(spec):
+        words += ["--bind", mount]
+    words += ["--pwd", spec.workdir, container.image_name, *command]
+    return ContainerCommand(["/bin/sh", "-c", _export(winning, Path(program).name), "sh", *words])
+
+
+def _export(names: Collection[str], program: str) -> str:
+    """Return a shell line that exports each set variable under apptainer's name too, then runs its arguments.
+
+    Slurm sets some of the values only in the task. No command line ever contains a value: `export` is no
+    process.
+    """
+    prefix = f"{program.upper()}ENV_"
+    exports = [f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"' for name in names]
+    return "; ".join([*exports, 'exec "$@"'])
+
+
+def _mounts(spec: JobSpec) -> list[str]:
+    """Return the mounts by destination; those of the user replace the default ones."""
+    assert spec.container is not None
+    package = Path(__file__).resolve().parents[2]
+    folders = sorted(set(spec.folders.values()))
+    inside_another = {path for path in folders for other in folders if path.startswith(f"{other}/")}
+    mounts = {path: f"{path}:{path}" for path in folders if path not in inside_another}
+    mounts[f"{_PACKAGES}/hpctrain"] = f"{package}:{_PACKAGES}/hpctrain:ro"
+    mounts |= {mount.split(":")[1]: mount for mount in spec.container.mounts}
+    return list(mounts.values())

@@ -1,0 +1,147 @@
+"""A job step as the supervisor sees it: tasks that start together, and how each of them ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from hpctrain.errors import EXIT_CONTINUE
+
+#: Stop signals. A task that one of them kills before it could exit by itself counts as stopped.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class TaskResult(Enum):
+    """Result of a task."""
+
+    DONE = "done"
+    CONTINUE = "continue"
+    """Its state is saved, or there was none yet: continue it later."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class TaskExit:
+    """End of a task by itself, not by the supervisor."""
+
+    rank: int
+    code: int | None
+    """Exit code, or None if a signal ended it."""
+    signal: signal.Signals | None = None
+    out_of_memory: bool = False
+    """True if the kernel killed it because the job used more memory than it has."""
+
+    @property
+    def ending(self) -> TaskResult:
+        if self.code == 0:
+            return TaskResult.DONE
+        if self.code == EXIT_CONTINUE or self.signal in _STOP_SIGNALS:
+            return TaskResult.CONTINUE
+        return TaskResult.FAILED
+
+    @classmethod
+    def from_returncode(cls, rank: int, returncode: int) -> TaskExit:
+        """Convert a return code of `subprocess`: a negative code is a signal."""
+        if returncode < 0:
+            return cls(rank, None, signal.Signals(-returncode))
+        return cls(rank, returncode)
+
+    def __str__(self) -> str:
+        return f"was ended by {self.signal.name}" if self.signal else f"exited with code {self.code}"
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """End of the whole step: no task of it is left."""
+
+    returncode: int
+    words: str = ""
+    """Last output of the launcher, if the launcher itself failed."""
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """A signal to the supervisor itself."""
+
+    signal: signal.Signals
+
+
+@dataclass(frozen=True)
+class HangDetected:
+    """A hang: no rank makes progress, and the step must be ended."""
+
+    cause: str
+    rank: int
+    """The rank that the others wait for; the first one if unknown."""
+    host: str
+    absent: tuple[int, ...]
+    """All ranks that the others wait for; empty if unknown."""
+
+
+@dataclass(frozen=True)
+class StragglerDetected:
+    """A rank that takes longer than the others and makes them wait."""
+
+    host: str
+    rank: int
+    ratio: float
+    """Ratio of its time to that of most ranks."""
+    part: str
+    """Part with the greatest loss: `data` or `compute`."""
+    lasting: bool
+    """True if it has been slow for a while."""
+
+
+@dataclass(frozen=True)
+class LauncherStuck:
+    """All tasks of the step are gone, but its launcher was not notified and would wait forever."""
+
+
+StepEvent = TaskExit | StepEnded | SignalReceived | HangDetected | StragglerDetected | LauncherStuck
+EmitEvent = Callable[[StepEvent], None]
+
+
+class JobStep(Protocol):
+    """A running step. Its events go to the `emit` passed to the launcher."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every task."""
+
+    def is_over(self) -> bool:
+        """True if the scheduler no longer lists the step, even if `StepEnded` has not come.
+
+        Raises:
+            SchedulerError: it does not answer.
+        """
+
+    def kill(self) -> None:
+        """Kill every task at once; `StepEnded` follows."""
+
+    def close(self) -> None:
+        """Ensure that no process is left. Waits, for a bounded time."""
+
+
+class Launcher(Protocol):
+    """Starts the tasks of an attempt, one per rank."""
+
+    hosts: list[str]
+    """The nodes in rank order, on which the next step runs; lost nodes are removed."""
+    spares: list[str]
+    """Nodes of the allocation that wait to replace another."""
+    address: str
+    """Address at which the tasks reach the supervisor's host."""
+
+    def start(
+        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
+    ) -> JobStep:
+        """Start one task per rank, each running `command` with `variables` added to the environment.
+
+        Args:
+            command: command of each task.
+            variables: its variables, including the attempt number.
+            emit: takes the events of the step.
+            beside: True if it shares the nodes with the running step.
+        """

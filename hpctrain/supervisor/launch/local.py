@@ -1,0 +1,191 @@
+"""Simulated nodes: a step's tasks as local processes, with the variables that srun would set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+
+from hpctrain.cluster import compress_hostlist
+from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.rundir import LIFELINE_VARIABLE
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.launch.container_command import containerize
+from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
+from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
+from hpctrain.telemetry.sampling.nvml import count_gpus
+
+#: Time in seconds for killed processes to disappear, which is immediate unless the kernel holds them.
+_REAP_LIMIT_S = 30.0
+
+
+class LocalLauncher:
+    """Starts the ranks of simulated nodes on this machine."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        self.hosts = [f"local-{i}" for i in range(spec.nodes)]
+        self.spares: list[str] = []  # Simulated nodes cannot be lost.
+        self._spec = spec
+        self._environ = environ
+        self._gpus = visible_gpus(environ)
+        self._num_steps = 0
+
+    def start(
+        self,
+        command: list[str],
+        variables: Mapping[str, str],
+        emit: EmitEvent,
+        *,
+        beside: bool = False,  # noqa: ARG002 (processes share a machine anyway)
+    ) -> LocalStep:
+        """Start one process per rank. See `Launcher.start`."""
+        spec = self._spec
+        num_nodes = len(self.hosts)
+        count, num_ranks = num_nodes * spec.processes_per_node, num_nodes * spec.ntasks_per_node
+        defaults = {
+            "OMP_NUM_THREADS": str(spec.cpus_per_task or max(1, (os.cpu_count() or 1) // num_ranks)),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+        job = {
+            **apply_env_defaults({**self._environ, **spec.env}, defaults),
+            **variables,
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": str(self._num_steps),
+            "SLURM_STEP_NODELIST": compress_hostlist(self.hosts),
+            "SLURM_STEP_NUM_NODES": str(num_nodes),
+            "SLURM_STEP_NUM_TASKS": str(count),
+            "SLURM_STEP_TASKS_PER_NODE": f"{spec.processes_per_node}(x{num_nodes})",
+        }
+        if spec.array_task is not None:
+            job |= {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(spec.array_task)}
+        self._num_steps += 1
+        if spec.container is not None:
+            # The image may have variables of the same names.
+            hidden = prefixed(spec.env)
+            job |= hidden
+            command = with_own_names(command, spec.env)
+            command = containerize(spec, command, [*variables, *hidden, *defaults], job.get("PATH")).command
+        return LocalStep(command, spec.workdir, [self._task(job, index) for index in range(count)], emit)
+
+    def _task(self, job: Mapping[str, str], index: int) -> dict[str, str]:
+        node, local_index = divmod(index, self._spec.processes_per_node)
+        task = {
+            **job,
+            "SLURM_PROCID": str(index),
+            "SLURM_LOCALID": str(local_index),
+            "SLURM_NODEID": str(node),
+            "SLURMD_NODENAME": self.hosts[node],
+        }
+        first = node * self._spec.gpus_per_node
+        if gpus := self._gpus[first : first + self._spec.gpus_per_node]:
+            task["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return task
+
+
+def kill_session(environ: Mapping[str, str]) -> None:
+    """End the background processes of the job script, as Slurm does when a job is over.
+
+    They would hold the run's lock. Does nothing in a session that another process leads, such as a shell.
+    """
+    if "SLURM_JOB_ID" not in environ and os.getsid(0) == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES."""
+    count = count_gpus(environ)
+    listed = visible_devices(environ)
+    return [str(i) for i in range(count)] if listed is None else listed[:count]
+
+
+class LocalStep:
+    """Processes of one step, each the leader of its own session."""
+
+    def __init__(
+        self, command: list[str], workdir: str, tasks: list[dict[str, str]], emit: EmitEvent
+    ) -> None:
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._killed = False
+        # Tasks watch the read end: it closes when this process dies, for whatever reason.
+        reading, self._lifeline = os.pipe()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for task in tasks:
+                environ = {**task, LIFELINE_VARIABLE: str(reading)}
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environ,
+                        cwd=workdir,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                        pass_fds=(reading,),
+                    )
+                )
+        except BaseException:
+            self.kill()
+            for process in self._processes:
+                process.wait()
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(reading)
+        self._waiters = [
+            threading.Thread(target=self._wait_for, args=(rank,), daemon=True)
+            for rank in range(len(self._processes))
+        ]
+        self._ender = threading.Thread(target=self._end, daemon=True)
+        for thread in (*self._waiters, self._ender):
+            thread.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number` to every process of every task, as Slurm does."""
+        with self._lock:
+            for process in self._processes:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+
+    def is_over(self) -> bool:
+        """Return False: the end of each process is detected at once. See `JobStep.is_over`."""
+        return False
+
+    def kill(self) -> None:
+        """Kill every task at once."""
+        self._killed = True
+        self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the remaining processes, and wait until they are gone."""
+        self.kill()
+        self._ender.join(_REAP_LIMIT_S)
+        os.close(self._lifeline)
+
+    def _wait_for(self, rank: int) -> None:
+        process = self._processes[rank]
+        if hasattr(os, "waitid"):
+            # The leader is not reaped yet, so no other group can have its number.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            if hasattr(os, "waitid"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            killed = self._killed
+            returncode = process.wait()
+        if not killed:
+            self._emit(TaskExit.from_returncode(rank, returncode))
+
+    def _end(self) -> None:
+        for waiter in self._waiters:
+            waiter.join()
+        worst = max((abs(process.returncode) for process in self._processes), default=0)
+        self._emit(StepEnded(worst))

@@ -1,0 +1,81 @@
+"""The rendezvous store of an attempt, on a port that is bound before any rank starts."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+from typing import Any, Self
+
+
+class RendezvousStore:
+    """A bound port and, after `serve`, the store behind it. Each attempt has its own.
+
+    Ranks may connect as soon as this exists: the kernel queues them until the store answers. PyTorch, which
+    contains the store, is therefore imported while the ranks import it too.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Bind a free port.
+
+        Args:
+            address: where the ranks reach this host.
+
+        Raises:
+            OSError: no port can be bound.
+        """
+        self._address = address
+        # The store has no authentication, so other hosts can reach it only if ranks run there.
+        self._socket: socket.socket | None = open_store_socket(address)
+        self._port: int = self._socket.getsockname()[1]
+        self._store: Any = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables for `env://`: the address, and that the store is already hosted."""
+        return {
+            "MASTER_ADDR": self._address,
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def serve(self) -> None:
+        """Serve the store until the block ends."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        assert self._socket is not None
+        self._store = TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+        self._socket = None
+
+    def was_used(self) -> bool:
+        """True if any rank has stored a key, as all ranks do that form a process group."""
+        return self._store is not None and self._store.num_keys() > 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store = None
+        if self._socket is not None:
+            self._socket.close()
+
+
+def open_store_socket(address: str) -> socket.socket:
+    """Return a socket that listens at a free port for ranks that reach this host at `address`.
+
+    Raises:
+        OSError: no port can be bound.
+    """
+    interface = address if address == "127.0.0.1" else ""
+    if not interface and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+        )
+    return socket.create_server((interface, 0), backlog=socket.SOMAXCONN)

@@ -1,0 +1,214 @@
+"""Slurm nodes: the tasks of a step under srun."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from hpctrain.cluster import compress_hostlist, expand_hostlist
+from hpctrain.cluster.addresses import address_towards
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.rundir import ATTEMPT_VARIABLE
+from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step, job_step_name, run_slurm
+from hpctrain.slurm.environment import strip_job_env
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.job_control.slurm import own_job_id
+from hpctrain.supervisor.launch.container_command import containerize
+from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
+from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
+
+#: Number of nodes tried for a route; if a resolver hangs, each one costs seconds.
+_HOSTS_ASKED = 4
+#: Time for killed tasks to disappear; they need less if their nodes are up.
+_KILL_PATIENCE_S = 8.0
+#: Variables of the batch script that srun would take as options of the step.
+_JOB_SHAPE = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_NODELIST",
+    "SLURM_NODELIST",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+)
+
+# srun's report of tasks that did not exit with 0, as in:
+#     srun: error: n3: task 5: Killed
+#     srun: error: n1: tasks 0-1,3: Exited with exit code 75
+_TASKS_ENDED = re.compile(r"srun: error: [^:\s]+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+#: Reported for tasks that the kernel killed at their cgroup's memory limit, if the site sets such limits.
+_OUT_OF_MEMORY = "Out Of Memory"
+_SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signals}
+
+
+class SrunLauncher:
+    """Starts the ranks of a job step in the allocation of this batch script."""
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        if "SLURM_JOB_NODELIST" not in environ:
+            raise SpecError("SLURM_JOB_NODELIST is not set: this is no Slurm job. Hand job.sbatch to sbatch.")
+        granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+        self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
+        self._num_granted = len(granted)
+        self.address = _address_of_this_host(granted)
+        self._spec = spec
+        self._job_id = own_job_id(environ)
+        self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}
+
+    def start(
+        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
+    ) -> SrunStep:
+        """Start one task per rank. See `Launcher.start`."""
+        spec = self._spec
+        threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
+        processes = spec.processes_per_node
+        name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
+        options = [
+            f"--job-name={name}",
+            f"--nodes={len(self.hosts)}",
+            f"--ntasks={len(self.hosts) * processes}",
+            f"--ntasks-per-node={processes}",
+            "--distribution=block",
+            # The supervisor decides how one task's end affects the others, whatever the site's default.
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--export=ALL",
+            "--input=none",
+            "--mpi=none",
+            # For Slurm, another step holds the CPUs and GPUs. That is the running one, if this is for standby
+            # workers, or the previous one: Slurm may detect its end late, or only when it gives up a lost
+            # node.
+            "--overlap",
+            f"--chdir={spec.workdir}",
+        ]
+        if len(self.hosts) < self._num_granted:
+            options.append(f"--nodelist={compress_hostlist(self.hosts)}")
+        if spec.cpus_per_task is not None or spec.torchrun is not None or spec.is_elastic:
+            # Since 22.05, srun does not inherit this from sbatch; an agent has the CPUs of all its ranks.
+            cpus = (spec.cpus_per_task or 1) * spec.ntasks_per_node // processes
+            options.append(f"--cpus-per-task={cpus}")
+        # The user's variables are for the ranks, not for srun. So is the job's name: srun replaces it by that
+        # of the step.
+        own = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ} | spec.env
+        hidden = prefixed(own)
+        defaults = {name: value for name, value in threads.items() if name not in spec.env}
+        environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)
+        command = with_own_names(command, own)
+        enclosed = containerize(spec, command, [*variables, *hidden, *defaults], environ.get("PATH"))
+        words = ["srun", *options, *enclosed.srun_options, *enclosed.command]
+        return SrunStep(words, environ, self._job_id, name, emit)
+
+
+class SrunStep:
+    """A step under srun."""
+
+    def __init__(
+        self, command: list[str], environ: Mapping[str, str], job_id: str, name: str, emit: EmitEvent
+    ) -> None:
+        self._emit = emit
+        self._job_id, self._name = job_id, name
+        self._outer = strip_job_env(environ)
+        self._killed = False
+        self._last_words: deque[str] = deque(maxlen=5)
+        self._srun = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # A signal to the supervisor must not reach srun, which would end the step at once.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number` to every task of this step."""
+        if (step := find_step(self._job_id, self._name, self._outer)) is not None:
+            run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
+
+    def is_over(self) -> bool:
+        """Ask `squeue`. See `JobStep.is_over`."""
+        return find_step(self._job_id, self._name, self._outer) is None
+
+    def kill(self) -> None:
+        """Kill every task at once through Slurm or, if it is unreachable, through srun.
+
+        For a lost node, srun waits for its tasks until Slurm gives up the node; it is killed before that.
+        """
+        if not self._killed:
+            threading.Thread(target=self._insist, daemon=True).start()
+        self._killed = True
+        try:
+            self.signal(signal.SIGKILL)
+        except SchedulerError as error:
+            print(f"hpctrain: {error} Ending srun itself.", flush=True)
+            self._srun.terminate()
+
+    def _insist(self) -> None:
+        for end in (self._srun.terminate, self._srun.kill):
+            try:
+                self._srun.wait(_KILL_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                end()
+
+    def close(self) -> None:
+        """Ensure that srun and the step are gone."""
+        if self._srun.poll() is None:
+            self.kill()
+            try:
+                self._srun.wait(COMMAND_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._srun.kill()
+                self._srun.wait()
+        self._reader.join(COMMAND_LIMIT_S)
+
+    def _read(self) -> None:
+        """Print the output of srun, and convert its task reports to events."""
+        assert self._srun.stderr is not None
+        for line in self._srun.stderr:
+            print(line, end="", flush=True)
+            self._last_words.append(line.strip())
+            if not self._killed:
+                for task in parse_task_report(line):
+                    self._emit(task)
+        returncode = self._srun.wait()
+        self._emit(StepEnded(returncode, " ".join(self._last_words)))
+
+
+def parse_task_report(line: str) -> list[TaskExit]:
+    """Parse the task ends that a line of srun's stderr reports; empty for any other line."""
+    match = _TASKS_ENDED.match(line.strip())
+    if match is None:
+        return []
+    ranks = [int(name) for name in expand_hostlist(f"[{match[1]}]")]
+    if code := _EXIT_CODE.match(match[2]):
+        return [TaskExit(rank, int(code[1])) for rank in ranks]
+    if match[2] == _OUT_OF_MEMORY:
+        return [TaskExit(rank, None, signal.SIGKILL, out_of_memory=True) for rank in ranks]
+    number = _SIGNALS_BY_NAME.get(match[2])
+    return [TaskExit(rank, None, number) if number else TaskExit(rank, 1) for rank in ranks]
+
+
+def _address_of_this_host(hosts: list[str]) -> str:
+    """Return the address at which the other nodes reach this one.
+
+    A host's own name often resolves to a loopback address on the host itself. The kernel instead reports
+    which address it would use towards another node. Nothing is sent.
+    """
+    for host in hosts[1:_HOSTS_ASKED]:
+        with contextlib.suppress(OSError):
+            return address_towards(host)
+    return hosts[0] if len(hosts) > 1 else "127.0.0.1"

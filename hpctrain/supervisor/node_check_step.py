@@ -1,0 +1,88 @@
+"""The node check before the ranks start: one process per rank, which records what it finds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from hpctrain.files import read_json
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import EndKind
+from hpctrain.supervisor.failures.diagnosis import describe_nodes
+from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
+from hpctrain.supervisor.launch.job_step import Launcher
+from hpctrain.supervisor.launch.worker_command import module_command
+
+log = logging.getLogger(__name__)
+
+#: Time limit of a check; ranks that have not answered by then count as failed.
+_LIMIT_S = 90.0
+#: Failures after which the nodes are checked if `node_check` is `auto`.
+_SUSPICIOUS = frozenset({EndKind.GPU, EndKind.NCCL, EndKind.HANG})
+
+
+def node_check_is_due(spec: JobSpec, last: EndKind | None) -> bool:
+    """True if the nodes must be checked before a start.
+
+    Args:
+        spec: the job.
+        last: how the previous attempt of this job ended; None for the first attempt.
+    """
+    return spec.node_check == "always" or (spec.node_check == "auto" and last in _SUSPICIOUS)
+
+
+@dataclass(frozen=True)
+class NodeCheckResult:
+    """Result of a node check."""
+
+    bad: dict[str, str] = field(default_factory=dict)
+    """Nodes on which a rank failed its check, with the reason."""
+    stopped: bool = False
+    """True if the processes received a stop signal."""
+
+
+@dataclass(frozen=True)
+class NodeCheckRunner:
+    """Runs the node check on all ranks of a start."""
+
+    run: RunDir
+    spec: JobSpec
+    launcher: Launcher
+
+    def look(self, attempt: int) -> NodeCheckResult:
+        """Check the nodes before the attempt."""
+        begun = time.monotonic()
+        end = run_auxiliary_step(
+            self.run,
+            self.launcher,
+            module_command(self.spec, "node_check"),
+            attempt,
+            limit_s=_LIMIT_S,
+            what="the check of the nodes",
+        )
+        found = self._read(attempt)
+        words = "told to stop" if found.stopped else describe_nodes(found.bad) or "all are fine"
+        log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, words)
+        if end is not None and not any(self.run.checks(attempt)):
+            # If no process could start, no single node is to blame.
+            log.warning("the check of the nodes did not start: %s", end.words)
+            return NodeCheckResult()
+        return found
+
+    def _read(self, attempt: int) -> NodeCheckResult:
+        hosts, each = self.launcher.hosts, self.spec.processes_per_node
+        found: dict[str, str] = {}
+        for rank in range(len(hosts) * each):
+            try:
+                record = read_json(self.run.check(attempt, rank))
+                trouble = [str(words) for words in record["trouble"]]
+            except (OSError, ValueError, KeyError, TypeError):
+                record, trouble = {}, ["its check did not come to an end"]
+            if record.get("stopped"):
+                return NodeCheckResult(stopped=True)
+            if trouble:
+                found.setdefault(hosts[rank // each], "; ".join(trouble))
+        # If every node reports trouble, the cause is shared, perhaps the network.
+        return NodeCheckResult(found if len(found) < len(hosts) or len(hosts) == 1 else {})

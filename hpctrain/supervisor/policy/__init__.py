@@ -1,0 +1,1 @@
+"""Pure decisions: restart, requeue, shrink or stop; who owns the run."""

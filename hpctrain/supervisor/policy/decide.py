@@ -1,0 +1,213 @@
+"""The decision after an attempt: a pure function of what has happened so far.
+
+The rules for each kind of end are the rows of `hpctrain.spec.restart_policy` and of docs/restart-policy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hpctrain.cluster import compress_hostlist
+from hpctrain.spec.restart_policy import EndKind, RestartPolicy
+from hpctrain.supervisor.policy.history import History, shows_no_progress
+from hpctrain.supervisor.policy.job_intent import JobIntent
+from hpctrain.text import pluralize
+
+#: Limit on crashes without a known step, as a multiple of the allowed failures in a row. Files that a script
+#: writes need not mean progress: a script that starts over writes them again.
+CRASHES_PER_FAILURE = 10
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """State of an allocation after an attempt."""
+
+    in_use: tuple[str, ...] = ("n1",)
+    """Nodes with ranks in the attempt, in rank order."""
+    spare: tuple[str, ...] = ()
+    """Nodes that wait to replace another."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that can no longer run anything, with the reason."""
+    least: int = 1
+    """Minimum number of nodes the run needs to continue."""
+    others_fit: bool = False
+    """True if the scheduler could start the job without the nodes to be excluded."""
+
+    def usable(self, left_out: frozenset[str]) -> tuple[str, ...]:
+        """Return the nodes that can have ranks, at most as many as were in use; spares fill gaps."""
+        good = [
+            host for host in (*self.in_use, *self.spare) if host not in self.lost and host not in left_out
+        ]
+        return tuple(good[: len(self.in_use)])
+
+
+@dataclass(frozen=True)
+class RunSituation:
+    """State of a run when an attempt has ended."""
+
+    policy: RestartPolicy
+    history: History = field(default_factory=History)
+    """The run's past, including this attempt's own failure."""
+    will: JobIntent = JobIntent.GO_ON
+    nodes: Allocation = field(default_factory=Allocation)
+    ends_at: float | None = None
+    """End of the job's time; None if it has no limit or the limit is unknown."""
+    lead_s: float = 0.0
+    """Seconds before `ends_at` at which the ranks receive the stop signal."""
+    seconds: float = 0.0
+    """Duration of the attempt."""
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """Kind and cause of an attempt's end."""
+
+    kind: EndKind
+    cause: str | None = None
+
+
+class Action(Enum):
+    """The next action of the supervisor."""
+
+    RESTART = "restart"
+    """Start the workers again inside the allocation."""
+    SHRINK = "shrink"
+    """Start the workers again on the remaining nodes of the allocation."""
+    REPLACE = "replace"
+    """Start the workers again, with spare nodes in place of others."""
+    REQUEUE = "requeue"
+    """Release the allocation and request another."""
+    LEAVE = "leave"
+    """Exit without recording an end: the scheduler has taken over."""
+    COMPLETE = "complete"
+    CANCEL = "cancel"
+    FAIL = "fail"
+
+
+_ENDS_RUN = frozenset({Action.COMPLETE, Action.CANCEL, Action.FAIL})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next action and its reason."""
+
+    action: Action
+    hosts: tuple[str, ...] = ()
+    """Nodes of the next start in this allocation."""
+    exclude: Mapping[str, str] = field(default_factory=dict)
+    """Nodes to exclude from now on, with the reason."""
+    why: str | None = None
+    """Reason to end the run, in addition to the cause of the attempt's end."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.action.value} the {'run' if self.action in _ENDS_RUN else 'job'}"]
+        if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
+            parts = [f"{self.action.value} the ranks on {compress_hostlist(self.hosts)}"]
+        if self.exclude:
+            parts.append(f"leave out {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
+        return "; ".join([*parts, *filter(None, [self.why])])
+
+
+def decide(state: RunSituation, end: AttemptEnd, now: float) -> Decision:
+    """Decide what follows from the end of an attempt.
+
+    Args:
+        state: the state of the run.
+        end: how the attempt ended.
+        now: current time, on the clock of `state.ends_at`.
+    """
+    match end.kind, state.will:
+        case EndKind.DONE, _:
+            return Decision(Action.COMPLETE)
+        case _, JobIntent.CANCEL:
+            return Decision(Action.CANCEL)
+        case _, JobIntent.LEAVE:
+            return Decision(Action.LEAVE)
+    if (why := _spent(state, end.kind)) is not None:
+        return Decision(Action.FAIL, why=why)
+    if end.kind.is_stop:
+        return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
+    in_time = state.ends_at is None or state.ends_at - now > state.lead_s
+    if in_time and state.will is JobIntent.GO_ON:
+        exclude = _left_out(state, here=True)
+        hosts = state.nodes.usable(state.history.excluded.union(exclude))
+        if (
+            hosts
+            and len(hosts) >= state.nodes.least
+            and (end.kind is not EndKind.NOT_STARTED or state.nodes.lost)
+        ):
+            return Decision(_action(state.nodes.in_use, hosts), hosts, exclude)
+        usable = state.nodes.usable(frozenset())
+        if (
+            len(usable) >= state.nodes.least
+            and end.kind is not EndKind.NOT_STARTED
+            and not state.nodes.others_fit
+        ):
+            # Nodes excluded earlier are better than none.
+            return Decision(_action(state.nodes.in_use, usable), usable)
+    return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
+
+
+def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
+    """Return nodes to exclude because of their failures, with the reason; omits those already excluded."""
+    found = {}
+    for (host, kind), count in history.num_on().items():
+        enough = policy[kind].exclude
+        if enough and count >= enough and host not in history.excluded:
+            found[host] = f"{kind}, {count} times" if count > 1 else str(kind)
+    return found
+
+
+def _left_out(state: RunSituation, *, here: bool) -> dict[str, str]:
+    """Return nodes to exclude from now on, if enough nodes remain, here or elsewhere."""
+    found = suspect_nodes(state.policy, state.history)
+    enough_here = len(state.nodes.usable(state.history.excluded.union(found))) >= state.nodes.least
+    return found if state.nodes.others_fit or (here and enough_here) else {}
+
+
+def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
+    if len(hosts) < len(before):
+        return Action.SHRINK
+    return Action.RESTART if hosts == before else Action.REPLACE
+
+
+def _spent(state: RunSituation, kind: EndKind) -> str | None:
+    """Return why the budget of this kind is spent; None if another start is allowed."""
+    policy, history = state.policy, state.history
+    row = policy[kind]
+    if kind.is_stop:
+        count = sum(past is kind for past in history.stops)
+        enough = policy.max_failures if row.retries is None else row.retries
+        if count < enough or not shows_no_progress(kind, state.seconds, agreed=history.agreed):
+            return None
+        if kind is EndKind.TIME_LIMIT:
+            return (
+                f"{count + 1} attempts in a row ended at the time limit without a new checkpoint "
+                f"(restart.{kind}.retries); submit with a longer --time, or with a longer "
+                "--stop-before-limit if the last save did not fit"
+            )
+        return (
+            f"{pluralize(count, 'stop')} in a row ({kind}), each soon after the start and without a new "
+            f"checkpoint (restart.{kind}.retries)"
+        )
+    if kind is EndKind.OUT_OF_TIME and row.retries == 0:
+        return (
+            "the ranks did not save and leave before the time limit; submit with a longer --stop-before-limit"
+        )
+    alike = history.num_alike()
+    if row.repeats is not None and alike > row.repeats:
+        return f"the same {kind} failure {alike} times in a row, with no new checkpoint between"
+    if row.retries is None:
+        sharing = {other for other, its in policy.rows.items() if its.retries is None}
+        most, name = policy.max_failures - 1, "--max-failures"
+    else:
+        sharing, most, name = {kind}, row.retries, f"restart.{kind}.retries"
+    failures = sum(past.kind in sharing for past in history.failures)
+    crashes = sum(past in sharing for past in history.crashes)
+    if failures > most:
+        return f"{failures} failures in a row with no new checkpoint ({name})" if failures > 1 else ""
+    if crashes >= CRASHES_PER_FAILURE * (most + 1):
+        return f"{pluralize(crashes, 'failure')} with no checkpoint of which the step is known ({name})"
+    return None

@@ -1,0 +1,142 @@
+"""The parts of a run's past that matter for the next decision."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.spec.restart_policy import EndKind
+
+#: A longer attempt may have made progress: a script may save without a record of it.
+SHORT_ATTEMPT_S = 300.0
+
+#: Rank and host at the head of a cause; the same failure may occur on another rank.
+_WHO = re.compile(r"rank \d+ on \S+: ")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class PastFailure:
+    """An earlier failure."""
+
+    kind: EndKind
+    host: str | None = None
+    """The node of the rank that failed first."""
+    words: str = ""
+    """The cause, normalized so that equal failures have equal text."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The parts of a run's past that matter, counted since the user submitted it."""
+
+    failures: tuple[PastFailure, ...] = ()
+    """Failures since the newest checkpoint, oldest first."""
+    crashes: tuple[EndKind, ...] = ()
+    """Failures since the last checkpoint whose step is known."""
+    stops: tuple[EndKind, ...] = ()
+    """Consecutive stopped attempts that are known to have made no progress. See `shows_no_progress`."""
+    slow: tuple[str, ...] = ()
+    """Nodes found to slow down the others, once per finding."""
+    excluded: frozenset[str] = frozenset()
+    """Nodes that are excluded."""
+    has_checkpoint: bool = False
+    """True if the run has ever had a checkpoint to continue from."""
+    agreed: bool = False
+    """True if the ranks of the newest attempt agreed to stop, so that all their checkpoints are known."""
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
+        """Count over the run's events, oldest first.
+
+        A successor job continues the counts; only a submission by the user resets them. A step saved a second
+        time is not a new checkpoint. The step of a script's own checkpoints is not known.
+        """
+        failures: list[PastFailure] = []
+        crashes: list[EndKind] = []
+        stops: list[EndKind] = []
+        slow: list[str] = []
+        excluded: set[str] = set()
+        newest, saved, progressed, agreed = 0, False, False, False
+        for event in events:
+            match event.get("kind"):
+                case "submitted" if "after" not in event:
+                    for count in (failures, crashes, stops, slow, excluded):
+                        count.clear()
+                case "started":
+                    agreed = False
+                case "signal":
+                    agreed = True
+                case "checkpoint":
+                    saved = True
+                    if (step := event.get("step")) is None or step > newest:
+                        progressed = True
+                        failures.clear()
+                        stops.clear()
+                    if step is not None and step > newest:
+                        newest = step
+                        crashes.clear()
+                case "resumed":
+                    saved = True
+                case "failure" if event.get("rank") is not None:
+                    past = _past(event)
+                    failures.append(past)
+                    crashes.append(past.kind)
+                case "straggler" if event.get("lasting", True):
+                    slow.append(str(event.get("host")))
+                case "excluded":
+                    excluded.update(event["hosts"])
+                case "requeue":
+                    kind = _kind(event.get("class"), EndKind.PREEMPTED)
+                    if not shows_no_progress(kind, event.get("seconds", 0.0), agreed=agreed):
+                        stops.clear()
+                    elif kind.is_stop and not progressed:
+                        stops.append(kind)
+                    progressed = False
+        kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
+        return cls(*kept, saved, agreed)
+
+    def num_alike(self) -> int:
+        """Count the identical failures in a row, up to the last one."""
+        count = 0
+        for past in reversed(self.failures):
+            if (past.kind, past.words) != (self.failures[-1].kind, self.failures[-1].words):
+                break
+            count += 1
+        return count
+
+    def num_on(self) -> Counter[tuple[str, EndKind]]:
+        """Count the failures of each node by kind, and how often it was slow."""
+        counts = Counter((past.host, past.kind) for past in self.failures if past.host is not None)
+        return counts + Counter((host, EndKind.STRAGGLER) for host in self.slow)
+
+
+def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
+    """True if an attempt without a new checkpoint is known to have made no progress.
+
+    In a long attempt the script may have saved by itself, unless its ranks agreed to stop.
+
+    Args:
+        kind: how the attempt ended.
+        seconds: its duration.
+        agreed: True if its ranks agreed to stop.
+    """
+    return seconds < SHORT_ATTEMPT_S or (agreed and kind is EndKind.TIME_LIMIT)
+
+
+def _past(event: Mapping[str, Any]) -> PastFailure:
+    # Events of older versions have no class.
+    kind = _kind(event.get("class"), EndKind.NOT_STARTED if event["rank"] == -1 else EndKind.KILLED)
+    return PastFailure(kind, event.get("host"), normalize_cause(str(event.get("cause"))))
+
+
+def normalize_cause(cause: str) -> str:
+    """Remove from a cause the parts that differ between equal failures."""
+    return _ADDRESS.sub("0x", _WHO.sub("", cause, count=1))
+
+
+def _kind(name: object, otherwise: EndKind) -> EndKind:
+    return EndKind(str(name)) if name in set(EndKind) else otherwise

@@ -1,0 +1,312 @@
+"""Simulation of `decide`: many runs on many nodes for a long time, with random faults.
+
+Everything around the decision is a model. Nodes fail as a Poisson process, some of them far more often than
+others. Runs wait for free nodes in order of submission, save at fixed times, and end after enough training.
+The events of a run's record are generated; `History.of` and `decide` process them as in a real run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.spec.restart_policy import EndKind, RestartPolicy
+from hpctrain.supervisor.policy.decide import (
+    Action,
+    Allocation,
+    AttemptEnd,
+    Decision,
+    RunSituation,
+    decide,
+    suspect_nodes,
+)
+from hpctrain.supervisor.policy.history import History
+
+DAY_S = 86_400.0
+#: Slurm's hold of a requeued job, and the time of a start of the ranks, both in seconds.
+_HOLD_S, _START_S = 120.0, 60.0
+_LEAD_S = 120.0
+_MAX_FAILURES = 3
+#: Frequency of each kind of interruption, in percent: faults of machines, of the environment, and of the
+#: user.
+_FAULTS = {
+    EndKind.NODE_LOST: 20,
+    EndKind.GPU: 25,
+    EndKind.NCCL: 15,
+    EndKind.KILLED: 12,
+    EndKind.SIGNAL: 8,
+    EndKind.HANG: 10,
+    EndKind.PYTHON: 5,
+    EndKind.OOM: 3,
+    EndKind.NOT_STARTED: 2,
+}
+#: Faults that occur preferably on bad nodes.
+_OF_NODES = frozenset(
+    {EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL, EndKind.HANG}
+)
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """Parameters of a simulation."""
+
+    gpus: int = 10_000
+    gpus_per_node: int = 8
+    days: float = 30.0
+    node_mtbf_days: float = 50.0
+    """Mean time between two faults of a good node."""
+    bad_nodes: float = 0.01
+    """Share of the nodes that fail a hundred times as often."""
+    preemptions_per_day: float = 0.5
+    """Preemptions of each run per day."""
+    doomed: float = 0.03
+    """Share of the runs whose script has an error that recurs."""
+    repair_days: float = 1.0
+    time_limit_days: float = 2.0
+    save_every_s: float = 1800.0
+    seed: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.gpus // self.gpus_per_node)
+
+
+@dataclass
+class SimulatedRun:
+    """One of the simulated runs."""
+
+    name: str
+    nodes: int
+    least: int
+    spares: int
+    needs_s: float
+    """Training time on all its nodes until it is complete."""
+    fails_after_s: float | None
+    """Training time after which a faulty script raises; None for a good one."""
+    trained_s: float = 0.0
+    """Training time that the newest checkpoint contains."""
+    hosts: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+    job_ends: float = 0.0
+    begun: float = 0.0
+    """Time at which the current attempt began to train."""
+    number: int = 0
+    """Number of the start; events of earlier starts are void."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    starts_since_save: int = 0
+    state: str = "waits"
+    why: str | None = None
+    ended: float | None = None
+
+    @property
+    def speed(self) -> float:
+        return len(self.hosts) / self.nodes
+
+
+@dataclass
+class SimulationResult:
+    """Result of a simulation."""
+
+    conditions: SimulationConfig
+    runs: list[SimulatedRun] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    """Number of attempts that ended, by kind."""
+    actions: Counter[str] = field(default_factory=Counter)
+    most_starts_without_progress: int = 0
+    trained_s: float = 0.0
+    """Node-seconds of training that was kept."""
+    lost_s: float = 0.0
+    """Node-seconds of training that was repeated, and of starts."""
+
+    def states(self) -> Counter[str]:
+        """Return how many runs are in each state."""
+        return Counter(run.state for run in self.runs)
+
+
+class Simulation:
+    """The cluster, its runs, and the clock."""
+
+    def __init__(self, conditions: SimulationConfig) -> None:
+        self._its = conditions
+        self._random = random.Random(conditions.seed)
+        self._now = 0.0
+        self._queue: list[tuple[float, int, SimulatedRun, int, str]] = []
+        self._num_events = 0
+        names = [f"n{i}" for i in range(conditions.num_nodes)]
+        count = round(conditions.bad_nodes * len(names))
+        self._bad = frozenset(self._random.sample(names, count))
+        self._free = set(names)
+        self._down: dict[str, float] = {}
+        self._waiting: list[SimulatedRun] = []
+        self._policy = RestartPolicy.of({}, _MAX_FAILURES)
+        self.report = SimulationResult(conditions)
+
+    def run(self) -> SimulationResult:
+        """Simulate the whole period."""
+        for run in self._new_runs():
+            self.report.runs.append(run)
+            self._waiting.append(run)
+        self._start_waiting()
+        end = self._its.days * DAY_S
+        while self._queue and self._queue[0][0] <= end:
+            self._now, _, run, number, what = heapq.heappop(self._queue)
+            if what == "repaired":
+                self._down.pop(run.name, None)
+                self._free.add(run.name)
+            elif what == "queued":
+                self._waiting.append(run)
+            elif number == run.number and run.state == "trains":
+                self._attempt_ended(run, EndKind(what))
+            self._start_waiting()
+        for run in self.report.runs:
+            if run.state == "trains":
+                self._keep(run, end - run.begun)
+        return self.report
+
+    def _new_runs(self) -> Iterator[SimulatedRun]:
+        """Return runs for 1.2 times the available node time, so that some always wait."""
+        most, left = max(1, self._its.num_nodes // 20), 1.2 * self._its.num_nodes * self._its.days
+        while left > 0:
+            nodes = min(most, 2 ** self._random.randrange(8))
+            days = self._random.uniform(0.2, 0.5 * self._its.days)
+            least = max(1, nodes // 2) if self._random.random() < 0.5 else nodes
+            spares = 1 if self._random.random() < 0.2 else 0
+            doomed = self._random.random() < self._its.doomed
+            fails = self._random.uniform(0, 2 * 3600.0) if doomed else None
+            number = len(self.report.runs)
+            yield SimulatedRun(f"run-{number}", nodes, least, spares, days * DAY_S, fails)
+            left -= nodes * days
+
+    def _start_waiting(self) -> None:
+        """Start waiting runs, first come, first served; a run that fits overtakes one that does not."""
+        for run in list(self._waiting):
+            left_out = History.of(run.events).excluded
+            fit = sorted(self._free - left_out)
+            if len(fit) >= (run.least if run.least < run.nodes else run.nodes + run.spares):
+                granted = fit[: run.nodes + run.spares]
+                self._waiting.remove(run)
+                self._free.difference_update(granted)
+                run.hosts, run.spare = tuple(granted[: run.nodes]), tuple(granted[run.nodes :])
+                run.job_ends = self._now + self._its.time_limit_days * DAY_S
+                self._start(run)
+
+    def _start(self, run: SimulatedRun) -> None:
+        """Start the ranks, and draw the event that will end them."""
+        run.state, run.number = "trains", run.number + 1
+        run.starts_since_save += 1
+        most = self.report.most_starts_without_progress
+        self.report.most_starts_without_progress = max(most, run.starts_since_save)
+        run.begun = self._now + _START_S
+        faulty = sum(100 if host in self._bad else 1 for host in run.hosts)
+        ends = {
+            EndKind.DONE: (run.needs_s - run.trained_s) / run.speed,
+            EndKind.TIME_LIMIT: run.job_ends - _LEAD_S - run.begun,
+            EndKind.PREEMPTED: self._random.expovariate(self._its.preemptions_per_day / DAY_S),
+            self._fault(): self._random.expovariate(faulty / (self._its.node_mtbf_days * DAY_S)),
+        }
+        if run.fails_after_s is not None:
+            ends[EndKind.PYTHON] = max(0.0, run.fails_after_s - run.trained_s) / run.speed
+        kind = min(ends, key=lambda its: ends[its])
+        self._at(run.begun + max(0.0, ends[kind]), run, kind)
+
+    def _fault(self) -> EndKind:
+        return self._random.choices(list(_FAULTS), list(_FAULTS.values()))[0]
+
+    def _at(self, moment: float, run: SimulatedRun, what: str) -> None:
+        self._num_events += 1
+        heapq.heappush(self._queue, (moment, self._num_events, run, run.number, what))
+
+    def _attempt_ended(self, run: SimulatedRun, kind: EndKind) -> None:
+        self.report.ends[kind] += 1
+        self._keep(run, self._now - run.begun, whole=kind is EndKind.DONE or kind.is_stop)
+        lost = self._record(run, kind)
+        history = History.of(run.events)
+        found = suspect_nodes(self._policy, history)
+        state = RunSituation(
+            self._policy,
+            history,
+            nodes=Allocation(run.hosts, run.spare, lost, run.least, self._others_fit(run, history, found)),
+            ends_at=run.job_ends,
+            lead_s=_LEAD_S,
+        )
+        cause = None if kind is EndKind.DONE or kind.is_stop else str(run.events[-1]["cause"])
+        decision = decide(state, AttemptEnd(kind, cause), self._now)
+        self.report.actions[decision.action.value] += 1
+        if decision.exclude:
+            run.events.append({"kind": "excluded", "hosts": list(decision.exclude)})
+        self._act(run, decision, cause, lost)
+
+    def _others_fit(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
+        return (
+            bool(found) and self._its.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
+        )
+
+    def _keep(self, run: SimulatedRun, seconds: float, *, whole: bool = False) -> None:
+        """Count the training since the start of the ranks, as far as a checkpoint contains it."""
+        trained = max(0.0, seconds) * run.speed
+        saves = self._its.save_every_s
+        kept = trained if whole else (run.trained_s + trained) // saves * saves - run.trained_s
+        kept = max(0.0, kept)
+        if kept > 0:
+            run.trained_s += kept
+            run.starts_since_save = 0
+            run.events.append({"kind": "checkpoint", "step": int(run.trained_s * 1000)})
+        self.report.trained_s += kept * run.nodes
+        self.report.lost_s += (trained - kept) * run.nodes + _START_S * len(run.hosts)
+
+    def _record(self, run: SimulatedRun, kind: EndKind) -> dict[str, str]:
+        """Record the failure, and take a lost node out of service. Returns the lost node."""
+        if kind is EndKind.DONE or kind.is_stop:
+            return {}
+        weights = [100 if host in self._bad and kind in _OF_NODES else 1 for host in run.hosts]
+        rank = self._random.choices(range(len(run.hosts)), weights)[0]
+        host = run.hosts[rank]
+        own = kind is EndKind.PYTHON and run.fails_after_s is not None
+        words = "an error of the script" if own else f"{kind} {self._random.random():.9f}"
+        cause = f"rank {rank} on {host}: {words}"
+        refused = kind is EndKind.NOT_STARTED
+        run.events.append(
+            {"kind": "failure", "rank": -1 if refused else rank, "host": host, "cause": cause, "class": kind}
+        )
+        if kind is not EndKind.NODE_LOST:
+            return {}
+        self._down[host] = self._now
+        repaired = SimulatedRun(host, 0, 0, 0, 0.0, None)
+        self._at(self._now + self._its.repair_days * DAY_S, repaired, "repaired")
+        return {host: "does not answer"}
+
+    def _act(self, run: SimulatedRun, decision: Decision, cause: str | None, lost: dict[str, str]) -> None:
+        match decision.action:
+            case Action.RESTART | Action.SHRINK | Action.REPLACE:
+                gone = {*lost, *decision.exclude}
+                spare = tuple(host for host in run.spare if host not in decision.hosts and host not in gone)
+                self._release({*run.hosts, *run.spare} - {*decision.hosts, *spare})
+                run.hosts, run.spare = decision.hosts, spare
+                self._start(run)
+            case Action.REQUEUE:
+                seconds = self._now - run.begun + _START_S
+                kind = "requeue"
+                run.events.append({"kind": kind, "seconds": seconds, "class": self._kind_of(run, cause)})
+                self._end_job(run, "waits")
+                self._at(self._now + _HOLD_S, run, "queued")
+            case Action.COMPLETE:
+                self._end_job(run, "complete")
+            case _:
+                run.why = "; ".join(filter(None, [cause, decision.why]))
+                self._end_job(run, "failed")
+
+    def _kind_of(self, run: SimulatedRun, cause: str | None) -> EndKind:
+        return EndKind.PREEMPTED if cause is None else EndKind(run.events[-1].get("class", EndKind.KILLED))
+
+    def _end_job(self, run: SimulatedRun, state: str) -> None:
+        self._release({*run.hosts, *run.spare})
+        run.hosts, run.spare, run.state = (), (), state
+        if state in ("complete", "failed"):
+            run.ended = self._now
+
+    def _release(self, hosts: set[str]) -> None:
+        self._free.update(hosts - self._down.keys())

@@ -1,0 +1,52 @@
+"""Time that each signal leaves the ranks to save, if known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from hpctrain.errors import SchedulerError
+from hpctrain.rundir import REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE
+from hpctrain.slurm import parsing
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.environment import strip_job_env
+from hpctrain.slurm.site_discovery import parse_config
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
+
+log = logging.getLogger(__name__)
+
+
+def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that gives the ranks their grace times: `SIGTERM=30,SIGUSR2=120`.
+
+    Empty if the user sets the variable. A requeue at the user's request has no limit under Slurm; without
+    Slurm, the supervisor sets one.
+    """
+    if STOP_GRACE_VARIABLE in spec.env:
+        return {}
+    in_slurm = spec.backend == "slurm"
+    known = {
+        "SIGTERM": _slurm_term_s(environ) if in_slurm else CANCEL_GRACE_S,
+        "SIGUSR2": float(spec.stop_before_limit_s),
+        REQUEUE_GRACE_KEY: None if in_slurm else STOP_GRACE_S,
+    }
+    return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in known.items() if s is not None)}
+
+
+def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
+    """Seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
+
+    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
+    """
+    outer = strip_job_env(environ)
+    try:
+        site = parse_config(run_slurm(["scontrol", "show", "config"], outer))
+        if site.preempt_type == "qos":
+            return None
+        partition = environ.get("SLURM_JOB_PARTITION", "")
+        answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], outer)
+    except SchedulerError as error:
+        log.warning("%s How long the ranks may save is not known to them.", error)
+        return None
+    return float(parsing.parse_number(parsing.parse_pairs(answer).get("GraceTime", "")) or site.kill_wait_s)

@@ -1,0 +1,60 @@
+"""Parent process of the supervisor in a Slurm job; it restarts a killed supervisor.
+
+A supervisor killed from outside, for example by the OOM killer, would take the job with it. It therefore runs
+as the child of a process that only waits. If that parent is killed instead, the job ends. The supervisor then
+uses the time that Slurm leaves it to requeue the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
+#: Number of times a supervisor may be killed in one job.
+_MOST_DEATHS = 3
+#: prctl(2): the signal that the kernel sends when the parent dies.
+_PR_SET_PDEATHSIG = 1
+#: Signal that reports to a supervisor that its parent is gone.
+ORPHANED_SIGNAL = signal.SIGHUP
+
+
+def run_under_watchdog(environ: Mapping[str, str]) -> int:
+    """Fork and continue in the child as the supervisor. Returns how many supervisors were killed before it.
+
+    Under Slurm, the calling process never returns: it waits, forwards signals, and exits with the status of
+    the last supervisor. Without Slurm, nothing is forked.
+    """
+    if "SLURM_JOB_ID" not in environ or sys.platform != "linux":
+        return 0
+    for deaths in range(_MOST_DEATHS + 1):
+        guardian = os.getpid()
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ORPHANED_SIGNAL)
+            if os.getppid() != guardian:
+                os.kill(os.getpid(), ORPHANED_SIGNAL)
+            return deaths
+        told = _Handed(child)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code >= 0 or told.signals:
+            break
+        print(f"hpctrain: the supervisor was ended by {signal.Signals(-code).name}.", flush=True)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+class _Handed:
+    """Forwards signals to a child and records them."""
+
+    def __init__(self, child: int) -> None:
+        self._child = child
+        self.signals: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hand_on)
+
+    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
+        self.signals.append(number)
+        os.kill(self._child, number)

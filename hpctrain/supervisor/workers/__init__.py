@@ -1,0 +1,1 @@
+"""The ranks of an attempt: heartbeats, hangs, stragglers, standby workers."""

@@ -1,0 +1,196 @@
+"""Monitor of one attempt, from its start to its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import signal
+import time
+from dataclasses import dataclass, field
+
+from hpctrain.errors import SchedulerError
+from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.launch.job_step import (
+    HangDetected,
+    JobStep,
+    LauncherStuck,
+    SignalReceived,
+    StepEnded,
+    StepEvent,
+    StragglerDetected,
+    TaskExit,
+    TaskResult,
+)
+from hpctrain.supervisor.policy.outcome import AttemptOutcome
+
+log = logging.getLogger(__name__)
+
+#: Time for the other ranks to report their errors after the first failure; then they are ended.
+_LAST_WORDS_S = 3.0
+#: Time for the other ranks to follow after the first one exited to be continued: their state is saved.
+_FOLLOW_S = 60.0
+#: Upper bound on the time to end the step and requeue the job.
+_REQUEUE_S = 12.0
+#: Minimum time to follow, because ranks exit one after the other.
+_LEAST_FOLLOW_S = 2.0
+#: Time for ranks to save after a stop signal if no scheduler sets a limit.
+STOP_GRACE_S = 300.0
+#: Time for ranks of a cancelled run to exit; a second request to cancel ends them at once.
+CANCEL_GRACE_S = 60.0
+#: Time limit for a killed step to disappear.
+_KILL_LIMIT_S = 60.0
+
+
+@dataclass
+class AttemptMonitor:
+    """Waits for the end of a step, and ends it if necessary."""
+
+    events: queue.SimpleQueue[StepEvent]
+    scheduler: JobControl
+    ends_at: float | None
+    """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
+    stop_before_limit_s: float
+    """Seconds before `ends_at` at which the ranks receive the signal."""
+    process: str = "rank"
+    """Name of a process of the step."""
+    exits: list[TaskExit] = field(default_factory=list)
+    """Processes that ended by themselves, in order of detection."""
+    signals: list[signal.Signals] = field(default_factory=list)
+    """Signals that the supervisor received."""
+    hung: HangDetected | None = None
+    """The hang because of which the step was ended."""
+    stragglers: list[StragglerDetected] = field(default_factory=list)
+    """Slow ranks, in order of detection."""
+    end: StepEnded | None = None
+    out_of_time: bool = False
+    _deadline: float | None = None
+    _awaited: str = ""
+    _killed: bool = False
+    _warned: bool = False
+
+    def until_end(self, step: JobStep) -> AttemptOutcome:
+        """Wait until `step` is over, and return its outcome.
+
+        Raises:
+            TimeoutError: the step was killed and did not end.
+        """
+        while self.end is None:
+            try:
+                event = self.events.get(timeout=self._time_left())
+            except queue.Empty:
+                self._time_is_up(step)
+            else:
+                self._handle(event, step)
+        return self._outcome()
+
+    def _handle(self, event: StepEvent, step: JobStep) -> None:
+        match event:
+            case StepEnded():
+                self.end = event
+            case TaskExit():
+                self._task_ended(event)
+            case StragglerDetected():
+                self.stragglers.append(event)
+            case HangDetected():
+                if not self._killed:
+                    self.hung = event
+                    log.error("%s", event.cause)
+                    self._kill(step)
+            case LauncherStuck():
+                if not self._killed:
+                    log.warning(
+                        "all %ss are gone, and the step does not end: ending its launcher", self.process
+                    )
+                    self._kill(step)
+            case SignalReceived(number):
+                self.signals.append(number)
+                forward = self.scheduler.on_signal.get(number)
+                log.info("got %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else "")
+                if self._killed or forward is None:
+                    return
+                cancels = [got for got in self.signals if got in self.scheduler.cancels]
+                if len(cancels) > 1 and number in cancels:
+                    log.info("asked to end a second time: ending the step")
+                    self._kill(step)
+                    return
+                self._tell(step, forward)
+                grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
+                self._limit(grace, f"the ranks to stop after {number.name}")
+
+    def _task_ended(self, task: TaskExit) -> None:
+        self.exits.append(task)
+        name = f"{self.process} {task.rank}"
+        log.info("%s %s", name, task)
+        if task.ending is TaskResult.FAILED:
+            self._limit(_LAST_WORDS_S, f"the other ranks' last words after {name} failed")
+        elif task.ending is TaskResult.CONTINUE:
+            follow_s = min(_FOLLOW_S, self._left_to_requeue_s())
+            self._limit(follow_s, f"the other ranks to leave as {name} did")
+
+    def _left_to_requeue_s(self) -> float:
+        """Return how long to wait for ranks so that the job can still be requeued before its time limit."""
+        try:
+            left = self.scheduler.seconds_left()
+        except SchedulerError as error:
+            log.warning("%s Taking the time to be enough.", error)
+            return math.inf
+        return math.inf if left is None else max(_LEAST_FOLLOW_S, left - _REQUEUE_S)
+
+    def _limit(self, seconds: float, awaited: str) -> None:
+        """Wait at most `seconds` from now on. An earlier limit is kept."""
+        deadline = time.monotonic() + seconds
+        if self._deadline is None or deadline < self._deadline:
+            self._deadline, self._awaited = deadline, awaited
+
+    def _time_left(self) -> float | None:
+        moments = [self._deadline]
+        if self.ends_at is not None and not self._killed:
+            moments.append(self.ends_at if self._warned else self.ends_at - self.stop_before_limit_s)
+        known = [moment for moment in moments if moment is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _time_is_up(self, step: JobStep) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            if self._killed:
+                raise TimeoutError(f"the step was killed, but is still there after {_KILL_LIMIT_S:.0f} s.")
+            log.info("done waiting for %s: ending the step", self._awaited)
+            self._kill(step)
+        elif self.ends_at is not None and now >= self.ends_at - self.stop_before_limit_s:
+            if not self._warned:
+                self._warned = True
+                log.info(
+                    "%.0f s are left of the time limit: sending SIGUSR2 to the ranks",
+                    self.stop_before_limit_s,
+                )
+                self._tell(step, signal.SIGUSR2)
+            elif now >= self.ends_at:
+                log.info("the time limit is reached: ending the step")
+                self.out_of_time = True
+                self._kill(step)
+
+    def _tell(self, step: JobStep, number: signal.Signals) -> None:
+        """Send a signal to the ranks; if the controller is unreachable, Slurm's own signal still arrives."""
+        try:
+            step.signal(number)
+        except SchedulerError as error:
+            log.warning("the ranks cannot be told: %s", error)
+
+    def _kill(self, step: JobStep) -> None:
+        self._killed = True
+        self._deadline = time.monotonic() + _KILL_LIMIT_S
+        step.kill()
+
+    def _outcome(self) -> AttemptOutcome:
+        assert self.end is not None
+        if self.out_of_time:
+            return AttemptOutcome.OUT_OF_TIME
+        endings = {task.ending for task in self.exits}
+        if TaskResult.FAILED in endings:
+            return AttemptOutcome.FAILED
+        if TaskResult.CONTINUE in endings or (self._killed and self.signals):
+            return AttemptOutcome.STOPPED
+        if self.end.returncode == 0:
+            return AttemptOutcome.DONE
+        return AttemptOutcome.FAILED if self.exits or self._killed else AttemptOutcome.NOT_STARTED

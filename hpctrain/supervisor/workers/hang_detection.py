@@ -1,0 +1,163 @@
+"""Hang detection: no rank makes progress for longer than ever before in this run.
+
+Ranks wait for each other, so one stuck rank stops all. A slow rank, for example in a save, also stops the
+others, but legitimately. The attempt hangs only if no rank makes progress for longer than the most lenient
+limit among the ranks' current phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: Limit of a phase, as a multiple of its longest duration in this run.
+_TIMES_LONGEST = 10.0
+#: A rank sends a message every second, or every ten with ten thousand ranks. One that is silent for this many
+#: seconds is stuck or starved, and its last phase is no longer reliable.
+_SILENT_S = 30.0
+#: Minimum limit of each phase, as a multiple of the floor, because an unseen phase may be long. `start` is
+#: the script's own code before a training begins, whose duration is unknown. `first` is the first step, which
+#: may compile.
+_FLOORS = {
+    "start": math.inf,
+    "load": 6.0,
+    "first": 6.0,
+    "data": 1.0,
+    "step": 1.0,
+    "validate": 4.0,
+    "save": 12.0,
+    "end": math.inf,
+}
+
+
+@dataclass
+class PhaseLimits:
+    """Time limits for a rank without progress, by phase."""
+
+    floor_s: float | None
+    """Minimum of all limits in seconds; None for no limit at all."""
+    longest_s: dict[str, float] = field(default_factory=dict)
+    """Longest duration of each phase in this run."""
+
+    def of(self, phase: str) -> float:
+        """Return the limit of a phase in seconds."""
+        if self.floor_s is None or phase == "end":
+            return math.inf
+        longest = self.longest_s.get(phase)
+        if longest is None:
+            return self.floor_s * _FLOORS.get(phase, math.inf)
+        floor = 6.0 if phase == "start" else _FLOORS.get(phase, math.inf)
+        return max(self.floor_s * floor, longest * _TIMES_LONGEST)
+
+    def learn(self, phase: str, seconds: float) -> None:
+        """Record the time that a rank spent in a phase before it made progress."""
+        self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
+
+
+@dataclass
+class RankProgress:
+    """Last known state of a connected rank."""
+
+    phase: str = "start"
+    step: int = 0
+    beats: int = -1
+    since: float = 0.0
+    """Time of the last progress."""
+    heard: float = 0.0
+    """Time of the last message."""
+
+    @property
+    def limited_as(self) -> str:
+        """The phase whose limit applies."""
+        return "first" if self.phase in ("step", "data") and self.step == 0 else self.phase
+
+
+@dataclass(frozen=True)
+class HangInfo:
+    """Duration of a hang, and the limit that it exceeded."""
+
+    seconds: float
+    limit_s: float
+
+
+class HangDetector:
+    """Tracks the ranks of one attempt. The caller passes the time, in seconds."""
+
+    def __init__(self, limits: PhaseLimits) -> None:
+        self.limits = limits
+        self.ranks: dict[int, RankProgress] = {}
+
+    def heard(self, rank: int, phase: str, step: int, beats: int, now: float) -> None:
+        """Handle a heartbeat."""
+        state = self.ranks.get(rank)
+        if state is None:
+            self.ranks[rank] = RankProgress(phase, step, beats, now, now)
+        elif beats != state.beats:
+            self.limits.learn(state.limited_as, now - state.since)
+            self.ranks[rank] = RankProgress(phase, step, beats, now, now)
+
+    def alive(self, rank: int, now: float) -> None:
+        """Note a message of a rank, even if it shows no progress."""
+        if (state := self.ranks.get(rank)) is not None:
+            state.heard = now
+
+    def gone(self, rank: int) -> None:
+        """Forget a rank that has ended."""
+        self.ranks.pop(rank, None)
+
+    def paused(self, seconds: float) -> None:
+        """Discount a pause in which neither the ranks nor the supervisor ran, such as a suspended job."""
+        for state in self.ranks.values():
+            state.since += seconds
+            state.heard += seconds
+
+    def overdue(self, now: float) -> HangInfo | None:
+        """Return a `HangInfo` if the attempt hangs, else None.
+
+        The last phase of a silent rank does not extend the limit while other ranks report theirs.
+        """
+        if not self.ranks:
+            return None
+        states = self.ranks.values()
+        speaking = [state for state in states if now - state.heard < _SILENT_S] or states
+        seconds = now - max(state.since for state in states)
+        limit_s = max(self.limits.of(state.limited_as) for state in speaking)
+        return HangInfo(seconds, limit_s) if seconds > limit_s else None
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """Report of a rank in a hung attempt about itself."""
+
+    phase: str
+    step: int
+    place: str
+    """The user's innermost line, as `training_step (train.py:12)`."""
+    waits: bool
+    """True if it waits for other ranks."""
+
+
+def blocking_ranks(told: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
+    """Return the ranks that the others wait for; empty if unknown.
+
+    The first non-empty group counts: ranks that do not answer, ranks that are steps behind, ranks that do not
+    wait while others do, and ranks at a different place than most.
+
+    Args:
+        told: reports of the ranks that answered.
+        silent: ranks that did not answer.
+    """
+    if silent and told:
+        return sorted(silent)
+    newest = max((one.step for one in told.values()), default=0)
+    if behind := [rank for rank, one in told.items() if one.step < newest]:
+        return sorted(behind)
+    busy = [rank for rank, one in told.items() if not one.waits]
+    if 0 < len(busy) < len(told):
+        return sorted(busy)
+    places = [one.place for one in told.values()]
+    most = max(places, key=places.count, default="")
+    if 2 * places.count(most) > len(places):
+        return sorted(rank for rank, one in told.items() if one.place != most)
+    return []

@@ -1,0 +1,258 @@
+"""Server for the connections of all ranks: one thread receives their messages and checks regularly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret
+from hpctrain.cluster.connection_owners import owner_of
+from hpctrain.errors import Unauthenticated
+from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
+from hpctrain.supervisor.launch.rendezvous_store import open_store_socket
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two checks.
+TICK_INTERVAL_S = 1.0
+#: Limit in bytes on a message; those of ranks are far shorter.
+_LONGEST_MESSAGE = 1 << 16
+#: Limits before a connection has proved the secret: bytes, seconds, and number of such connections. A new one
+#: replaces the oldest; a rank that is dropped this way connects again.
+_UNPROVEN_BYTES, _UNPROVEN_S, _MAX_UNPROVEN = 512, 10.0, 256
+#: Number of refused connections that are logged.
+_MAX_REPORTS = 10
+#: Pause in seconds after an error of the thread itself.
+_PAUSE_S = 1.0
+
+
+@dataclass(eq=False)
+class RankConnection:
+    """A connection, assigned to a rank once the secret is proved."""
+
+    connection: socket.socket
+    peer: tuple[str, int]
+    nonce: bytes = field(default_factory=new_nonce)
+    since: float = field(default_factory=time.monotonic)
+    attempt: int = -1
+    rank: int = -1
+    received: bytearray = field(default_factory=bytearray)
+    up: Signed | None = None
+    down: Signed | None = None
+
+    @property
+    def is_proven(self) -> bool:
+        return self.rank >= 0
+
+
+class HeartbeatHandler(Protocol):
+    """Receiver of the ranks' messages. All calls come from one thread."""
+
+    def hear(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+        """Handle a message of a rank."""
+
+    def hung_up(self, attempt: int, rank: int) -> None:
+        """Handle the end of a rank or of its connection."""
+
+    def look(self) -> None:
+        """Check timeouts; called regularly."""
+
+
+class HeartbeatServer:
+    """Port to which every rank holds a connection. Use as a context manager.
+
+    Both sides prove knowledge of the secret, which only the run's ranks have, and every line carries a MAC.
+    Nothing is parsed before its MAC is checked.
+    """
+
+    def __init__(self, address: str, listener: HeartbeatHandler) -> None:
+        """Bind a free port.
+
+        Args:
+            address: where the ranks reach this host.
+            listener: receiver of the messages.
+
+        Raises:
+            OSError: no port can be bound.
+        """
+        self._address, self._listener = address, listener
+        (self._secret,) = new_secret().values()
+        self._socket = open_store_socket(address)
+        self._socket.setblocking(False)
+        self._port = self._socket.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._woken, self._wake = os.pipe()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._callers: dict[tuple[int, int], RankConnection] = {}
+        self._unproven: dict[RankConnection, None] = {}
+        self._num_refused = 0
+        self._look_at = 0.0
+        self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variable with the address for ranks and the secret of these connections."""
+        return {SUPERVISOR_ADDRESS_VARIABLE: f"{self._address}:{self._port}:{self._secret}"}
+
+    def tell(self, attempt: int, message: Mapping[str, Any]) -> int:
+        """Send a message to all connected ranks of an attempt; returns the number of ranks reached."""
+        told = 0
+        with self._lock:
+            for caller in [caller for (of, _), caller in self._callers.items() if of == attempt]:
+                assert caller.down is not None
+                data = caller.down.seal(message)
+                try:
+                    # A full send buffer means that the rank has stopped reading.
+                    told += caller.connection.send(data) == len(data)
+                except OSError:
+                    continue
+        return told
+
+    def on_the_line(self, attempt: int) -> int:
+        """Return the number of the attempt's connected ranks."""
+        with self._lock:
+            return sum(of == attempt for of, _ in self._callers)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._wake)
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        os.close(self._woken)
+
+    def _serve(self) -> None:
+        """Receive until the server closes. An error is logged and ends at most its own connection."""
+        while True:
+            try:
+                if self._is_over_after_turn():
+                    return
+            except Exception:
+                log.exception("receiving from the ranks failed; retrying in %g s", _PAUSE_S)
+                time.sleep(_PAUSE_S)
+
+    def _is_over_after_turn(self) -> bool:
+        ready = self._selector.select(max(0.0, self._look_at - time.monotonic()))
+        # Read from existing connections first: accepting a new one may drop one of them.
+        for key, _ in sorted(ready, key=lambda event: event[0].data is None):
+            if key.fileobj == self._woken:
+                return True
+            if key.data is None:
+                self._accept()
+            elif key.data.connection.fileno() >= 0:
+                self._read(key.data)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + TICK_INTERVAL_S
+            for caller in [each for each in self._unproven if self._look_at - each.since > _UNPROVEN_S]:
+                self._refuse(caller, f"it did not prove the secret within {_UNPROVEN_S:g} s")
+            try:
+                self._listener.look()
+            except Exception:
+                log.exception("looking after the ranks failed")
+        return False
+
+    def _accept(self) -> None:
+        try:
+            connection, peer = self._socket.accept()
+        except OSError:
+            # Perhaps unknown peers have exhausted the limit of open files.
+            if self._unproven:
+                self._drop(next(iter(self._unproven)))
+            else:
+                time.sleep(_PAUSE_S / 10)
+            return
+        caller = RankConnection(connection, peer[:2])
+        if len(self._unproven) >= _MAX_UNPROVEN:
+            self._refuse(
+                next(iter(self._unproven)), f"there are {_MAX_UNPROVEN} that did not prove the secret"
+            )
+        with suppress(OSError):
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.send(caller.nonce + b"\n")
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+        self._unproven[caller] = None
+
+    def _read(self, caller: RankConnection) -> None:
+        try:
+            data = caller.connection.recv(65536 if caller.is_proven else _UNPROVEN_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.received += data
+        *lines, rest = caller.received.split(b"\n")
+        caller.received = rest
+        try:
+            for line in lines:
+                self._take(caller, bytes(line))
+            if len(rest) > (_LONGEST_MESSAGE if caller.is_proven else _UNPROVEN_BYTES):
+                raise Unauthenticated(f"a line of more than {len(rest)} bytes was received")
+        except Unauthenticated as error:
+            self._refuse(caller, str(error))
+        except Exception:
+            log.exception("rank %d of attempt %d: its message failed", caller.rank, caller.attempt)
+            self._drop(caller)
+        else:
+            if not data:
+                self._drop(caller)
+
+    def _take(self, caller: RankConnection, line: bytes) -> None:
+        if caller.up is None:
+            if len(line) != NONCE_LENGTH:
+                raise Unauthenticated("no rank begins like this")
+            secret = self._secret.encode()
+            caller.up = Signed(secret, "up", caller.nonce, line)
+            caller.down = Signed(secret, "down", caller.nonce, line)
+            return
+        message = caller.up.open(line)
+        if caller.is_proven:
+            self._listener.hear(caller.attempt, caller.rank, message)
+            return
+        caller.attempt, caller.rank = int(message["attempt"]), int(message["rank"])
+        del self._unproven[caller]
+        with self._lock:
+            self._callers[caller.attempt, caller.rank] = caller
+
+    def _refuse(self, caller: RankConnection, why: str) -> None:
+        self._num_refused += 1
+        if self._num_refused <= _MAX_REPORTS:
+            address, port = caller.peer
+            owner = owner_of(port, self._port) or "a user who is not known here"
+            more = "; further ones are not reported" if self._num_refused == _MAX_REPORTS else ""
+            log.warning("a connection from %s, of %s, was refused: %s%s", address, owner, why, more)
+        self._drop(caller)
+
+    def _drop(self, caller: RankConnection) -> None:
+        if caller.connection.fileno() < 0:
+            return
+        self._selector.unregister(caller.connection)
+        self._unproven.pop(caller, None)
+        with self._lock:
+            caller.connection.close()
+            if self._callers.get((caller.attempt, caller.rank)) is not caller:
+                return
+            del self._callers[caller.attempt, caller.rank]
+        try:
+            self._listener.hung_up(caller.attempt, caller.rank)
+        except Exception:
+            log.exception("the end of the connection of rank %d was not noted", caller.rank)

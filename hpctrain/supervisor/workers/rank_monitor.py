@@ -1,0 +1,274 @@
+"""Monitor of an attempt's ranks: evaluates their messages to detect hangs and stragglers."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.errors import SchedulerError
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.launch.job_step import (
+    EmitEvent,
+    HangDetected,
+    JobStep,
+    LauncherStuck,
+    StragglerDetected,
+)
+from hpctrain.supervisor.workers.hang_detection import (
+    HangDetector,
+    HangInfo,
+    PhaseLimits,
+    RankSnapshot,
+    blocking_ranks,
+)
+from hpctrain.supervisor.workers.straggler_detection import (
+    LASTING_WINDOWS,
+    StepTimes,
+    Straggler,
+    StragglerDetector,
+)
+from hpctrain.text import pluralize
+
+log = logging.getLogger(__name__)
+
+#: Time limit for the answers. A rank reports its position and writes it to a file at once, unless the file
+#: system hangs.
+_TELL_LIMIT_S = 10.0
+#: Time after a signal for silent ranks to print their position to their logs.
+_SIGNAL_PAUSE_S = 2.0
+#: A longer pause between two checks means that the supervisor was suspended, and probably the ranks too.
+_PAUSE_S = 10.0
+#: Time after the last rank has left; the end of the step is known within seconds unless its report was lost.
+_END_LIMIT_S = 60.0
+
+
+@dataclass
+class _Inquiry:
+    """Request to the ranks of a hung attempt for their positions."""
+
+    overdue: HangInfo
+    since: float
+    told: dict[int, RankSnapshot] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    signalled_at: float | None = None
+
+
+class RankMonitor:
+    """Monitors the ranks of one attempt. See `HeartbeatHandler`; only `close` may run in another thread."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        step: JobStep,
+        ask: Callable[[], int],
+        emit: EmitEvent,
+        limits: PhaseLimits,
+        host_of: Callable[[int], str],
+        world_size: int,
+    ) -> None:
+        """Begin to monitor.
+
+        Args:
+            run: the run.
+            attempt: number of the attempt.
+            step: the ranks' step.
+            ask: asks all ranks for their positions; returns the number of ranks reached.
+            emit: takes events.
+            limits: time limits of the phases; they adapt.
+            host_of: returns the host of a rank.
+            world_size: number of ranks.
+        """
+        self._run, self._attempt, self._step = run, attempt, step
+        self._ask, self._emit, self._host_of, self._world_size = ask, emit, host_of, world_size
+        self._liveness, self._stragglers = HangDetector(limits), StragglerDetector(world_size)
+        self._inquiry: _Inquiry | None = None
+        self._is_over = False
+        self._empty_since: float | None = None
+        self._looked_at = time.monotonic()
+        self._modules: dict[int, list[str]] = {}
+        self._changed: set[str] = set()
+        self._named: set[int] = set()
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Handle a message of a rank."""
+        self._liveness.alive(rank, time.monotonic())
+        if "beats" in message:
+            self._empty_since = None
+            phase, step = str(message["phase"]), int(message["step"])
+            self._liveness.heard(rank, phase, step, int(message["beats"]), time.monotonic())
+            data_s, compute_s, exchange_s = map(float, message["spent"])
+            self._stragglers.heard(rank, StepTimes(step, data_s, compute_s, exchange_s))
+            self._modules[rank] = [str(name) for name in message["modules"]]
+            self._changed.update(map(str, message["changed"]))
+        elif self._inquiry is not None and "told" in message:
+            self._inquiry.told[rank] = RankSnapshot(**message["told"])
+        elif self._inquiry is not None and "written" in message:
+            self._inquiry.written.add(rank)
+
+    def hung_up(self, rank: int) -> None:
+        """Note that a rank has disconnected."""
+        self._liveness.gone(rank)
+        self._empty_since = None if self._liveness.ranks else time.monotonic()
+
+    @property
+    def modules(self) -> list[str] | None:
+        """Slow imports common to all ranks; None until all have imported PyTorch."""
+        if len(self._modules) < self._world_size:
+            return None
+        first, *others = self._modules.values()
+        common = [name for name in first if all(name in other for other in others)]
+        return common if "torch" in common else None
+
+    @property
+    def changed(self) -> list[str]:
+        """Environment variables that the script has changed on any rank."""
+        return sorted(self._changed)
+
+    def look(self) -> None:
+        """Check for hangs, stragglers and a lost end of the step."""
+        now = time.monotonic()
+        if (paused := now - self._looked_at) > _PAUSE_S:
+            self._liveness.paused(paused)
+        self._looked_at = now
+        if self._is_over:
+            return
+        if self._empty_since is not None and now - self._empty_since > _END_LIMIT_S:
+            self._empty_since = now
+            # Slurm may be slow; this thread must keep receiving from the ranks.
+            threading.Thread(target=self._look_for_the_end, daemon=True).start()
+        if self._inquiry is not None:
+            self._inquire(self._inquiry, now)
+        elif (overdue := self._liveness.overdue(now)) is not None:
+            log.warning(
+                "no rank has got anything done for %.0f s (limit %.0f s): asking all of them where they are",
+                overdue.seconds,
+                overdue.limit_s,
+            )
+            self._inquiry = _Inquiry(overdue, now)
+            self._ask()
+        else:
+            self._name_stragglers(now)
+
+    def close(self) -> None:
+        """Stop monitoring: the attempt is over."""
+        self._is_over = True
+
+    def _inquire(self, inquiry: _Inquiry, now: float) -> None:
+        there = self._liveness.ranks.keys()
+        waited = now - inquiry.since
+        if inquiry.signalled_at is not None:
+            if now - inquiry.signalled_at >= _SIGNAL_PAUSE_S:
+                self._conclude(inquiry)
+        elif there <= inquiry.written:
+            self._conclude(inquiry)
+        elif waited >= _TELL_LIMIT_S:
+            if there <= inquiry.told.keys():
+                self._conclude(inquiry)
+                return
+            log.warning("no answer from %s: asking by SIGQUIT", _ranks(sorted(there - inquiry.told.keys())))
+            inquiry.signalled_at = now
+            # Slurm may be slow; this thread must keep receiving from the ranks.
+            threading.Thread(target=self._signal, daemon=True).start()
+
+    def _look_for_the_end(self) -> None:
+        """Report a launcher that missed the end of its step and would wait forever."""
+        try:
+            if not self._step.is_over() or self._is_over:
+                return
+        except SchedulerError as error:
+            log.warning("whether the step is over cannot be told: %s", error)
+            return
+        self._emit(LauncherStuck())
+
+    def _signal(self) -> None:
+        try:
+            self._step.signal(signal.SIGQUIT)
+        except SchedulerError as error:
+            log.warning("the ranks cannot be asked by a signal: %s", error)
+
+    def _conclude(self, inquiry: _Inquiry) -> None:
+        self._is_over = True
+        silent = sorted(self._liveness.ranks.keys() - inquiry.told.keys())
+        missing = blocking_ranks(inquiry.told, silent)
+        cause = describe_hang(inquiry.overdue, inquiry.told, silent, missing, self._host_of)
+        rank = (missing or sorted(self._liveness.ranks) or [0])[0]
+        self._emit(HangDetected(cause, rank, self._host_of(rank), tuple(missing)))
+
+    def _name_stragglers(self, now: float) -> None:
+        for slow, times in self._stragglers.look(now):
+            # Report the first detection, then one in every `LASTING_WINDOWS` windows.
+            lasting = times % LASTING_WINDOWS == 0
+            if not lasting and slow.rank in self._named:
+                continue
+            self._named.add(slow.rank)
+            host = self._host_of(slow.rank)
+            self._record(slow, host, lasting=lasting)
+            self._emit(StragglerDetected(host, slow.rank, round(slow.ratio, 2), slow.part, lasting))
+
+    def _record(self, slow: Straggler, host: str, *, lasting: bool) -> None:
+        def parts(spent: StepTimes) -> dict[str, float]:
+            return {
+                "data": round(spent.data_s, 6),
+                "compute": round(spent.compute_s, 6),
+                "exchange": round(spent.exchange_s, 6),
+            }
+
+        log.warning(
+            "rank %d on %s takes %.1f times as long as most (%s)%s",
+            slow.rank,
+            host,
+            slow.ratio,
+            slow.part,
+            ", and stays so" if lasting else "",
+        )
+        self._run.log_event(
+            "straggler",
+            self._attempt,
+            rank=slow.rank,
+            host=host,
+            ratio=round(slow.ratio, 2),
+            part=slow.part,
+            lasting=lasting,
+            seconds=parts(slow.own),
+            typical=parts(slow.typical),
+        )
+
+
+def describe_hang(
+    overdue: HangInfo,
+    told: Mapping[int, RankSnapshot],
+    silent: Sequence[int],
+    missing: Sequence[int],
+    host_of: Callable[[int], str],
+) -> str:
+    """Describe a hang in one sentence."""
+    text = f"hung: no rank got anything done for {overdue.seconds:.0f} s (limit {overdue.limit_s:.0f} s)"
+    if not missing:
+        places = ", ".join(sorted({one.place for one in told.values()})) or "nobody says where"
+        return f"{text}; which rank the others wait for cannot be told: {places}"
+    first = missing[0]
+    where = f"rank {first} on {host_of(first)}"
+    if first in silent:
+        text += f"; {where} does not answer"
+    else:
+        one = told[first]
+        text += f"; {where} is in {one.place}, phase {one.phase}, after {pluralize(one.step, 'step')}"
+    if len(missing) > 1:
+        text += f", and with it {_ranks(missing[1:])}"
+    others = [one for rank, one in told.items() if rank not in missing]
+    if others:
+        most = max((one.place for one in others), key=[one.place for one in others].count)
+        text += f", while {len(others)} of {len(told) + len(silent)} ranks wait in {most}"
+    return text
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"

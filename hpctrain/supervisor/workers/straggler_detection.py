@@ -1,0 +1,123 @@
+"""Straggler detection: finds ranks that are slow by themselves and make the others wait at each step.
+
+Each rank reports its time for data, for computing, and for exchange with the others. All ranks take equally
+long for a step, so its duration shows nothing; a rank's time outside the exchange does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: A rank is slow if it takes this many times as long as most,
+_SLOW_RATIO = 1.5
+#: and is longer by this share of the whole step, which leaves out negligible differences.
+_SLOW_PART = 0.1
+#: Minimum length of a window in seconds and in steps; one pause does not make a straggler.
+WINDOW_S, _WINDOW_STEPS = 20.0, 5
+#: Number of slow windows in a row after which a rank counts as lasting straggler.
+LASTING_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of a rank since it began to train, in seconds, and its steps."""
+
+    steps: int
+    data_s: float
+    compute_s: float
+    exchange_s: float
+
+    def __sub__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(
+            self.steps - other.steps,
+            self.data_s - other.data_s,
+            self.compute_s - other.compute_s,
+            self.exchange_s - other.exchange_s,
+        )
+
+    def per_step(self) -> StepTimes:
+        """Return the averages per step."""
+        count = max(1, self.steps)
+        return StepTimes(1, self.data_s / count, self.compute_s / count, self.exchange_s / count)
+
+    @property
+    def own_s(self) -> float:
+        """Time without the exchange."""
+        return self.data_s + self.compute_s
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that makes the others wait."""
+
+    rank: int
+    ratio: float
+    """Ratio of its own time to that of most ranks."""
+    part: str
+    """Part with the greatest loss: `data` or `compute`."""
+    own: StepTimes
+    """Its own average step."""
+    typical: StepTimes
+    """A typical step of the ranks."""
+
+
+def find_stragglers(spent: Mapping[int, StepTimes]) -> list[Straggler]:
+    """Return the slow ranks, slowest first.
+
+    Args:
+        spent: times of each rank over the same period.
+    """
+    steps = {rank: each.per_step() for rank, each in spent.items()}
+    if len(steps) < 2:
+        return []
+    typical = StepTimes(
+        1,
+        statistics.median_low(each.data_s for each in steps.values()),
+        statistics.median_low(each.compute_s for each in steps.values()),
+        statistics.median_low(each.exchange_s for each in steps.values()),
+    )
+    most_s = max(statistics.median_low(each.own_s for each in steps.values()), 1e-9)
+    whole_s = max(each.own_s + each.exchange_s for each in steps.values())
+    found = [
+        Straggler(rank, each.own_s / most_s, _part(each, typical), each, typical)
+        for rank, each in steps.items()
+        if each.own_s >= _SLOW_RATIO * most_s and each.own_s - most_s >= _SLOW_PART * whole_s
+    ]
+    return sorted(found, key=lambda slow: -slow.ratio)
+
+
+def _part(own: StepTimes, typical: StepTimes) -> str:
+    return "data" if own.data_s - typical.data_s > own.compute_s - typical.compute_s else "compute"
+
+
+class StragglerDetector:
+    """Tracks the ranks of one attempt. The caller passes the time, in seconds."""
+
+    def __init__(self, world_size: int, window_s: float = WINDOW_S) -> None:
+        self._world_size, self._window_s = world_size, window_s
+        self._newest: dict[int, StepTimes] = {}
+        self._window: dict[int, StepTimes] = {}
+        self._begun = 0.0
+        self._in_a_row: dict[int, int] = {}
+
+    def heard(self, rank: int, spent: StepTimes) -> None:
+        """Handle a heartbeat."""
+        if spent.steps > 0:
+            self._newest[rank] = spent
+
+    def look(self, now: float) -> list[tuple[Straggler, int]]:
+        """Return the slow ranks of a window that has just ended, with their slow windows in a row."""
+        if len(self._newest) < self._world_size:
+            return []
+        if not self._window:
+            self._window, self._begun = dict(self._newest), now
+            return []
+        spent = {rank: each - self._window[rank] for rank, each in self._newest.items()}
+        if now - self._begun < self._window_s or min(each.steps for each in spent.values()) < _WINDOW_STEPS:
+            return []
+        self._window, self._begun = dict(self._newest), now
+        slow = find_stragglers(spent)
+        self._in_a_row = {each.rank: self._in_a_row.get(each.rank, 0) + 1 for each in slow}
+        return [(each, self._in_a_row[each.rank]) for each in slow]

@@ -1,0 +1,192 @@
+"""The worker group: connections to the ranks over all attempts of a job, and standby workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from hpctrain.authentication import new_secret
+from hpctrain.errors import HpctrainError
+from hpctrain.files import read_json, write_atomic
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
+from hpctrain.supervisor.launch.worker_command import worker_command
+from hpctrain.supervisor.workers.hang_detection import PhaseLimits
+from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
+from hpctrain.supervisor.workers.rank_monitor import RankMonitor
+from hpctrain.supervisor.workers.standby_workers import StandbyWorkers
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """Starts the ranks of an attempt, from standby workers if possible, and receives their messages.
+
+    Use as a context manager: on exit, standby workers are ended. `start` and `end` are called in turn, from
+    one thread; messages are received in another.
+    """
+
+    def __init__(self, run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
+        self._run, self._spec, self._launcher = run, spec, launcher
+        self._lines: HeartbeatServer
+        self._limits = PhaseLimits(spec.hang_timeout_s, _read_pace(run))
+        self._lock = threading.Lock()
+        self._attempt = -1
+        self._contact: RankMonitor | None = None
+        self._reserve: StandbyWorkers | None = None
+        self._reserve_from: Callable[[int], Mapping[str, str]] | None = None
+        self._imported_at: float | None = None
+        self._modules: list[str] = []
+        self._has_reserve = False
+
+    def __enter__(self) -> Self:
+        self._lines = HeartbeatServer(self._launcher.address, self)
+        self._lines.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Close the connections first: then no new standby workers start, and waiting ones see their
+        # connection end.
+        self._lines.__exit__(kind, error, trace)
+        self._dismiss()
+
+    def start(
+        self,
+        attempt: int,
+        met_at: Mapping[str, str],
+        variables: Callable[[int], Mapping[str, str]],
+        emit: EmitEvent,
+    ) -> JobStep:
+        """Start the ranks of an attempt.
+
+        Args:
+            attempt: its number.
+            met_at: variables with the address of the store.
+            variables: returns all other variables of an attempt, given its number.
+            emit: takes events.
+        """
+        spec, hosts = self._spec, list(self._launcher.hosts)
+        known = {**met_at, **variables(attempt)}
+        step = self._from_reserve(attempt, hosts, known, emit)
+        if step is None:
+            command = worker_command(spec, len(hosts))
+            step = self._launcher.start(command, {**known, **self._lines.variables, **new_secret()}, emit)
+        contact = RankMonitor(
+            self._run,
+            attempt,
+            step,
+            lambda: self._lines.tell(attempt, {"tell": True}),
+            emit,
+            self._limits,
+            lambda rank: hosts[rank // spec.ntasks_per_node],
+            len(hosts) * spec.ntasks_per_node,
+        )
+        with self._lock:
+            self._attempt, self._contact, self._reserve_from = attempt, contact, variables
+            self._imported_at, self._has_reserve = None, False
+        return step
+
+    def end(self) -> None:
+        """Stop monitoring the attempt's ranks, which are gone or about to be ended."""
+        with self._lock:
+            contact, self._contact = self._contact, None
+        if contact is not None:
+            contact.close()
+        with suppress(OSError):
+            write_atomic(self._run.pace, json.dumps(self._limits.longest_s) + "\n", durable=False)
+
+    def hear(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+        """Pass a message to the attempt's monitor or standby workers. See `HeartbeatHandler`."""
+        with self._lock:
+            contact = self._contact if attempt == self._attempt else None
+            reserve = self._reserve if self._reserve and self._reserve.attempt == attempt else None
+        if contact is not None:
+            contact.hear(rank, message)
+        elif reserve is not None:
+            reserve.hear(rank, message)
+
+    def hung_up(self, attempt: int, rank: int) -> None:
+        """Report a lost connection to the attempt's monitor. See `HeartbeatHandler`."""
+        with self._lock:
+            contact = self._contact if attempt == self._attempt else None
+        if contact is not None:
+            contact.hung_up(rank)
+
+    def look(self) -> None:
+        """Check the attempt's ranks regularly. See `HeartbeatHandler`."""
+        with self._lock:
+            contact = self._contact
+        if contact is not None:
+            contact.look()
+            self._make_reserve(contact)
+
+    def _from_reserve(
+        self, attempt: int, hosts: list[str], known: Mapping[str, str], emit: EmitEvent
+    ) -> JobStep | None:
+        with self._lock:
+            reserve, self._reserve = self._reserve, None
+        if reserve is None:
+            return None
+        if reserve.can_go(attempt, hosts):
+            return reserve.go(known, emit)
+        reserve.close()
+        return None
+
+    def _make_reserve(self, contact: RankMonitor) -> None:
+        """Start standby workers for the next attempt once the current ranks have trained for a while."""
+        after_s = self._spec.standby_workers_s
+        if after_s is None or self._spec.torchrun is not None or self._has_reserve:
+            return
+        if (modules := contact.modules) is None:
+            return
+        now = time.monotonic()
+        if self._imported_at is None or modules != self._modules:
+            # Late imports, for example in the first step, are slow too.
+            self._imported_at, self._modules = now, modules
+        if now - self._imported_at < after_s:
+            return
+        self._has_reserve = True
+        if changed := contact.changed:
+            log.info(
+                "no workers wait: the script itself sets %s, which imports may read; use --env for it",
+                ", ".join(changed),
+            )
+            return
+        with self._lock:
+            if self._contact is not contact or self._reserve_from is None:
+                return
+            attempt, of_attempt = self._attempt + 1, self._reserve_from
+            hosts = len(self._launcher.hosts)
+            # Standby workers have their own secret, which is never sent.
+            variables = {**of_attempt(attempt), **self._lines.variables, **new_secret()}
+            command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
+            try:
+                self._reserve = StandbyWorkers(
+                    self._launcher, self._lines, command, variables, modules, ranks
+                )
+            except (OSError, HpctrainError) as error:
+                log.warning("no workers wait: %s", error)
+
+    def _dismiss(self) -> None:
+        with self._lock:
+            reserve, self._reserve = self._reserve, None
+        if reserve is not None:
+            reserve.close()
+
+
+def _read_pace(run: RunDir) -> dict[str, float]:
+    """Return the phase durations that earlier jobs of the run recorded."""
+    try:
+        record = read_json(run.pace)
+        return {str(phase): float(seconds) for phase, seconds in record.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

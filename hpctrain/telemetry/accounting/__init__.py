@@ -1,0 +1,1 @@
+"""Time accounting of a run, and its goodput."""

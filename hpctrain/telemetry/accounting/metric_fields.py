@@ -1,0 +1,53 @@
+"""Fields of the lines in `metrics.jsonl`: which are metrics, and whether a run writes any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.rundir import RunDir
+from hpctrain.text import format_count
+
+#: Fields of a line that are not training metrics.
+RESERVED_FIELDS = frozenset(
+    {"step", "epoch", "time", "attempt", "spent", "last_step", "model_flops", "peak_flops"}
+)
+
+#: Placeholder for a figure derived from steps, in a run that reports none.
+NO_STEPS = "this script reports no steps"
+NO_STEPS_YET = "no steps reported"
+
+
+def reports_steps(run: RunDir, *, has_steps: bool, completed: bool) -> bool | None:
+    """True if the script of a run reports its steps; None if it may not have reached its first step yet.
+
+    Args:
+        run: the run. The `Trainer` writes its environment before the first step.
+        has_steps: metrics of at least one step exist.
+        completed: the script ran to its end.
+    """
+    if has_steps or run.environment.is_file():
+        return True
+    return False if completed else None
+
+
+def why_unknown(reports: bool | None) -> str:
+    """Return the reason why figures derived from steps are unknown."""
+    return NO_STEPS if reports is False else NO_STEPS_YET
+
+
+def describe_step(step: int | None, reports: bool | None) -> str:
+    """Return the last step as text for the user."""
+    if step is not None:
+        return format_count(step)
+    return "none so far" if reports else f"not known: {why_unknown(reports)}"
+
+
+def metric_values(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line by name, including infinite and NaN values."""
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name not in RESERVED_FIELDS
+        and (type(value) is float or (type(value) is int and abs(value) < 1e300))
+    }

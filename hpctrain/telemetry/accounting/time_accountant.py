@@ -1,0 +1,250 @@
+"""Assignment of every moment of a run to exactly one time category, from its events and metrics."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import STATE_CHANGES, SaveEvent, TimelineEvent
+
+#: Time of training steps; it becomes lost work if the steps have to be trained again.
+_WORK = frozenset(
+    {
+        TimeCategory.TRAINING,
+        TimeCategory.COMMUNICATING,
+        TimeCategory.DATA,
+        TimeCategory.VALIDATING,
+        TimeCategory.SAVING,
+    }
+)
+#: Categories that the field `spent` of a metrics line can report; the rest of its time is training.
+CATEGORY_OF_FIELD = {
+    "data": TimeCategory.DATA,
+    "communication": TimeCategory.COMMUNICATING,
+    "validation": TimeCategory.VALIDATING,
+}
+#: Events between the end of one attempt and the start of the next.
+_GOES_ON = frozenset({"restart", "shrink", "replace", "requeue", "started"})
+
+
+@dataclass(slots=True)
+class Interval:
+    """A span in which steps `first` + 1 to `last` were trained; it may still become lost work."""
+
+    start_us: int
+    end_us: int
+    what: TimeCategory
+    attempt: int | None
+    first: int
+    last: int
+
+
+class TimeAccountant:
+    """Converter of timeline events, in order, to intervals without gaps."""
+
+    def __init__(
+        self,
+        first: TimelineEvent,
+        end_us: int,
+        saves: Iterable[SaveEvent],
+        *,
+        logs_steps: bool,
+    ) -> None:
+        """Start the account at the first event.
+
+        Args:
+            first: the first event.
+            end_us: end of the account.
+            saves: spans in which saves blocked the training.
+            logs_steps: if the run reports its steps. Otherwise lost work is unknown.
+        """
+        self.pieces: list[Interval] = []
+        self.lost_steps = 0
+        self.measured: set[TimeCategory] = set()
+        self._now = min(first.time_us - first.spent_us.get("all", 0), end_us)
+        self._end, self._logs_steps = end_us, logs_steps
+        self._saves = deque(saves)
+        #: Intervals of work that counts so far, in ascending order of steps.
+        self._counting: list[Interval] = []
+        self._attempt: int | None = None
+        self._step = 0
+        self._first_logged: int | None = None
+        #: Category of the time until the next event; None while the ranks train.
+        self._phase: TimeCategory | None = TimeCategory.IDLE
+        #: True if the ranks have ended and the next event is not known yet.
+        self._left = False
+        #: True until the first step of the attempt is reported.
+        self._fresh = True
+
+    def take(self, mark: TimelineEvent) -> None:
+        """Account for the time up to an event."""
+        if mark.kind not in ("submitted", "started") and (
+            self._attempt is None or mark.attempt > self._attempt
+        ):
+            # Without a supervisor, no `started` event is written.
+            self._fill(mark.time_us - mark.spent_us.get("all", 0), TimeCategory.IDLE)
+            self._start(mark)
+        if mark.kind == "resumed":
+            self._resumed(mark)
+        elif mark.kind in STATE_CHANGES:
+            self._turned(mark)
+        elif mark.attempt == self._attempt and not self._left:
+            self._trained(mark)
+
+    def close(self, *, waits: bool) -> None:
+        """Account for the time from the last event to the end."""
+        if waits:
+            self._phase = TimeCategory.QUEUED
+        elif self._left:
+            self._phase = TimeCategory.IDLE
+        self._fill(self._end, self._phase or TimeCategory.TRAINING)
+
+    def _start(self, mark: TimelineEvent) -> None:
+        self._attempt, self._step, self._left, self._fresh = mark.attempt, 0, False, True
+        self._phase = TimeCategory.STARTING if self._logs_steps else None
+
+    def _resumed(self, mark: TimelineEvent) -> None:
+        """Handle a loaded state: work after its step is lost, because it is trained again."""
+        self._fill(mark.time_us - mark.spent_us.get("loading", 0), self._phase or TimeCategory.STARTING)
+        self._fill(mark.time_us, TimeCategory.LOADING)
+        self._step, self._phase = mark.step or 0, None
+        self._lose(self._step)
+
+    def _trained(self, mark: TimelineEvent) -> None:
+        """Handle a step, or a checkpoint, which implies that its step was trained."""
+        assert mark.step is not None
+        if self._fresh and mark.kind == "checkpoint" and mark.step == self._step:
+            return
+        if self._phase is not None:
+            self._step = self._entered_at(mark.step)
+            self._lose(self._step)
+        if self._fresh:
+            # If the start time of the steps is not recorded, the steps of ranks that loaded began after the
+            # load.
+            begun = mark.time_us - mark.spent_us.get("all", 0 if self._phase else mark.time_us)
+            self._fill(begun, TimeCategory.STARTING)
+            self._phase, self._fresh = None, False
+        spent = {
+            what: mark.spent_us[name] for name, what in CATEGORY_OF_FIELD.items() if name in mark.spent_us
+        }
+        self.measured.update(spent)
+        first, self._step = self._step, max(self._step, mark.step)
+        if mark.kind == "step" or self._step > first:
+            self._work(mark.time_us, spent, first, self._step)
+
+    def _entered_at(self, step: int) -> int:
+        """Return the last step before an attempt with no recorded load, from its first logged step."""
+        if self._first_logged is None:
+            self._first_logged = step
+        done = self._counting[-1].last if self._counting else 0
+        return 0 if step <= self._first_logged else min(done, step - 1)
+
+    def _turned(self, mark: TimelineEvent) -> None:
+        kind = mark.kind
+        if self._left:
+            what = TimeCategory.RESTARTING if kind in _GOES_ON else TimeCategory.IDLE
+        elif self._phase not in (None, TimeCategory.STARTING):
+            what = self._phase or TimeCategory.IDLE
+        elif kind in ("started", "submitted"):
+            # The job was killed without an event, at or after its last record.
+            what = TimeCategory.QUEUED if kind == "started" else TimeCategory.IDLE
+        elif self._phase is not None:
+            what = self._phase
+        elif not self._logs_steps:
+            what = TimeCategory.TRAINING
+        elif kind == "signal":
+            what = TimeCategory.SAVING if mark.saved else TimeCategory.TRAINING
+        else:
+            # Ranks that fail lose the step in progress.
+            what = {"failure": TimeCategory.LOST, "finished": TimeCategory.IDLE}.get(
+                kind, TimeCategory.RESTARTING
+            )
+        self._fill(mark.time_us, what)
+        self._left = kind in ("failure", "signal")
+        match kind:
+            case "started":
+                self._start(mark)
+            case "restart" | "shrink" | "replace":
+                self._phase = TimeCategory.RESTARTING
+            case "requeue" | "submitted":
+                self._phase = TimeCategory.QUEUED
+            case "finished":
+                self._phase = TimeCategory.IDLE
+
+    def _fill(self, until_us: int, what: TimeCategory) -> None:
+        """Account for the time until `until_us`; saves within it count as saving."""
+        for start_us, end_us, save in self._segments(until_us):
+            self._add(start_us, end_us, what if save is None else TimeCategory.SAVING, save)
+
+    def _work(self, until_us: int, spent: Mapping[TimeCategory, int], first: int, last: int) -> None:
+        """Split the time until `until_us` among the reported categories; saves within it count as saving."""
+        segments = list(self._segments(until_us))
+        left = sum(end - start for start, end, save in segments if save is None)
+        before: list[tuple[TimeCategory, int]] = []
+        after: list[tuple[TimeCategory, int]] = []
+        for what in CATEGORY_OF_FIELD.values():
+            us = min(left, spent.get(what, 0))
+            (after if what is TimeCategory.VALIDATING else before).append((what, us))
+            left -= us
+        portions = deque([*before, (TimeCategory.TRAINING, left), *after])
+        for start, end_us, save in segments:
+            if save is not None:
+                self._add(start, end_us, TimeCategory.SAVING, save)
+                continue
+            while start < end_us:
+                what, us = portions.popleft()
+                taken = min(us, end_us - start)
+                if taken < us:
+                    portions.appendleft((what, us - taken))
+                if taken:
+                    piece = self._add(start, start + taken, what)
+                    piece.first, piece.last = first, last
+                start += taken
+
+    def _segments(self, until_us: int) -> Iterator[tuple[int, int, SaveEvent | None]]:
+        """Advance to `until_us` and yield the segments between and during saves."""
+        until_us = min(until_us, self._end)
+        while self._saves and self._saves[0].start_us < until_us and self._now < until_us:
+            save = self._saves[0]
+            start_us, end_us = max(save.start_us, self._now), min(save.end_us, until_us)
+            if self._now < start_us:
+                yield self._now, start_us, None
+                self._now = start_us
+            if start_us < end_us:
+                yield start_us, end_us, save
+                self._now = end_us
+            if save.end_us > until_us:
+                break
+            self._saves.popleft()
+        if self._now < until_us:
+            yield self._now, until_us, None
+            self._now = until_us
+
+    def _add(self, start_us: int, end_us: int, what: TimeCategory, save: SaveEvent | None = None) -> Interval:
+        step = self._step if save is None else save.step
+        piece = Interval(start_us, end_us, what, self._attempt, step, step)
+        self.pieces.append(piece)
+        if what in _WORK:
+            self._counting.append(piece)
+        return piece
+
+    def _lose(self, step: int) -> None:
+        """Mark all work after `step` as lost; an interval that contains `step` is split there."""
+        kept: list[Interval] = []
+        if self._counting:
+            self.lost_steps += max(0, self._counting[-1].last - step)
+        while self._counting and (piece := self._counting[-1]).last > step:
+            self._counting.pop()
+            if piece.first < step:
+                share = (piece.end_us - piece.start_us) * (step - piece.first)
+                cut_us = piece.start_us + share // (piece.last - piece.first)
+                self.pieces.append(
+                    Interval(cut_us, piece.end_us, TimeCategory.LOST, piece.attempt, step, piece.last)
+                )
+                piece.end_us, piece.last = cut_us, step
+                kept.append(piece)
+            else:
+                piece.what = TimeCategory.LOST
+        self._counting += reversed(kept)

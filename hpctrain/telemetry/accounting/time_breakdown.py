@@ -1,0 +1,105 @@
+"""Time of a run by category, over all its attempts: every microsecond counts once. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hpctrain.telemetry.accounting.time_accountant import CATEGORY_OF_FIELD, Interval, TimeAccountant
+from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
+from hpctrain.telemetry.accounting.timeline_events import microseconds, read_timeline_events
+
+NO_STEPS_NOTE = (
+    "Without reported steps all time from the start of the ranks to their end counts as training, and lost "
+    "work is not known."
+)
+#: Categories that are known without reported steps.
+_WITHOUT_STEPS = frozenset(
+    {TimeCategory.TRAINING, TimeCategory.RESTARTING, TimeCategory.QUEUED, TimeCategory.IDLE}
+)
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """Time of a run by category."""
+
+    spans: tuple[TimeSpan, ...] = ()
+    """Spans without gaps, from the first record of the run to the last."""
+    lost_steps: int | None = 0
+    """Steps that were trained in vain, counted each time; None if no steps are reported."""
+    measured: frozenset[TimeCategory] = frozenset(TimeCategory) - frozenset(CATEGORY_OF_FIELD.values())
+    """Categories that the run reported separately; the time of the others is part of training."""
+    notes: tuple[str, ...] = ()
+    """Remarks for the reader on the accuracy of the figures."""
+
+    @classmethod
+    def of(
+        cls,
+        events: Iterable[Mapping[str, Any]],
+        metrics: Iterable[Mapping[str, Any]] = (),
+        *,
+        until: float | None = None,
+        waits: bool = False,
+        reports_steps: bool | None = None,
+    ) -> TimeBreakdown:
+        """Compute the breakdown from the records of a run.
+
+        Args:
+            events: lines of `events.jsonl`, in file order.
+            metrics: lines of `metrics.jsonl`, in file order.
+            until: the current time of an active run, in seconds since the epoch; None ends at the last
+                record.
+            waits: if the run is in the queue, according to the scheduler.
+            reports_steps: if the run reports its steps; None infers it from the records.
+        """
+        marks, saves = read_timeline_events(events, metrics)
+        if not marks:
+            return cls()
+        now_us = microseconds(until)
+        end_us = marks[-1].time_us if now_us is None else now_us
+        if not reports_steps:
+            reports_steps = any(mark.kind in ("step", "resumed") for mark in marks)
+        book = TimeAccountant(marks[0], end_us, saves, logs_steps=reports_steps)
+        for mark in marks:
+            book.take(mark)
+        book.close(waits=waits)
+        spans = tuple(_joined(book.pieces))
+        if not reports_steps:
+            return cls(spans, None, _WITHOUT_STEPS, (NO_STEPS_NOTE,))
+        return cls(spans, book.lost_steps, cls.measured | book.measured)
+
+    @property
+    def knows_lost_work(self) -> bool:
+        """True if the run reports its steps; without them, lost work is unknown."""
+        return TimeCategory.LOST in self.measured
+
+    @property
+    def wall_us(self) -> int:
+        """Total time of the run, in microseconds."""
+        return self.spans[-1].end_us - self.spans[0].start_us if self.spans else 0
+
+    @cached_property
+    def totals_us(self) -> dict[TimeCategory, int]:
+        """Microseconds per category; the sum is `wall_us`."""
+        totals = dict.fromkeys(TimeCategory, 0)
+        for span in self.spans:
+            totals[span.what] += span.end_us - span.start_us
+        return totals
+
+
+def _joined(pieces: Iterable[Interval]) -> Iterator[TimeSpan]:
+    """Merge adjacent intervals of the same category and attempt."""
+    span: TimeSpan | None = None
+    for piece in sorted(pieces, key=lambda piece: piece.start_us):
+        if piece.start_us == piece.end_us:
+            continue
+        if span is not None and (span.what, span.attempt) == (piece.what, piece.attempt):
+            span = TimeSpan(span.start_us, piece.end_us, span.what, span.attempt)
+            continue
+        if span is not None:
+            yield span
+        span = TimeSpan(piece.start_us, piece.end_us, piece.what, piece.attempt)
+    if span is not None:
+        yield span

@@ -1,0 +1,33 @@
+"""Categories of a run's time, and spans of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class TimeCategory(StrEnum):
+    """Category of a run's time."""
+
+    TRAINING = "training"
+    COMMUNICATING = "communicating"
+    DATA = "waiting for data"
+    VALIDATING = "validating"
+    SAVING = "saving"
+    LOADING = "loading"
+    STARTING = "starting"
+    RESTARTING = "restarting"
+    LOST = "lost work"
+    QUEUED = "queued"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """A span of a run's time, in microseconds since the epoch; the end is exclusive."""
+
+    start_us: int
+    end_us: int
+    what: TimeCategory
+    attempt: int | None
+    """The attempt in or after which the span is; None before the first."""

@@ -1,0 +1,136 @@
+"""Records of a run as timeline events in order, the input of its time breakdown. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+#: Events after which the state of an attempt's ranks changes.
+STATE_CHANGES = frozenset(
+    {
+        *("submitted", "started", "resumed", "signal", "failure"),
+        *("restart", "shrink", "replace", "requeue", "finished"),
+    }
+)
+
+#: JSON allows integers too large for a float, and Python's JSON also allows infinity and NaN.
+_LARGEST = sys.float_info.max
+
+
+@dataclass(slots=True)
+class TimelineEvent:
+    """Something that happened at a moment, in microseconds since the epoch."""
+
+    time_us: int
+    kind: str
+    """The kind of an event in `events.jsonl`, or `step`."""
+    attempt: int
+    step: int | None = None
+    """Number of steps done by now, if known."""
+    spent_us: dict[str, int] = field(default_factory=dict)
+    """Microseconds before this moment by category, as far as recorded."""
+    saved: bool = False
+    """True if ranks that agreed to stop have saved."""
+
+
+@dataclass(frozen=True)
+class SaveEvent:
+    """A span in which a save blocked the training, in microseconds since the epoch."""
+
+    start_us: int
+    end_us: int
+    step: int
+
+
+def read_timeline_events(
+    events: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]
+) -> tuple[list[TimelineEvent], list[SaveEvent]]:
+    """Return timeline events in order, and the spans in which saves blocked the training.
+
+    Records without a usable time are skipped. Each file is in the order of writing. A time earlier than that
+    of the previous line, as from unsynchronized host clocks, is replaced by the previous one.
+    """
+    turns: list[TimelineEvent] = []
+    steps: list[TimelineEvent] = []
+    saves: dict[int, SaveEvent] = {}
+    started_us: dict[int, int] = {}
+    for event, time_us in _in_order(events):
+        kind, attempt, step = str(event.get("kind")), _count(event.get("attempt")), event.get("step")
+        known_step = step if _is_count(step) else None
+        seconds_us = microseconds(event.get("seconds")) or 0
+        if kind == "checkpoint" and known_step is not None:
+            steps.append(TimelineEvent(time_us - seconds_us, kind, attempt, known_step))
+            # A second line for a step is about its copy, which does not block the training.
+            saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
+        elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
+            spent = {"loading": seconds_us} if kind == "resumed" else {}
+            turns.append(TimelineEvent(time_us, kind, attempt, known_step, spent, event.get("saved") is True))
+            if kind == "started":
+                started_us[attempt] = time_us
+    for record, time_us in _in_order(metrics):
+        if _is_count(step := record.get("step")):
+            attempt = _count(record.get("attempt"))
+            time_us = max(time_us, started_us.get(attempt, 0))
+            steps.append(TimelineEvent(time_us, "step", attempt, step, _spent(record.get("spent"))))
+    steps.sort(key=lambda mark: mark.time_us)
+    return list(_merged(turns, steps)), sorted(saves.values(), key=lambda save: save.start_us)
+
+
+def _merged(turns: list[TimelineEvent], steps: list[TimelineEvent]) -> Iterator[TimelineEvent]:
+    """Merge both in order of time; events at the same time in the order of an attempt's life."""
+    done = 0
+    for turn in turns:
+        begins = turn.kind in ("submitted", "started", "resumed")
+        while done < len(steps) and (
+            steps[done].time_us < turn.time_us
+            or (steps[done].time_us == turn.time_us and steps[done].attempt < turn.attempt + (not begins))
+        ):
+            yield steps[done]
+            done += 1
+        yield turn
+    yield from steps[done:]
+
+
+def microseconds(seconds: object) -> int | None:
+    """Return whole microseconds; None if the value is not a valid time."""
+    # Python's calendar ends with the year 9999.
+    if not is_finite(seconds) or not 0 <= seconds < 253_402_300_800:
+        return None
+    return round(seconds * 1e6)
+
+
+def _in_order(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int]]:
+    latest = 0
+    for record in records:
+        if (time_us := microseconds(record.get("time"))) is not None:
+            latest = max(latest, time_us)
+            yield record, latest
+
+
+def _save(event: Mapping[str, Any], time_us: int, seconds_us: int, step: int) -> SaveEvent:
+    """Return the span in which training stood still: the state copy, or the whole write if there was none."""
+    begun = time_us - seconds_us
+    stall_us = microseconds(event.get("stall_s"))
+    return SaveEvent(begun, min(time_us, begun + (seconds_us if stall_us is None else stall_us)), step)
+
+
+def _spent(spent: object) -> dict[str, int]:
+    if not isinstance(spent, Mapping):
+        return {}
+    return {str(name): us for name, value in spent.items() if (us := microseconds(value)) is not None}
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """True if a JSON value is a finite number that fits a float."""
+    kind = type(value)
+    return (kind is float or kind is int) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _count(value: object) -> int:
+    return value if _is_count(value) else 0

@@ -1,0 +1,238 @@
+"""A server of read-only pages for the browser of one user, on this machine only."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from hpctrain.errors import HpctrainError
+from hpctrain.telemetry.report.index_page import run_url
+
+#: Seconds after which an idle connection is closed.
+_IDLE_S = 30.0
+#: Seconds until an unauthenticated connection is closed, and how many may be open; the oldest is closed
+#: first.
+_STRANGER_S, _MOST_STRANGERS = 10.0, 32
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # One response per connection, so that no unused ones stay open.
+    "Connection": "close",
+}
+
+
+class PageSource(Protocol):
+    """Source of the served pages. It must not use a requested run id as a path, only to look up a run."""
+
+    def tag(self, run_id: str | None) -> str | None:
+        """Return a tag that changes with the page, None for an unknown run. Without an id: of all runs."""
+
+    def page(self, run_id: str | None) -> str:
+        """Return the page.
+
+        Raises:
+            LookupError: the run no longer exists.
+        """
+
+
+class PageServer(ThreadingHTTPServer):
+    """Server that requires a token and accepts only local host names."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, pages: PageSource, host: str, port: int) -> None:
+        """Start listening.
+
+        Args:
+            pages: source of the pages.
+            host: an address of this machine itself.
+            port: 0 selects a free one.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        super().__init__((host, port), _Handler)
+        self._strangers: dict[Any, float] = {}
+        self._strangers_lock = threading.Lock()
+        self.pages, self.token = pages, secrets.token_urlsafe(24)
+        self.port = self.server_address[1]
+        # Other host names are rejected, against DNS rebinding by a foreign page.
+        self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost")}
+        self.cookie = f"hpctrain-{self.port}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a thread; the number of unauthenticated connections is limited."""
+        with self._strangers_lock:
+            if len(self._strangers) >= _MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
+            self._strangers[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and stop tracking it."""
+        self.knows(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close connections that have not authenticated in time."""
+        begun_before = time.monotonic() - _STRANGER_S
+        with self._strangers_lock:
+            for connection, begun in self._strangers.items():
+                if begun < begun_before:
+                    _hang_up(connection)
+
+    def knows(self, connection: Any) -> None:
+        """Stop tracking a connection as unauthenticated, because it has shown the token or closed."""
+        with self._strangers_lock:
+            self._strangers.pop(connection, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of closed connections."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def address(self) -> str:
+        """URL for the browser; the token in it is turned into a cookie."""
+        return f"http://127.0.0.1:{self.port}/?token={self.token}"
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Shut down a socket, so that the thread that waits for it closes the connection."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Refused(Exception):
+    """A request that is rejected."""
+
+    def __init__(self, status: HTTPStatus, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "hpctrain", ""
+    timeout = _IDLE_S
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def __getattr__(self, name: str) -> object:
+        # All other methods are rejected, because the pages are read-only.
+        if name.startswith("do_"):
+            return self._refuse_method
+        raise AttributeError(name)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing, because a URL may contain the token."""
+
+    def _refuse_method(self) -> None:
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Pages can be looked at only.", {"Allow": "GET, HEAD"})
+
+    def _answer(self) -> None:
+        try:
+            self._check_origin()
+            if not self.path.startswith("/"):
+                raise _Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
+            parts = urlsplit(self.path)
+            if self._brings_token(parts.query):
+                cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+                # Built from the run id, so that no text of the request is the target of a redirect.
+                location = run_url(_run_id(parts.path))
+                return self._send(HTTPStatus.SEE_OTHER, "", {"Location": location, "Set-Cookie": cookie})
+            self._check_token()
+            self.server.knows(self.connection)
+            run_id = _run_id(parts.path)
+            if (tag := self.server.pages.tag(run_id)) is None:
+                raise _Refused(HTTPStatus.NOT_FOUND, "There is no such run.")
+            if self.headers.get("If-None-Match") == f'"{tag}"':
+                return self._send(HTTPStatus.NOT_MODIFIED, "", {"ETag": f'"{tag}"'})
+            self._send(HTTPStatus.OK, self.server.pages.page(run_id), {"ETag": f'"{tag}"'}, kind="text/html")
+        except _Refused as refused:
+            self._send(refused.status, str(refused))
+        except ValueError:
+            self._send(HTTPStatus.BAD_REQUEST, "This is no address.")
+        except LookupError:
+            self._send(HTTPStatus.NOT_FOUND, "There is no such run any more.")
+        except OSError as error:
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"The run cannot be read: {error.strerror}.")
+        except HpctrainError as error:
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+
+    def _check_origin(self) -> None:
+        """Accept only requests from our own pages or from direct navigation."""
+        host, origin = self.headers.get("Host"), self.headers.get("Origin")
+        if host not in self.server.hosts:
+            raise _Refused(HTTPStatus.FORBIDDEN, f"This is not {host!r}: open it as 127.0.0.1 or localhost.")
+        if origin is not None and origin != f"http://{host}":
+            raise _Refused(HTTPStatus.FORBIDDEN, "Pages of others may not ask for this one.")
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            raise _Refused(HTTPStatus.FORBIDDEN, "Pages of others may not ask for this one.")
+
+    def _brings_token(self, query: str) -> bool:
+        given = parse_qs(query, max_num_fields=10).get("token", [""]) if query else [""]
+        return self._is_token(given[0])
+
+    def _check_token(self) -> None:
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        except CookieError:
+            cookie = None
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
+            raise _Refused(HTTPStatus.FORBIDDEN, "Open the address that hpctrain serve has printed.")
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.server.token.encode())
+
+    def _send(
+        self, status: HTTPStatus, text: str, more: Mapping[str, str] | None = None, kind: str = "text/plain"
+    ) -> None:
+        body = text.encode("utf-8", "replace")
+        self.close_connection = True
+        self.send_response(status)
+        for name, value in {**_HEADERS, **(more or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _run_id(path: str) -> str | None:
+    """Return the run id of a path; None for all runs.
+
+    Raises:
+        _Refused: the path is not one of ours.
+    """
+    if path == "/":
+        return None
+    before, _, word = path.rpartition("/")
+    if before != "/run" or not word:
+        raise _Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
+    return unquote(word)

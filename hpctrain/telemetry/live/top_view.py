@@ -1,0 +1,345 @@
+"""Current state of a run, from the newest lines of its files, as text for any terminal."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+
+from hpctrain.telemetry.accounting.metric_fields import describe_step
+from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.telemetry.report.metric_curves import downsample, record_attempt
+from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
+from hpctrain.text import (
+    format_clock,
+    format_count,
+    format_duration,
+    format_memory,
+    format_number,
+    format_share,
+    pluralize,
+    printable,
+)
+
+#: Seconds over which the speed is averaged, and the number of losses kept for the curve.
+_SPEED_S, _LOSSES = 60.0, 20_000
+_EVENTS = 50
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_NARROWEST = 20
+
+
+@dataclass
+class GpuSnapshot:
+    """Last measurements of the GPUs of a node."""
+
+    host: str
+    util: list[float | None]
+    memory_bytes: list[float | None]
+
+
+@dataclass
+class TopSnapshot:
+    """Current state of a run."""
+
+    run_id: str
+    state: str
+    words: str
+    attempt: int | None
+    failures: int
+    stops: int
+    step: int | None
+    reports_steps: bool | None
+    """If the script reports its steps; None if unknown."""
+    last_step: int | None
+    loss: float | None
+    steps_per_s: float | None
+    left_s: float | None
+    """Seconds until the last step, at the speed of the last minute."""
+    waiting_for_data: float | None
+    """Share of the last minute spent waiting for data."""
+    no_number_since: int | None = None
+    """First step of the current NaN or infinite losses; `loss` is then the last finite one."""
+    slowest: str | None = None
+    """The rank or node that the supervisor detected as a straggler in this attempt."""
+    losses: list[float] = field(default_factory=list)
+    gpus: list[GpuSnapshot] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """Return the document that `--json` prints."""
+        return {name: value for name, value in asdict(self).items() if name != "losses"}
+
+
+class TopView:
+    """Bounded summary of a run's records, independent of the length of the run."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Mapping[str, Any]] = deque()
+        self._losses: OrderedDict[int, float] = OrderedDict()
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._counts = {"failure": 0, "signal": 0}
+        self._last_step: int | None = None
+        self._attempt: int | None = None
+        self._slowest: str | None = None
+        self._no_number_since: int | None = None
+
+    def take(self, events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
+        """Add records written since the last call."""
+        for event in events:
+            self._note(event)
+            kind = str(event.get("kind"))
+            if kind == "started":
+                self._attempt, self._slowest = record_attempt(event), None
+            if kind == "straggler":
+                self._slowest = ": ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
+            if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
+                self._counts[kind] += 1
+        for record in metrics:
+            if not is_finite(record.get("step")) or not is_finite(record.get("time")):
+                continue
+            if self._recent and record_attempt(self._recent[-1]) != record_attempt(record):
+                self._recent.clear()
+            self._recent.append(record)
+            while record["time"] - self._recent[0]["time"] > _SPEED_S:
+                self._recent.popleft()
+            if is_finite(last := record.get("last_step")):
+                self._last_step = int(last)
+            if is_finite(loss := record.get("loss")):
+                self._losses[int(record["step"])] = float(loss)
+                if len(self._losses) > _LOSSES:
+                    self._losses.popitem(last=False)
+                self._no_number_since = None
+            elif type(loss) is float and self._no_number_since is None:
+                self._no_number_since = int(record["step"])
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Keep an event; of consecutive checkpoints, only the newest and their count."""
+        last = self._events[-1] if self._events else {}
+        if event.get("kind") == "checkpoint" == last.get("kind"):
+            more = event.get("step") is None or event.get("step") != last.get("step")
+            self._events[-1] = {**event, "count": last.get("count", 1) + more}
+        else:
+            self._events.append(event)
+
+    def snapshot(
+        self,
+        run_id: str,
+        state: str,
+        words: str,
+        lines: Iterable[Mapping[str, Any]],
+        *,
+        reports_steps: bool | None = None,
+    ) -> TopSnapshot:
+        """Return the current state of the run.
+
+        Args:
+            run_id: the id of the run.
+            state: its state, from the caller.
+            words: remark of the scheduler.
+            lines: the last telemetry line of each node.
+            reports_steps: if the script reports its steps, as far as the caller can determine.
+        """
+        last = self._recent[-1] if self._recent else {}
+        step = int(last["step"]) if last else None
+        speed = self._speed() if state == "RUNNING" else None
+        left = None
+        if speed and step is not None and self._last_step is not None:
+            left = max(0, self._last_step - step) / speed
+        return TopSnapshot(
+            run_id=run_id,
+            state=state,
+            words=words,
+            attempt=self._attempt,
+            failures=self._counts["failure"],
+            stops=self._counts["signal"],
+            step=step,
+            reports_steps=reports_steps if step is None else True,
+            last_step=self._last_step,
+            loss=next(iter(reversed(self._losses.values())), None),
+            no_number_since=self._no_number_since,
+            steps_per_s=speed,
+            left_s=left,
+            waiting_for_data=self._waiting_for_data(),
+            slowest=self._slowest,
+            losses=list(self._losses.values()),
+            gpus=[_gpus(line) for line in lines if isinstance(line.get("gpu_util"), list)],
+            events=list(self._events)[::-1],
+        )
+
+    def _speed(self) -> float | None:
+        if len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        seconds, steps = last["time"] - first["time"], last["step"] - first["step"]
+        return float(steps / seconds) if seconds > 0 and steps > 0 else None
+
+    def _waiting_for_data(self) -> float | None:
+        spent = [each for record in self._recent if isinstance(each := record.get("spent"), Mapping)]
+        total = sum(each["all"] for each in spent if is_finite(each.get("all")))
+        return sum(each["data"] for each in spent if is_finite(each.get("data"))) / total if total else None
+
+
+def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
+    """Return the view: lines of at most `width` columns, each with a kind that selects its colour.
+
+    Args:
+        snapshot: the current state.
+        width: columns of the terminal.
+        height: lines of the terminal; those left over show events.
+    """
+    width = max(_NARROWEST, width)
+    lines = [("title", _title(snapshot))]
+    if snapshot.words:
+        lines.append(("soft", snapshot.words))
+    lines += [("", line) for line in _progress(snapshot, width)]
+    lines += [("", line) for line in _gpu_lines(snapshot.gpus, width, most=max(4, height // 2))]
+    room = max(3, height - len(lines) - 2)
+    told = [(_kind(event), _event(event)) for event in snapshot.events[:room]]
+    lines += [("soft", "events"), *told] if told else [("soft", "nothing has happened yet")]
+    return [(kind, _cut(line, width)) for kind, line in lines]
+
+
+def _title(snapshot: TopSnapshot) -> str:
+    parts = [f"{snapshot.run_id}  {snapshot.state}"]
+    if snapshot.attempt is not None:
+        parts.append(f"attempt {snapshot.attempt}")
+    if snapshot.failures:
+        parts.append(pluralize(snapshot.failures, "failure"))
+    if snapshot.stops:
+        parts.append(pluralize(snapshot.stops, "stop"))
+    return ", ".join(parts)
+
+
+def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
+    step, last = snapshot.step, snapshot.last_step
+    if step is None:
+        yield f"step   {describe_step(None, snapshot.attempt is None or snapshot.reports_steps)}"
+        return
+    words = format_count(step) if last is None else f"{format_count(step)} of {format_count(last)}"
+    left = "" if snapshot.left_s is None else f"  {format_duration(snapshot.left_s)} left"
+    room = width - len(f"step   {words}  {left}")
+    yield f"step   {words}" + (f"  {_bar(step / last, min(room, 40))}" if last and room >= 8 else "") + left
+    value = format_number(snapshot.loss)
+    if snapshot.no_number_since is not None:
+        value = f"NaN since step {format_count(snapshot.no_number_since)}; before that {value}"
+    yield f"loss   {value}  {_spark(snapshot.losses, min(60, width - len(value) - 9))}"
+    if snapshot.steps_per_s is not None:
+        yield f"speed  {format_number(snapshot.steps_per_s)} steps a second"
+    if snapshot.waiting_for_data is not None:
+        yield f"data wait  {format_share(snapshot.waiting_for_data)}"
+    if snapshot.slowest is not None:
+        yield f"slow   {snapshot.slowest}"
+
+
+def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, most: int) -> Iterator[str]:
+    """Yield one line per node: a block for each GPU, and the mean."""
+    names = _short([node.host for node in nodes])
+    widest = min(16, max(map(cell_len, names), default=0))
+    for node, name in zip(nodes[:most], names, strict=False):
+        known = [value for value in node.util if value is not None]
+        blocks = "".join(" " if value is None else _block(value / 100) for value in node.util)
+        mean = f"{sum(known) / len(known):3.0f} %" if known else "  – %"
+        memory = [value for value in node.memory_bytes if value is not None]
+        used = f"  {format_memory(sum(memory))}" if memory else ""
+        line = f"gpus   {set_cell_size(name, widest)}  {blocks}  {mean}{used}"
+        yield line if cell_len(line) <= width else f"{set_cell_size(name, width - 7)} {mean}"
+    if len(nodes) > most:
+        yield f"gpus   {len(nodes) - most} more nodes"
+
+
+def _short(hosts: Sequence[str]) -> list[str]:
+    """Return host names without their domain, if they stay unique."""
+    short = [host.partition(".")[0] for host in hosts]
+    return short if len(set(short)) == len(set(hosts)) else list(hosts)
+
+
+def _gpus(line: Mapping[str, Any]) -> GpuSnapshot:
+    def values(name: str) -> list[float | None]:
+        listed = line.get(name)
+        return (
+            [float(value) if is_finite(value) else None for value in listed]
+            if isinstance(listed, list)
+            else []
+        )
+
+    return GpuSnapshot(str(line.get("host") or "?"), values("gpu_util"), values("gpu_memory"))
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    time = event.get("time")
+    when = format_clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
+    return f"{when}  {event.get('kind')}  {', '.join(_details(event))}".rstrip()
+
+
+def _details(event: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the details of an event, the most important first."""
+    kind = event.get("kind")
+    if kind == "straggler":
+        yield from filter(None, [describe_rank(event), describe_slowness(event)])
+        return
+    if kind == "seen":
+        yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
+        return
+    if kind == "chaos":
+        yield from filter(None, [str(event.get("fault")), _struck(event)])
+        return
+    if is_finite(event.get("step")):
+        yield f"step {event['step']}"
+    if is_finite(number := event.get("count")) and number > 1:
+        yield f"the newest of {number} in a row"
+    if kind == "signal":
+        yield "saved" if event.get("saved") is True else "nothing new saved"
+    if kind == "requeue":
+        yield str(event.get("class") or "interrupted")
+        if is_finite(seconds := event.get("seconds")):
+            yield f"after {format_duration(max(0.0, seconds))}"
+    if is_finite(nodes := event.get("nodes")):
+        before = event.get("nodes_before")
+        yield f"{before} nodes to {nodes}" if is_finite(before) else pluralize(int(nodes), "node")
+    if isinstance(hosts := event.get("hosts"), list) and event.get("kind") == "excluded":
+        yield ", ".join(map(str, hosts))
+    for name in ("fault", "signal", "state", "cause", "reason", "by", "job_id"):
+        if event.get(name) and event[name] != kind:
+            yield f"job {event[name]}" if name == "job_id" else str(event[name])
+
+
+def _struck(event: Mapping[str, Any]) -> str:
+    """Return the ranks affected by a fault, and their node."""
+    ranks, host = event.get("ranks"), event.get("host")
+    if not isinstance(ranks, list) or not ranks:
+        return ""
+    first, last = ranks[0], ranks[-1]
+    words = f"rank {first}" if len(ranks) == 1 else f"ranks {first} to {last}"
+    return f"{words} on {host}" if host else words
+
+
+def _kind(event: Mapping[str, Any]) -> str:
+    return "bad" if event.get("kind") == "failure" else ""
+
+
+def _bar(part: float, width: int) -> str:
+    full = round(max(0.0, min(1.0, part)) * width)
+    return "█" * full + "░" * (width - full)
+
+
+def _spark(values: Sequence[float], width: int) -> str:
+    """Return a sparkline of the values, scaled to their range."""
+    kept = downsample([(float(place), value) for place, value in enumerate(values)], max(width, 8))
+    heights = [value for _, value in kept if value is not None][-max(width, 0) :] if width > 0 else []
+    if not heights:
+        return ""
+    low, high = min(heights), max(heights)
+    return "".join(_block((value - low) / (high - low) if high > low else 0.5) for value in heights)
+
+
+def _block(part: float) -> str:
+    return _BLOCKS[max(0, min(7, int(part * 8)))]
+
+
+def _cut(line: str, width: int) -> str:
+    """Truncate a line to `width` columns."""
+    line = printable(line)
+    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"

@@ -1,0 +1,60 @@
+"""Interface of a logger, which receives the metrics of a run, each step once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+#: End of an attempt: all steps trained, stopped to be resumed later, or anything else.
+TrainingEnd = Literal["completed", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run whose metrics are logged."""
+
+    run_id: str
+    folder: Path
+    """The run folder."""
+    known: str | None = None
+    """Value that `start` returned in an earlier attempt: the tracker's own name for the run."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the training, as plain values."""
+
+
+@dataclass(frozen=True)
+class MetricRecord:
+    """Metrics of one step."""
+
+    step: int
+    time: float
+    """Seconds since the epoch."""
+    attempt: int
+    epoch: int
+    values: Mapping[str, float]
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Receiver of a run's metrics, in a separate process so that it cannot block the training.
+
+    Its methods are called one at a time. An exception is reported in the log of rank 0, and the call is
+    repeated later. The logger is pickled to reach its process.
+    """
+
+    name: str
+    """Name of its state in the run folder; it must be unique among the loggers of a training."""
+
+    def start(self, run: LoggedRun) -> str | None:
+        """Start or resume logging. The return value is saved, and passed as `known` next time."""
+
+    def log(self, lines: Sequence[MetricRecord]) -> None:
+        """Log lines. No value of a step is sent twice, unless `rewind` returned True."""
+
+    def rewind(self, step: int) -> bool:
+        """Discard everything after `step`, which is trained again; return False if that is impossible."""
+
+    def finish(self, ending: TrainingEnd) -> None:
+        """Make sure that all lines have arrived."""

@@ -1,0 +1,57 @@
+"""Page that compares several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpctrain.telemetry.report.html_renderer import render_page
+from hpctrain.telemetry.report.run_comparison import comparison_rows, spec_differences
+from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
+from hpctrain.text import format_duration
+
+_MOST_POINTS = 2000
+_MOST_METRICS = 12
+#: Limited by the number of colours of the page.
+_MOST_CURVES = 8
+
+
+def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> str:
+    """Return one page about several runs: figures, overlaid curves and time breakdowns.
+
+    See `render_page`.
+    """
+    charts: list[dict[str, Any]] = []
+    names = dict.fromkeys(name for run in runs for name in run.curves.names)
+    shown = [_chart(name, place, runs, charts) for place, name in enumerate(list(names)[:_MOST_METRICS])]
+    ledgers = [
+        (run.run_id, format_duration(run.ledger.wall_us / 1e6), time_breakdown_rows(run.ledger))
+        for run in runs
+    ]
+    return render_page(
+        "comparison.html.j2",
+        live_s=live_s,
+        title=" · ".join(run.run_id for run in runs),
+        data={"charts": charts, "heats": []},
+        runs=runs,
+        charts=shown,
+        curves_left_out=[run.run_id for run in runs[_MOST_CURVES:]],
+        figures=comparison_rows(runs),
+        ledgers=[each for each in ledgers if each[2]],
+        kinds=next((rows for _, _, rows in ledgers if rows), []),
+        differences=spec_differences(runs),
+    )
+
+
+def _chart(name: str, place: int, runs: Sequence[RunData], charts: list[dict[str, Any]]) -> dict[str, Any]:
+    identity = f"metric-{place}"
+    curves = [
+        curve_data(run.run_id, points, _MOST_POINTS, run.curves.not_finite(name))
+        for run in runs[:_MOST_CURVES]
+        if (points := run.curves.points(name))
+    ]
+    charts.append(
+        {"id": identity, "axis": "step", "height": 320 if place == 0 else 180, "series": curves, "join": True}
+    )
+    return {"id": identity, "title": name, "log": name == "loss"}

@@ -1,0 +1,96 @@
+"""Rendering of a self-contained HTML page, in which no content of a run can be executed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpctrain import __version__
+from hpctrain.text import format_time
+
+_ASSETS = Path(__file__).resolve().parents[1] / "assets"
+_MOST_DIFF_LINES = 3000
+
+
+def render_page(
+    template: str, *, title: str, data: Mapping[str, Any], live_s: int | None = None, **context: Any
+) -> str:
+    """Render a template; all content of the run is escaped, or part of a JSON block.
+
+    Args:
+        template: its name among the assets.
+        title: title of the page.
+        data: data that the page's script draws.
+        live_s: seconds between two polls of the server for updates; None disables polling.
+        context: other variables of the template.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["diff_lines"] = _diff_lines
+    style = _asset("uPlot.min.css") + _asset("report.css")
+    library, script = _asset("uPlot.iife.min.js"), _asset("report.js")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(library)} {_hash(script)}",
+            f"style-src {_hash(style)}",
+            *(["connect-src 'self'"] if live_s else []),
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    return environment.get_template(template).render(
+        title=title,
+        policy=Markup(policy),
+        style=Markup(style),
+        library=Markup(library),
+        script=Markup(script),
+        data=Markup(_as_script_data(data)),
+        version=__version__,
+        made=format_time(time.time()),
+        zone=time.strftime("%Z"),
+        live_s=live_s,
+        has_charts=bool(data["charts"]),
+        **context,
+    )
+
+
+def _diff_lines(diff: str) -> Iterator[tuple[str, str]]:
+    kinds = {"+": "plus", "-": "minus", "@": "at", "d": "at", "i": "at"}
+    lines = diff.splitlines()
+    for line in lines[:_MOST_DIFF_LINES]:
+        yield kinds.get(line[:1], ""), line or " "
+    if len(lines) > _MOST_DIFF_LINES:
+        yield "at", f"… {len(lines) - _MOST_DIFF_LINES} more lines"
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """Return the CSP hash source of a script or style sheet (W3C, CSP Level 3, section 2.3.1)."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _as_script_data(data: Mapping[str, Any]) -> str:
+    """Return JSON that is safe in a script element: it cannot contain an end tag or a comment."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

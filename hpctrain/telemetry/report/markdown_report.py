@@ -1,0 +1,89 @@
+"""Report as Markdown, for a chat, an issue or a repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from hpctrain.telemetry.report.advice import advise
+from hpctrain.telemetry.report.run_comparison import comparison_rows, spec_differences
+from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.run_page import time_breakdown_rows
+from hpctrain.telemetry.report.summary import (
+    describe_attempt_cost,
+    describe_attempt_end,
+    describe_follow_up,
+    key_figures,
+    summarize,
+)
+from hpctrain.text import format_clock, format_duration, printable
+
+#: Characters with a meaning in Markdown or HTML.
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$])")
+
+
+def markdown_report(facts: RunData) -> str:
+    """Return the report of one run."""
+    parts = [
+        f"# {_safe(facts.run_id)}: {_safe(facts.state)}",
+        " ".join(map(_safe, summarize(facts))),
+        *map(_safe, facts.notes),
+        _table(("", "", ""), key_figures(facts)),
+        "## Where the time went",
+        _ledger(facts),
+    ]
+    if facts.attempts:
+        rows = [
+            (
+                one.number,
+                format_clock(one.started),
+                describe_attempt_end(one),
+                describe_follow_up(one),
+                describe_attempt_cost(one),
+            )
+            for one in facts.attempts
+        ]
+        parts += ["## What happened", _table(("attempt", "when", "ended", "then", "that cost"), rows)]
+    if advice := advise(facts):
+        told = [(one.what, one.evidence) for one in advice]
+        parts += ["## Recommendations", _table(("what to do", "why"), told)]
+    if facts.again:
+        # The fence must be longer than any run of backticks inside.
+        longest = max(map(len, re.findall(r"`*", "\n".join(facts.again))))
+        fence = "`" * max(3, longest + 1)
+        parts += ["## Run it again", "\n".join([fence + "bash", *map(printable, facts.again), fence])]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_comparison(runs: Sequence[RunData]) -> str:
+    """Return the comparison of several runs."""
+    names = [run.run_id for run in runs]
+    parts = ["# " + ", ".join(map(_safe, names)), _table(("", *names), comparison_rows(runs))]
+    if rows := spec_differences(runs):
+        parts += ["## Configuration differences", _table(("", *names), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _ledger(facts: RunData) -> str:
+    rows = [
+        (row["name"], row["share"], row["duration"], row["meaning"])
+        if row["measured"]
+        else (row["name"], "–", "–", "not measured, and part of training")
+        for row in time_breakdown_rows(facts.ledger)
+    ]
+    return _table(("", "share", "time", ""), [*rows, ("all of it", "100 %", _wall(facts), "")])
+
+
+def _wall(facts: RunData) -> str:
+    return format_duration(facts.ledger.wall_us / 1e6)
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell if cell == "---" else _safe(cell) for cell in line) + " |" for line in lines
+    )
+
+
+def _safe(value: object) -> str:
+    return _SPECIAL.sub(r"\\\1", printable(" ".join(str(value).split())))

@@ -1,0 +1,189 @@
+"""Metrics of a run as curves, and downsampling that preserves every spike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.text import format_number
+
+#: Minimum number of lines over which a rate is averaged, and number of rates in a long run.
+_LEAST_STRETCH, _STRETCHES = 4, 2000
+
+CurvePoint = tuple[float, float | None]
+
+
+@dataclass
+class MetricCurves:
+    """Metrics of a run by step."""
+
+    counting: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The line that counts of each logged step, in order of steps."""
+    again: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The previous line of each step that was repeated."""
+    by_attempt: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """First and last logged step of each attempt."""
+    _points: dict[str, list[CurvePoint]] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, metrics: Iterable[Mapping[str, Any]]) -> MetricCurves:
+        """Read the lines of `metrics.jsonl`; lines of the same step and attempt are merged."""
+        curves = cls()
+        for record in metrics:
+            step = record.get("step")
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                continue
+            attempt = record_attempt(record)
+            first, _ = curves.by_attempt.get(attempt, (step, step))
+            curves.by_attempt[attempt] = (first, step)
+            if (before := curves.counting.get(step)) is None:
+                curves.counting[step] = record
+            elif record_attempt(before) == attempt:
+                curves.counting[step] = {**before, **record}
+            else:
+                curves.again[step] = before
+                curves.counting[step] = record
+        curves.counting = dict(sorted(curves.counting.items()))
+        curves.again = dict(sorted(curves.again.items()))
+        return curves
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics: loss first, then validation metrics, then the others."""
+        names = {name for record in self.counting.values() for name in record} - RESERVED_FIELDS
+        names = {name for name in names if self._has_numbers(name)}
+        return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
+
+    def _has_numbers(self, name: str) -> bool:
+        return any(value is not None for _, value in self.points(name)) or bool(self.not_finite(name))
+
+    def points(self, name: str, lines: Mapping[int, Mapping[str, Any]] | None = None) -> list[CurvePoint]:
+        """Return a metric by step, if logged; for `lines`, with gaps at missing steps."""
+        if lines is None:
+            if name not in self._points:
+                self._points[name] = [
+                    (step, as_number(record[name]))
+                    for step, record in self.counting.items()
+                    if name in record
+                ]
+            return self._points[name]
+        points: list[CurvePoint] = []
+        for step, record in lines.items():
+            if name in record:
+                if points and step - points[-1][0] > 1:
+                    points.append((points[-1][0] + 0.5, None))
+                points.append((step, as_number(record[name])))
+        return points
+
+    def last(self, name: str) -> float | None:
+        """Return the newest finite value of a metric."""
+        for record in reversed(self.counting.values()):
+            if is_finite(value := record.get(name)):
+                return float(value)
+        return None
+
+    def no_number_since(self, name: str) -> int | None:
+        """Return the first step of a metric's final NaN or infinite values; None if the last is finite."""
+        since = None
+        for step, record in reversed(self.counting.items()):
+            if name in record:
+                if type(value := record[name]) is not float or math.isfinite(value):
+                    break
+                since = step
+        return since
+
+    def not_finite(self, name: str) -> list[tuple[int, str]]:
+        """Return the steps at which a metric is NaN or infinite, and the value as text."""
+        return [
+            (step, format_number(value))
+            for step, record in self.counting.items()
+            if type(value := record.get(name)) is float and not math.isfinite(value)
+        ]
+
+    def last_text(self, name: str) -> str:
+        """Return the newest value of a metric as text; `NaN` if it is not a number."""
+        if self.no_number_since(name) is None:
+            return format_number(self.last(name))
+        return self.not_finite(name)[-1][1]
+
+    def lowest(self, name: str) -> CurvePoint | None:
+        """Return the step and value of the minimum of a metric."""
+        known = [(value, step) for step, value in self.points(name) if value is not None]
+        if not known:
+            return None
+        value, step = min(known)
+        return step, value
+
+
+def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[CurvePoint]:
+    """Return steps per second over the seconds since `start`, with a gap between attempts.
+
+    Each rate covers several lines, because the time between two is noisy: a line is normally written after
+    the next step is launched, but immediately if a save is due.
+    """
+    stretch = max(_LEAST_STRETCH, len(metrics) // _STRETCHES)
+    points: list[CurvePoint] = []
+    before: tuple[int, int, float] | None = None
+    number = 0
+    for record in metrics:
+        step, time, attempt = record.get("step"), record.get("time"), record_attempt(record)
+        if not isinstance(step, int) or not is_finite(time) or time < start:
+            continue
+        number += 1
+        if before is None or attempt != before[0]:
+            if points:
+                points.append((time - start, None))
+            before, number = (attempt, step, time), 0
+        elif number >= stretch and step > before[1] and time > before[2]:
+            points.append((time - start, (step - before[1]) / (time - before[2])))
+            before, number = (attempt, step, time), 0
+    return sorted(points, key=lambda point: point[0])
+
+
+def downsample(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
+    """Return about `most` points or fewer: the first, last, lowest and highest of each bucket.
+
+    Gaps are kept. Non-finite values such as NaN are gaps.
+    """
+    if len(points) <= most:
+        return list(points)
+    buckets = max(1, most // 4)
+    low, high = points[0][0], points[-1][0]
+    width = (high - low) / buckets or 1.0
+    thinned: list[CurvePoint] = []
+    begin = 0
+    while begin < len(points):
+        edge = low + width * (math.floor((points[begin][0] - low) / width) + 1)
+        end = begin + 1
+        while end < len(points) and points[end][0] < edge:
+            end += 1
+        thinned += _extremes(points, begin, end)
+        begin = end
+    return thinned
+
+
+def _extremes(points: Sequence[CurvePoint], begin: int, end: int) -> list[CurvePoint]:
+    """Return the first, lowest, highest and last point of a bucket, and its first gap."""
+    values = [(value, place) for place in range(begin, end) if (value := points[place][1]) is not None]
+    places = {begin, end - 1}
+    if values:
+        places |= {min(values)[1], max(values)[1]}
+    gap = next((place for place in range(begin, end) if points[place][1] is None), None)
+    if gap is not None:
+        places.add(gap)
+    return [points[place] for place in sorted(places)]
+
+
+def as_number(value: object) -> float | None:
+    """Return a finite number; None for everything else."""
+    return float(value) if is_finite(value) else None
+
+
+def record_attempt(record: Mapping[str, Any]) -> int:
+    """Return the attempt of a line."""
+    attempt = record.get("attempt")
+    return attempt if type(attempt) is int else 0

@@ -1,0 +1,224 @@
+"""All data of a run for a report, as plain values. Any file of the run may be missing or damaged."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpctrain.redaction import redact_environment, redact_spec
+from hpctrain.rundir import RunDir, is_event
+from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
+from hpctrain.telemetry.accounting.metric_fields import reports_steps
+from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.report.advice import advise
+from hpctrain.telemetry.report.artifacts import (
+    CheckpointRecord,
+    CodeVersion,
+    read_checkpoints,
+    read_codes,
+    read_environment,
+    read_spec,
+)
+from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
+from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
+from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
+from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
+
+_GOING = ("PENDING", "RUNNING")
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Facts about a run that its folder does not contain."""
+
+    name: str | None = None
+    """COMPLETED, FAILED, CANCELLED, RUNNING, PENDING or UNKNOWN; None infers it from the folder."""
+    words: str = ""
+    cause: str | None = None
+    again: Sequence[str] = ()
+    """The command that runs it again."""
+
+
+@dataclass
+class RunData:
+    """All data of a run."""
+
+    run_id: str
+    folder: str
+    state: str
+    words: str
+    cause: str | None
+    now: float
+    events: list[dict[str, Any]]
+    spec: dict[str, Any]
+    ledger: TimeBreakdown
+    goodput: Goodput
+    curves: MetricCurves
+    attempts: list[Attempt]
+    checkpoints: list[CheckpointRecord]
+    rates: list[CurvePoint]
+    codes: list[CodeVersion]
+    devices: DeviceMetrics
+    environment: dict[str, Any]
+    """Environment of the newest attempt, and the settings of its training."""
+    again: list[str]
+    reports_steps: bool | None
+    """If the script reports its steps; None if unknown."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def start(self) -> float:
+        """Time of the first record, in seconds since the epoch; the current time if there is none."""
+        return self.ledger.spans[0].start_us / 1e6 if self.ledger.spans else self.now
+
+    @property
+    def end(self) -> float:
+        """Time of the last record."""
+        return self.ledger.spans[-1].end_us / 1e6 if self.ledger.spans else self.now
+
+    @property
+    def is_going(self) -> bool:
+        return self.state in _GOING
+
+    @property
+    def step(self) -> int | None:
+        """The last logged step."""
+        return max(self.curves.counting, default=None)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Median of the logged rates."""
+        known = [rate for _, rate in self.rates if rate is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def interruptions(self) -> list[Attempt]:
+        """Attempts that ended before the run did."""
+        return [attempt for attempt in self.attempts if attempt.interrupted]
+
+    def document(self) -> dict[str, Any]:
+        """Return the document that `--format json` prints."""
+        ledger = self.ledger
+        lowest = self.curves.lowest("loss")
+        return {
+            "run_id": self.run_id,
+            "folder": self.folder,
+            "state": self.state,
+            "cause": self.cause,
+            "start": self.start,
+            "end": self.end,
+            "wall_us": ledger.wall_us,
+            "reports_steps": self.reports_steps,
+            "step": self.step,
+            "loss": self.curves.last("loss"),
+            "loss_is_no_number_since": self.curves.no_number_since("loss"),
+            "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
+            "last": {name: self.curves.last(name) for name in self.curves.names},
+            "steps_per_s": self.steps_per_s,
+            "lost_steps": ledger.lost_steps,
+            "ledger": [
+                {
+                    "what": what.value,
+                    "us": us if (known := what in ledger.measured) else None,
+                    "measured": known,
+                }
+                for what, us in ledger.totals_us.items()
+            ],
+            **asdict(self.goodput),
+            "attempts": [
+                {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in self.attempts
+            ],
+            "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
+            "gpus": [
+                {"gpu": row, **{each.quantity.field: each.means[index] for each in self.devices.maps}}
+                for index, row in enumerate(self.devices.rows)
+            ],
+            "nodes": [
+                {
+                    **asdict(node),
+                    **{each.quantity.field: each.means[index] for each in self.devices.node_maps},
+                }
+                for index, node in enumerate(self.devices.nodes)
+            ],
+            "advice": [asdict(one) for one in advise(self)],
+            "environment": self.environment,
+            "spec": self.spec,
+            "code": [
+                {"commit": code.commit, "changed": code.changed, "new_files": code.new_files}
+                for code in self.codes
+            ],
+            "again": self.again,
+            "notes": self.notes,
+        }
+
+
+@gc_disabled()
+def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
+    """Read the folder of a run, or of a training started without a submission.
+
+    Args:
+        run: the folder; missing or damaged files are skipped.
+        state: further facts from the caller.
+        now: seconds since the epoch.
+    """
+    events, metrics = read_jsonl(run.events, is_event), read_jsonl(run.metrics)
+    name = state.name or _state_on_record(run, events)
+    going = name in _GOING
+    curves = MetricCurves.of(metrics)
+    kinds = {str(event.get("kind")) for event in events}
+    has_steps = bool(curves.counting) or "resumed" in kinds
+    reports = reports_steps(run, has_steps=has_steps, completed=name == "COMPLETED")
+    ledger = TimeBreakdown.of(
+        events, metrics, until=now if going else None, waits=name == "PENDING", reports_steps=reports
+    )
+    start_us, end_us = (ledger.spans[0].start_us, ledger.spans[-1].end_us) if ledger.spans else (0, 0)
+    attempts = read_attempts(events, ledger, curves.by_attempt)
+    if attempts and name == "CANCELLED":
+        mark_cancelled(attempts[-1])
+    elif attempts and attempts[-1].end is None and name == "FAILED":
+        attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
+    return RunData(
+        run_id=run.run_id,
+        folder=str(run.path),
+        state=name,
+        words=state.words,
+        cause=state.cause or _cause_on_record(events, attempts, name),
+        now=now,
+        events=events,
+        spec=redact_spec(read_spec(run.spec)),
+        ledger=ledger,
+        goodput=compute_goodput(ledger, curves.counting.values()),
+        curves=curves,
+        attempts=attempts,
+        checkpoints=read_checkpoints(run, events),
+        rates=step_rates(metrics, start_us / 1e6),
+        codes=read_codes(run),
+        environment=redact_environment(read_environment(run)),
+        devices=read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
+        again=list(state.again),
+        reports_steps=reports,
+        notes=[*ledger.notes, *(["Nothing is on record of this run yet."] if not ledger.spans else [])],
+    )
+
+
+def _state_on_record(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:
+    for event in reversed(events):
+        if event.get("kind") == "finished":
+            return str(event.get("state"))
+        if event.get("kind") == "seen" and run.cancel_request.exists():
+            return "CANCELLED"
+        if event.get("kind") in ("started", "submitted"):
+            break
+    return "UNKNOWN"
+
+
+def _cause_on_record(
+    events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt], state: str
+) -> str | None:
+    if state != "FAILED":
+        return None
+    finished = [event for event in events if event.get("kind") == "finished"]
+    cause = finished[-1].get("cause") if finished else None
+    return str(cause) if cause else (attempts[-1].cause if attempts else None)

@@ -1,0 +1,327 @@
+"""Page of one run."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.report.advice import advise
+from hpctrain.telemetry.report.artifacts import CheckpointRecord
+from hpctrain.telemetry.report.attempts import Attempt
+from hpctrain.telemetry.report.device_metrics import COLUMNS, HeatMap, NodeSeries
+from hpctrain.telemetry.report.html_renderer import render_page
+from hpctrain.telemetry.report.jsonl import gc_disabled
+from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
+from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.summary import (
+    CATEGORY_TEXT,
+    describe_attempt_cost,
+    describe_attempt_end,
+    describe_follow_up,
+    key_figures,
+    summarize,
+)
+from hpctrain.telemetry.report.timeline import WIDTH, build_timeline
+from hpctrain.text import (
+    NOTHING,
+    format_clock,
+    format_duration,
+    format_number,
+    format_share,
+    format_size,
+    format_time,
+    pluralize,
+)
+
+#: Points of a large and a small chart: more than the pixel columns of a screen.
+_MOST_POINTS, _MOST_SMALL_POINTS = 4000, 1000
+_MOST_METRICS = 24
+_LARGEST = 1e300
+_MOST_ROWS = 200
+
+
+@gc_disabled()
+def render_run_page(facts: RunData, *, live_s: int | None = None) -> str:
+    """Return the page of one run. See `render_page`."""
+    charts: list[dict[str, Any]] = []
+    loss = _loss(facts, charts)
+    rate = _rate(facts, charts)
+    names = [name for name in facts.curves.names if name != "loss"]
+    metrics = [_metric(facts, name, place, charts) for place, name in enumerate(names[:_MOST_METRICS])]
+    attempts = _first_and_last(facts.attempts)
+    timeline = build_timeline(facts) if facts.ledger.spans else None
+    heats = list(_heats(facts))
+    return render_page(
+        "report.html.j2",
+        live_s=live_s,
+        title=f"{facts.run_id} · {facts.state}",
+        data={"charts": charts, "heats": [{**heat, "means": None} for heat in heats]},
+        facts=facts,
+        subtitle=_subtitle(facts),
+        story=summarize(facts),
+        figures=key_figures(facts),
+        loss=loss,
+        rate=rate,
+        metrics=metrics,
+        metrics_left_out=names[_MOST_METRICS:],
+        timeline=timeline,
+        drawn={bar.kind for bar in timeline.time.bars} if timeline else set(),
+        has_faults=any(one.end in ("failure", "vanished", "failed") for one in facts.attempts),
+        has_stops=any(one.end == "stop" for one in facts.attempts),
+        ledger=time_breakdown_rows(facts.ledger),
+        wall=format_duration(facts.ledger.wall_us / 1e6),
+        attempts=[_attempt(one) for one in attempts],
+        attempts_left_out=len(facts.attempts) - len(attempts),
+        heats=heats,
+        nodes=[_node(one) for one in facts.devices.nodes],
+        advice=advise(facts),
+        environment=_environment(facts),
+        checkpoints=[_checkpoint(one) for one in facts.checkpoints[:-13:-1]],
+        checkpoint_words=_checkpoint_words(facts.checkpoints),
+        spec=[(name, _plain(value)) for name, value in facts.spec.items()],
+    )
+
+
+def time_breakdown_rows(ledger: TimeBreakdown) -> list[dict[str, Any]]:
+    """Return each category with its text and position in a bar; empty if the run has no time."""
+    rows: list[dict[str, Any]] = []
+    done = 0
+    for what, us in ledger.totals_us.items() if ledger.wall_us else ():
+        rows.append(
+            {
+                "name": what.value,
+                "kind": what.name.lower(),
+                "us": us,
+                "x": round(WIDTH * done / ledger.wall_us, 3),
+                "width": round(WIDTH * us / ledger.wall_us, 3),
+                "share": format_share(us / ledger.wall_us),
+                "duration": format_duration(us / 1e6),
+                "meaning": CATEGORY_TEXT[what],
+                "measured": what in ledger.measured,
+            }
+        )
+        done += us
+    return rows
+
+
+def curve_data(
+    name: str,
+    points: Sequence[CurvePoint],
+    most: int,
+    not_finite: Iterable[tuple[int, str]] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """Return a curve for the page's script, with labels for points that are NaN or infinite."""
+    kept = downsample(points, most)
+    xs = [x for x, _ in kept]
+    drawn = set(xs)
+    return {
+        "name": name,
+        "x": xs,
+        # Sums of larger values overflow in the script.
+        "y": [y if y is None else min(max(y, -_LARGEST), _LARGEST) for _, y in kept],
+        "not_finite": [[x, text] for x, text in not_finite if x in drawn],
+        **more,
+    }
+
+
+def _not_finite_mark(not_finite: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
+    """Return a mark at the first step at which a metric is NaN or infinite."""
+    return [{"x": step, "label": text} for step, text in not_finite[:1]]
+
+
+def _loss(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    points = facts.curves.points("loss")
+    if not points:
+        return None
+    not_finite = facts.curves.not_finite("loss")
+    shown = [curve_data("loss", points, _MOST_POINTS, not_finite)]
+    if again := facts.curves.points("loss", facts.curves.again):
+        shown.append(curve_data("before it was trained again", again, _MOST_POINTS, faint=True))
+    marks = _restarts(facts)
+    charts.append(
+        {
+            "id": "loss-chart",
+            "axis": "step",
+            "height": 340,
+            "series": shown,
+            "marks": [*marks, *_not_finite_mark(not_finite)],
+            "log": False,
+        }
+    )
+    restarts = "Dashed lines mark restarts. " if marks else ""
+    lost = "Faint: steps that were repeated later." if again else ""
+    return {
+        "id": "loss-chart",
+        "title": "Loss",
+        "what": "mean over the global batch, by optimizer step",
+        "note": restarts + lost,
+        "log": True,
+    }
+
+
+def _restarts(facts: RunData) -> list[dict[str, Any]]:
+    """Return marks at the steps from which attempts resumed."""
+    attempts: dict[int, list[str]] = {}
+    for attempt in facts.attempts[1:]:
+        step = attempt.resumed_step if attempt.resumed_step is not None else _before(attempt)
+        if step is not None:
+            attempts.setdefault(step, []).append(str(attempt.number))
+    return [
+        {"x": step, "label": f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"}
+        for step, numbers in attempts.items()
+    ]
+
+
+def _before(attempt: Attempt) -> int | None:
+    return None if attempt.first_step is None else attempt.first_step - 1
+
+
+def _rate(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    if not facts.rates:
+        return None
+    shown = [curve_data("steps a second", facts.rates, _MOST_POINTS)]
+    marks = [
+        {"x": attempt.started - facts.start, "label": f"attempt {attempt.number}"}
+        for attempt in facts.attempts[1:]
+    ]
+    charts.append({"id": "rate", "axis": "time", "height": 220, "series": shown, "marks": marks})
+    return {
+        "id": "rate",
+        "title": "Steps a second, by time since the submission",
+        "note": f"the median is {format_number(facts.steps_per_s)}",
+    }
+
+
+def _metric(facts: RunData, name: str, place: int, charts: list[dict[str, Any]]) -> dict[str, Any]:
+    points = facts.curves.points(name)
+    identity = f"metric-{place}"
+    not_finite = facts.curves.not_finite(name)
+    shown = [curve_data(name, points, _MOST_SMALL_POINTS, not_finite)]
+    marks = _not_finite_mark(not_finite)
+    charts.append({"id": identity, "axis": "step", "height": 150, "series": shown, "marks": marks})
+    return {"id": identity, "title": f"{name}: {facts.curves.last_text(name)}", "log": False}
+
+
+def _heats(facts: RunData) -> Iterator[dict[str, Any]]:
+    """Yield the heat maps of the GPUs and of the nodes, if there are measurements."""
+    devices = facts.devices
+    hosts = [node.host for node in devices.nodes]
+    for identity, rows, maps in (
+        ("heat", devices.rows, devices.maps),
+        ("nodes-heat", hosts, devices.node_maps),
+    ):
+        if maps:
+            yield _heat(identity, rows, maps, facts.end - facts.start)
+
+
+def _heat(identity: str, rows: Sequence[str], maps: Sequence[HeatMap], seconds: float) -> dict[str, Any]:
+    return {
+        "id": identity,
+        "rows": rows,
+        "columns": COLUMNS,
+        "seconds": seconds,
+        "maps": [
+            {
+                "name": each.quantity.name,
+                "unit": each.quantity.unit,
+                "most": each.most,
+                "cells": base64.b64encode(each.cells).decode(),
+            }
+            for each in maps
+        ],
+        "means": [
+            [row, *(format_number(_rounded(each.means[index])) for each in maps)]
+            for index, row in enumerate(rows)
+        ],
+    }
+
+
+def _node(node: NodeSeries) -> dict[str, Any]:
+    kinds = Counter(node.gpu_names)
+    troubles = [f"Xid {xid}" for xid in node.xids]
+    if node.ecc_errors:
+        troubles.append(pluralize(node.ecc_errors, "memory error"))
+    troubles += [
+        f"clock lowered by {reason}: {format_share(part)}" for reason, part in node.throttled.items()
+    ]
+    return {
+        "host": node.host,
+        "gpus": ", ".join(f"{number_of} × {name}" for name, number_of in kinds.items()) or NOTHING,
+        "cpus": NOTHING if node.cpus is None else node.cpus,
+        "memory": format_size(node.memory_bytes),
+        "troubles": ", ".join(troubles),
+    }
+
+
+def _environment(facts: RunData) -> list[tuple[str, str]]:
+    """Return rows of the environment of the ranks, then of the training's settings."""
+    known = {name: value for name, value in facts.environment.items() if name not in ("time", "attempt")}
+    settings = known.pop("settings", None)
+    rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
+    return [(str(name), _plain(value)) for name, value in rows if value is not None]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def _subtitle(facts: RunData) -> str:
+    spec, parts = facts.spec, []
+    if script := spec.get("script"):
+        args = spec.get("args")
+        words = map(str, args) if isinstance(args, list) else ()
+        parts.append(" ".join([Path(str(script)).name, *words])[:200])
+    if attempt := next((one for one in reversed(facts.attempts) if one.world_size), None):
+        parts.append(f"{pluralize(attempt.world_size, 'rank')} on {pluralize(attempt.nodes, 'node')}")
+    if facts.ledger.spans:
+        parts.append(f"{format_time(facts.start)} to {'now' if facts.is_going else format_time(facts.end)}")
+    if facts.words:
+        parts.append(facts.words)
+    return " · ".join(parts)
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    first, last = attempt.first_step, attempt.last_step
+    return {
+        "number": attempt.number,
+        "started": format_clock(attempt.started),
+        "steps": "–" if first is None else f"{first} – {last}",
+        "ended": describe_attempt_end(attempt),
+        "log": attempt.log if attempt.end == "failure" else None,
+        "then": describe_follow_up(attempt),
+        "cost": describe_attempt_cost(attempt),
+    }
+
+
+def _first_and_last(attempts: Sequence[Attempt]) -> list[Attempt]:
+    if len(attempts) <= _MOST_ROWS:
+        return list(attempts)
+    return [*attempts[: _MOST_ROWS // 2], *attempts[-_MOST_ROWS // 2 :]]
+
+
+def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:
+    words = [*(["kept"] if checkpoint.kept else []), *(["fast folder"] if checkpoint.tier == "local" else [])]
+    return {
+        "step": "–" if checkpoint.step is None else checkpoint.step,
+        "when": format_clock(checkpoint.time),
+        "size": format_size(checkpoint.num_bytes),
+        "seconds": format_duration(checkpoint.seconds),
+        "stall": format_duration(checkpoint.seconds if checkpoint.stall_s is None else checkpoint.stall_s),
+        "words": ", ".join(words),
+    }
+
+
+def _checkpoint_words(checkpoints: Sequence[CheckpointRecord]) -> str:
+    kept = len({one.step for one in checkpoints if one.kept})
+    shown = " The last twelve:" if len(checkpoints) > 12 else ""
+    return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} of them still there.{shown}"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,36 @@
+"""Text about stragglers that the supervisor detected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.text import format_duration
+
+_PARTS = {"data": "waiting for data", "compute": "computing"}
+
+
+def describe_rank(event: Mapping[str, Any]) -> str:
+    """Return e.g. `rank 3 on n7`, as far as the event contains it."""
+    rank, host = event.get("rank"), event.get("host")
+    return " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
+
+
+def describe_slowness(event: Mapping[str, Any]) -> str:
+    """Return e.g. `1.4 × as long as most, computing: 210 ms in a step, most 150 ms`; empty if unknown."""
+    ratio, part = event.get("ratio"), str(event.get("part"))
+    if not is_finite(ratio):
+        return ""
+    words = f"{ratio:.1f} × as long as most"
+    if part in _PARTS:
+        words += f", {_PARTS[part]}"
+        own, typical = (_seconds(event.get(name), part) for name in ("seconds", "typical"))
+        if own is not None and typical is not None:
+            words += f": {format_duration(own)} in a step, most {format_duration(typical)}"
+    return words
+
+
+def _seconds(spent: object, part: str) -> float | None:
+    value = spent.get(part) if isinstance(spent, Mapping) else None
+    return value if is_finite(value) and value >= 0 else None

@@ -1,0 +1,146 @@
+"""Summary of a run in sentences: what happened, and what it cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hpctrain.telemetry.accounting.metric_fields import describe_step, why_unknown
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.report.attempts import Attempt
+from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.text import format_duration, format_number, format_share, pluralize
+
+#: Short description of each category of the time breakdown.
+CATEGORY_TEXT = {
+    TimeCategory.TRAINING: "steps that count were trained",
+    TimeCategory.COMMUNICATING: "ranks waited for each other's gradients",
+    TimeCategory.DATA: "training waited for the next batch",
+    TimeCategory.VALIDATING: "the validation set was gone through",
+    TimeCategory.SAVING: "a save held up the training",
+    TimeCategory.LOADING: "a checkpoint was read",
+    TimeCategory.STARTING: "ranks were started, up to their first step",
+    TimeCategory.RESTARTING: "ranks had ended, and were to be started again",
+    TimeCategory.LOST: "steps that had to be trained again",
+    TimeCategory.QUEUED: "the run waited for an allocation",
+    TimeCategory.IDLE: "after the last step, or between submissions",
+}
+_ENDS = {"failure": "failure", "stop": "stop", "vanished": "lost job", "failed": "failure"}
+_FOLLOWED = {
+    "restart": "started again in the same allocation",
+    "shrink": "started again on fewer nodes",
+    "replace": "started again with another node",
+    "requeue": "put back into the queue",
+    "successor": "continued by another job",
+    "submission": "submitted again",
+}
+
+
+def summarize(facts: RunData) -> list[str]:
+    """Return the first paragraph: progress, interruptions and their cost."""
+    if not facts.ledger.spans:
+        return ["Nothing is on record yet."]
+    wall = format_duration(facts.ledger.wall_us / 1e6)
+    attempts = pluralize(len(facts.attempts), "attempt")
+    if facts.ledger.knows_lost_work:
+        steps = pluralize(facts.step or 0, "step")
+        sentences = [f"{steps} {'so far ' if facts.is_going else ''}in {wall}, with {attempts}."]
+    else:
+        why = why_unknown(facts.reports_steps)
+        sentences = [
+            f"{wall} {'so far' if facts.is_going else 'in all'}, with {attempts}.",
+            f"Lost work and productive time are not known: {why}.",
+        ]
+    if facts.cause:
+        sentences.append(f"It failed: {facts.cause.rstrip('.')}.")
+    if (since := facts.curves.no_number_since("loss")) is not None:
+        sentences.append(f"The loss is {facts.curves.last_text('loss')} from step {since} on.")
+    resubmitted = sum(one.end == "cancelled" and one.followed_by is not None for one in facts.attempts)
+    if resubmitted:
+        times = "once" if resubmitted == 1 else f"{resubmitted} times"
+        sentences.append(f"It was cancelled and submitted again {times}.")
+    if interruptions := facts.interruptions:
+        sentences.append(_what_interruptions_cost(facts, interruptions))
+    elif len(facts.attempts) == 1 and not facts.is_going:
+        sentences.append("Nothing interrupted it.")
+    if (ettr := facts.goodput.ettr) is not None and facts.step is not None:
+        sentences.append(f"{format_share(ettr)} of wall-clock time was productive (ETTR).")
+    return sentences
+
+
+def _what_interruptions_cost(facts: RunData, interruptions: Sequence[Attempt]) -> str:
+    kinds = Counter(_ENDS[str(attempt.end)] for attempt in interruptions)
+    told = ", ".join(pluralize(number_of, kind) for kind, number_of in kinds.items())
+    lost_us, away_us = (
+        facts.ledger.totals_us[TimeCategory.LOST],
+        sum(attempt.away_us for attempt in interruptions),
+    )
+    lost, away, cost = (format_duration(us / 1e6) for us in (lost_us, away_us, lost_us + away_us))
+    if not facts.ledger.knows_lost_work:
+        return f"Interruptions: {told}. They cost {away} of downtime."
+    again = pluralize(facts.ledger.lost_steps, "step")
+    return (
+        f"Interruptions: {told}. They cost {cost}: {lost} of lost work ({again} repeated) "
+        f"and {away} of downtime."
+    )
+
+
+def describe_follow_up(attempt: Attempt) -> str:
+    """Return what followed the end of an attempt."""
+    if attempt.followed_by is None:
+        return "the run ended" if attempt.end else "still running"
+    return _FOLLOWED.get(attempt.followed_by, attempt.followed_by)
+
+
+def describe_attempt_end(attempt: Attempt) -> str:
+    """Return the end of an attempt in one sentence or less."""
+    if attempt.end is None:
+        return "still running"
+    return attempt.cause or attempt.end
+
+
+def describe_attempt_cost(attempt: Attempt) -> str:
+    """Return the cost of an attempt's end; empty if it did not interrupt the run."""
+    if not attempt.interrupted:
+        return ""
+    lost = (
+        "lost work not known" if attempt.lost_us is None else f"{format_duration(attempt.lost_us / 1e6)} lost"
+    )
+    return f"{lost}, {format_duration(attempt.away_us / 1e6)} of downtime"
+
+
+def key_figures(facts: RunData) -> list[tuple[str, str, str]]:
+    """Return the key figures: name, value and description."""
+    lowest = facts.curves.lowest("loss")
+    at = f"lowest {format_number(lowest[1])} at step {lowest[0]:.0f}" if lowest else ""
+    if (since := facts.curves.no_number_since("loss")) is not None:
+        at = f"since step {since}{f'; {at}' if at else ''}"
+    steps = ("Steps", describe_step(facts.step, facts.reports_steps), _rate(facts))
+    productive = ("Productive", format_share(facts.goodput.ettr), "ETTR: share of wall-clock time")
+    lost = (
+        "Lost work",
+        format_duration(facts.ledger.totals_us[TimeCategory.LOST] / 1e6),
+        f"{pluralize(facts.ledger.lost_steps, 'step')} repeated",
+    )
+    if not facts.ledger.knows_lost_work:
+        why = why_unknown(facts.reports_steps)
+        steps, productive, lost = ((name, "not known", why) for name in ("Steps", "Productive", "Lost work"))
+    shown = [
+        steps,
+        ("Loss", facts.curves.last_text("loss"), at),
+        ("Time", format_duration(facts.ledger.wall_us / 1e6), "from submission to " + _until(facts)),
+        ("Attempts", str(len(facts.attempts)), pluralize(len(facts.interruptions), "interruption")),
+        productive,
+        lost,
+    ]
+    if facts.goodput.mfu is not None:
+        shown.append(("MFU", format_share(facts.goodput.mfu), "model FLOPs utilisation"))
+    return shown
+
+
+def _rate(facts: RunData) -> str:
+    return "" if facts.steps_per_s is None else f"{format_number(facts.steps_per_s)} a second, the median"
+
+
+def _until(facts: RunData) -> str:
+    return "now" if facts.is_going else "the last record"

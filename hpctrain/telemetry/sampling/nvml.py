@@ -1,0 +1,235 @@
+"""The GPUs of this machine, as reported by the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.telemetry.sampling.gpu_reading import GpuReading, query_driver, read_field, read_gpu
+
+#: Maximum number of errors per reading, because a broken GPU may report endlessly.
+_MOST_ERRORS = 100
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return the number of GPUs visible to processes with these variables; 0 without a driver."""
+    return count_visible(list_gpu_uuids(), visible_devices(environ))
+
+
+def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
+    """Return the number of devices in `listed` before the first that does not exist.
+
+    Args:
+        installed: UUIDs of the GPUs of the machine.
+        listed: result of `visible_devices`; None means all. MIG devices are assumed to exist.
+    """
+    if listed is None:
+        return len(installed)
+    number = 0
+    for entry in listed if installed else ():
+        is_there = (
+            int(entry) < len(installed)
+            if entry.isdecimal()
+            else entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in installed)
+        )
+        if not is_there:
+            break
+        number += 1
+    return number
+
+
+def list_gpu_uuids() -> list[str]:
+    """Return UUIDs of the GPUs that this process may open, in the driver's order."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    uuids = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                uuids.append(str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))))
+            except pynvml.NVMLError:
+                continue  # another job's, blocked by a cgroup
+    finally:
+        pynvml.nvmlShutdown()
+    return uuids
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """Version and GPUs of the driver of this machine."""
+
+    version: str | None = None
+    """None without a driver."""
+    cuda: str | None = None
+    """The newest CUDA version that it supports."""
+    names: list[str] = field(default_factory=list)
+    """Names of the GPUs that this process may open, in the driver's order."""
+
+
+def read_driver_facts() -> DriverFacts:
+    """Read the driver's facts; blocks if the driver hangs."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return DriverFacts()
+    names = []
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                names.append(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))))
+            except pynvml.NVMLError:
+                continue  # another job's, blocked by a cgroup
+        # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
+        return DriverFacts(
+            str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+class GpuReader:
+    """Reader of the GPUs that this process may open. Use as a context manager.
+
+    For a GPU with MIG enabled, the MIG devices are read: the driver reports only memory for these, so values
+    of the whole GPU, such as its power, are repeated for each. Without a driver there are no GPUs.
+    """
+
+    def __init__(self, listed: Sequence[str] | None = None) -> None:
+        """Create a reader of the devices from `visible_devices`; None reads all."""
+        self._listed = listed
+        # Pairs of a MIG device, or the GPU itself, and the GPU.
+        self._handles: list[tuple[Any, Any]] = []
+        self._is_open = False
+        self._errors: Any = None
+
+    def __enter__(self) -> Self:
+        try:
+            import pynvml
+        except ImportError:  # A container image may contain only Python and PyTorch.
+            return self
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return self
+        self._is_open = True
+        for index in range(query_driver(pynvml.nvmlDeviceGetCount) or 0):
+            if (handle := query_driver(pynvml.nvmlDeviceGetHandleByIndex, index)) is None:
+                continue  # another job's, blocked by a cgroup
+            for part in list(_parts(handle)) or [handle]:
+                uuids = [_uuid(each) for each in (handle, part)]
+                if self._listed is None or any(_means(entry, index, uuids) for entry in self._listed):
+                    self._handles.append((part, handle))
+        self._errors = _listen_for_errors([whole for _, whole in self._handles])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_open:
+            import pynvml
+
+            if self._errors is not None:
+                query_driver(pynvml.nvmlEventSetFree, self._errors)
+            query_driver(pynvml.nvmlShutdown)
+        self._handles, self._is_open, self._errors = [], False, None
+
+    @property
+    def names(self) -> list[str]:
+        """Model name of each device."""
+        if not self._handles:
+            return []
+        import pynvml
+
+        return [str(query_driver(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
+
+    @property
+    def memory_bytes(self) -> list[int | None]:
+        """Total memory of each device, in bytes."""
+        if not self._handles:
+            return []
+        import pynvml
+
+        return [
+            read_field(query_driver(pynvml.nvmlDeviceGetMemoryInfo, handle), "total")
+            for handle, _ in self._handles
+        ]
+
+    @property
+    def pids(self) -> list[list[int]]:
+        """Processes that currently compute on each device."""
+        if not self._handles:
+            return []
+        import pynvml
+
+        found = [
+            query_driver(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) for handle, _ in self._handles
+        ]
+        return [[its.pid for its in processes or ()] for processes in found]
+
+    def read(self, *, traffic: bool = False) -> list[GpuReading]:
+        """Read all devices.
+
+        Args:
+            traffic: read PCIe and NVLink traffic, too, which takes the driver 40 ms per GPU.
+        """
+        xids = self._new_errors()
+        return [
+            read_gpu(handle, whole, xids=xids.get(_uuid(whole), ()), traffic=traffic)
+            for handle, whole in self._handles
+        ]
+
+    def _new_errors(self) -> dict[str, tuple[int, ...]]:
+        """Return Xid numbers of errors that the driver reported since the last call, by GPU UUID."""
+        errors: dict[str, tuple[int, ...]] = {}
+        if self._errors is None:
+            return errors
+        import pynvml
+
+        for _ in range(_MOST_ERRORS):
+            # Does not block: without a new event, NVML returns a timeout error.
+            if (event := query_driver(pynvml.nvmlEventSetWait_v2, self._errors, 0)) is None:
+                break
+            uuid = _uuid(event.device)
+            errors[uuid] = (*errors.get(uuid, ()), int(event.eventData))
+        return errors
+
+
+def _listen_for_errors(handles: Sequence[Any]) -> Any:
+    """Return an NVML event set for errors of these GPUs; None if unsupported."""
+    import pynvml
+
+    if not handles or (errors := query_driver(pynvml.nvmlEventSetCreate)) is None:
+        return None
+    for handle in handles:
+        query_driver(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, errors)
+    return errors
+
+
+def _uuid(handle: Any) -> str:
+    import pynvml
+
+    return str(query_driver(pynvml.nvmlDeviceGetUUID, handle))
+
+
+def _parts(handle: Any) -> Iterator[Any]:
+    """Yield the MIG devices of a GPU."""
+    import pynvml
+
+    mode = query_driver(pynvml.nvmlDeviceGetMigMode, handle)
+    if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return
+    for index in range(query_driver(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        if (part := query_driver(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)) is not None:
+            yield part
+
+
+def _means(entry: str, index: int, uuids: Sequence[str]) -> bool:
+    """True if an entry of CUDA_VISIBLE_DEVICES names the device, by its index or the start of its UUID."""
+    return int(entry) == index if entry.isdecimal() else any(uuid.startswith(entry) for uuid in uuids)

@@ -1,0 +1,169 @@
+"""The process that measures a node: one per node, separate from the ranks.
+
+    python -m hpctrain.telemetry.sampling.sampler RUN NODE
+
+writes `telemetry/node-NNN.jsonl` of the run until its standard input closes or receives a line. It therefore
+exits with its parent, however that ends. It ignores the signals that ask ranks to save.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.host_name import host_name
+from hpctrain.files import append_json_line, make_folder
+from hpctrain.rundir import RunDir
+from hpctrain.telemetry.sampling.gpu_reading import GpuReading
+from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.procfs import ProcfsReader
+
+#: Seconds between two readings.
+READ_INTERVAL_S = 1.0
+#: Seconds per line: short at first, when the user may be watching, longer after ten minutes.
+FIRST_LINE_INTERVAL_S, LATER_LINE_INTERVAL_S, FIRST_LINES_DURATION_S = 5.0, 30.0, 600.0
+
+#: Aggregation of the readings of a line; for other fields, the last value counts.
+_MEANS = frozenset({"util", "power_w", "clock_mhz"})
+_HIGHEST = frozenset({"memory", "temp_c"})
+#: All distinct values of the interval.
+_ALL = frozenset({"throttled", "xids"})
+#: Counters since the driver was loaded, which become bytes per second.
+_COUNTERS = frozenset({"nvlink_rx", "nvlink_tx"})
+
+
+class TelemetrySampler:
+    """Measurement of a node, written as lines."""
+
+    def __init__(
+        self,
+        path: Path,
+        gpus: GpuReader,
+        node: ProcfsReader,
+        *,
+        host: str,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Start measuring.
+
+        Args:
+            path: the output file.
+            gpus: an open reader.
+            node: reader of the rest.
+            host: the name of the node.
+            clock: monotonic clock, in seconds.
+            now: current time, in seconds since the epoch.
+        """
+        self._path, self._gpus, self._node, self._host = path, gpus, node, host
+        self._clock, self._now = clock, now
+        self._started = self._line_began = clock()
+        self._readings: list[list[GpuReading]] = []
+        self._counted: list[GpuReading] = []
+
+    def begin(self) -> None:
+        """Write the hardware of the node."""
+        make_folder(self._path.parent)
+        self._write(
+            {
+                "gpu_names": self._gpus.names,
+                "gpu_memory_total": self._gpus.memory_bytes,
+                "cpus": self._node.num_cpus,
+                "memory_total": self._node.memory_bytes,
+            }
+        )
+        self._counted = self._gpus.read(traffic=True)
+
+    def read(self) -> None:
+        """Read once, and write a line if it is due."""
+        line_is_due = self._clock() - self._line_began >= self._line_s
+        self._readings.append(self._gpus.read(traffic=line_is_due))
+        if line_is_due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write a line about the readings since the last one."""
+        if not self._readings:
+            return
+        seconds = self._clock() - self._line_began
+        line: dict[str, Any] = {"seconds": round(seconds, 3)}
+        if any(self._readings):
+            line |= _summed_up(self._readings, self._counted, seconds)
+        line |= {
+            name: round(value, 1) if isinstance(value, float) else value
+            for name, value in vars(self._node.read()).items()
+            if value is not None
+        }
+        self._write(line)
+        self._counted, self._readings, self._line_began = self._readings[-1], [], self._clock()
+
+    @property
+    def _line_s(self) -> float:
+        is_early = self._clock() - self._started < FIRST_LINES_DURATION_S
+        return FIRST_LINE_INTERVAL_S if is_early else LATER_LINE_INTERVAL_S
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        append_json_line(self._path, {"time": self._now(), "host": self._host, **line})
+
+
+def _summed_up(
+    readings: Sequence[Sequence[GpuReading]], before: Sequence[GpuReading], seconds: float
+) -> dict[str, list[Any]]:
+    """Return a list with one value per GPU for each field that at least one GPU reports."""
+    line: dict[str, list[Any]] = {}
+    each_gpu = list(zip(*readings, strict=False))
+    for name in (each.name for each in fields(GpuReading)):
+        values = []
+        for number, gpu in enumerate(each_gpu):
+            known = [value for reading in gpu if (value := getattr(reading, name)) is not None]
+            values.append(_one_of(name, known, before[number : number + 1], seconds))
+        if any(value not in (None, []) for value in values):
+            line[f"gpu_{name}"] = values
+    return line
+
+
+def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], seconds: float) -> Any:
+    if name in _ALL:
+        return sorted({one for several in known for one in several})
+    if not known:
+        return None
+    if name in _MEANS:
+        return round(sum(known) / len(known), 1)
+    if name in _HIGHEST:
+        return max(known)
+    if name in _COUNTERS:
+        first = getattr(before[0], name) if before else None
+        return None if first is None or seconds <= 0 else round(max(0, known[-1] - first) / seconds)
+    return known[-1]
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Measure this node until standard input closes or receives a line."""
+    run, node = RunDir(Path(argv[-2])), int(argv[-1])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with GpuReader(visible_devices(environ)) as gpus:
+        sampler = TelemetrySampler(run.telemetry(node), gpus, ProcfsReader(), host=host_name(environ))
+        try:
+            sampler.begin()
+            while not select.select([sys.stdin], [], [], READ_INTERVAL_S)[0]:
+                sampler.read()
+            sampler.read()
+            sampler.flush()
+        except OSError as error:
+            # The training must not depend on the measurement.
+            print(f"hpctrain: the node is not measured any more: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,130 @@
+"""Uniform formats of numbers, sizes, durations, plurals and suggestions for users."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from datetime import datetime
+
+#: Stands for a missing value.
+NOTHING = "–"
+#: A narrow no-break space between groups of three digits.
+_GROUP = "\u202f"
+
+_DURATIONS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def format_number(value: float | None) -> str:
+    """Format with five significant digits; `NaN` if it is not a number."""
+    if value is None:
+        return NOTHING
+    return "NaN" if math.isnan(value) else f"{value:.5g}"
+
+
+def format_count(value: int | None) -> str:
+    """Format with digits in groups of three."""
+    return NOTHING if value is None else f"{value:,}".replace(",", _GROUP)
+
+
+def pluralize(value: float | None, noun: str) -> str:
+    """Format a number with its noun: `1 step`, `2 steps`, `1.5 CPU-hours`."""
+    number = format_count(value) if isinstance(value, int) else format_number(value)
+    return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
+
+
+def format_share(part: float | None) -> str:
+    """Format a fraction of one as a percentage."""
+    if part is None:
+        return NOTHING
+    percent = 100 * part
+    return "< 0.1 %" if 0 < percent < 0.05 else f"{percent:.1f} %"
+
+
+def format_size(num_bytes: float | None) -> str:
+    """Format bytes on disk in powers of ten: `1.2 GB`."""
+    return _format_bytes(num_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_memory(num_bytes: float | None) -> str:
+    """Format bytes of memory in powers of two: `1.5 GiB`."""
+    return _format_bytes(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _format_bytes(num_bytes: float | None, base: int, units: tuple[str, ...]) -> str:
+    if num_bytes is None:
+        return NOTHING
+    value, unit = float(num_bytes), units[0]
+    for larger in units[1:]:
+        if value < base - 0.5:
+            break
+        value, unit = value / base, larger
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format with at most two units: `2 d 3 h`, `1 h 12 min`, `3 min 5 s`, `12.3 s`, `45 ms`."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    for large_s, large, small_s, small in _DURATIONS:
+        if round(seconds) >= large_s:
+            count, rest = divmod(round(seconds / small_s), large_s // small_s)
+            return f"{count} {large} {rest} {small}" if rest else f"{count} {large}"
+    raise AssertionError(seconds)
+
+
+def format_time(seconds: float | None) -> str:
+    """Format seconds since the epoch as local date and time."""
+    return NOTHING if seconds is None else _local(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def format_clock(seconds: float | None) -> str:
+    """Format seconds since the epoch as local time, preceded by day and month."""
+    return NOTHING if seconds is None else _local(seconds).strftime("%d %b %H:%M:%S")
+
+
+def _local(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds).astimezone()
+
+
+def printable(text: str) -> str:
+    """Replace the control characters in `text`, which a terminal would interpret."""
+    return "".join(one if one.isprintable() or one == _GROUP else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+#: Operating system commands such as titles and links, and control sequences; also if truncated.
+_ESCAPES = re.compile(r"\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]")
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+#: All control characters except backspace, tab, line feed and carriage return.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;:]*m)")
+
+
+def without_escapes(text: str) -> str:
+    """Remove terminal escape sequences from `text`, except colours.
+
+    A log may contain sequences that set the terminal's title, clear it or make it answer.
+    """
+    kept = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", kept)
+
+
+def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Return a sentence with the closest match in `known`.
+
+    Args:
+        word: the unknown name, as the user typed it.
+        known: the valid names.
+        otherwise: the sentence if nothing is close; by default it lists `known`.
+    """
+    from difflib import get_close_matches
+
+    known = list(known)
+    for spelling in dict.fromkeys((word, word.replace("-", "_"), word.replace("_", "-"))):
+        parts = [name for name in known if spelling in re.split("[-_]", name)]
+        if close := get_close_matches(spelling, known, 1) or parts[:3]:
+            return f"Did you mean {' or '.join(map(repr, close))}?"
+    return f"There are {', '.join(known)}." if otherwise is None else otherwise

@@ -1,0 +1,44 @@
+"""Tracebacks for users, with the frames of hpctrain and torch folded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_HERE = f"{Path(__file__).parent}/"
+_OF_OTHERS = re.compile(r"<frozen |.*/(?:site|dist)-packages/(?:hpctrain|torch)/")
+_FRAME = re.compile(r' +File "(?P<path>[^"]*)", line \d+')
+
+#: torch errors on a rank whose peer is gone: consequences of a failure, not causes.
+PEER_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited"
+    r"|communicator was aborted|did not meet its|recvbytes|socket timeout|wait timeout",
+    re.IGNORECASE,
+)
+
+
+def fold(traceback: str) -> str:
+    """Replace each series of frames of hpctrain and torch by one line.
+
+    A traceback without other frames is returned unchanged.
+    """
+    lines: list[str] = []
+    folded, inside, has_own = 0, False, False
+    for line in traceback.splitlines():
+        if frame := _FRAME.match(line):
+            inside = frame["path"].startswith(_HERE) or bool(_OF_OTHERS.match(frame["path"]))
+            has_own |= not inside
+            folded += inside
+        elif not line.startswith("  "):  # the code of a frame, and a note that it repeats, are indented
+            inside = False
+        if inside:
+            continue
+        if folded:
+            lines.append(_words(folded))
+            folded = 0
+        lines.append(line)
+    return "\n".join(lines) + "\n" * traceback.endswith("\n") if has_own else traceback
+
+
+def _words(number: int) -> str:
+    return f"  … {number} frame{'s' if number > 1 else ''} of hpctrain and torch"

@@ -1,0 +1,40 @@
+"""Registry of algorithms by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpctrain.training.algorithms.base import Algorithm
+from hpctrain.training.base.class_registry import Registry
+
+ALGORITHMS: Registry[Algorithm] = Registry(
+    setting="algorithm",
+    group="hpctrain.algorithms",
+    kind=Algorithm,
+    ours={
+        "allreduce": "base:AllReduce",
+        "fp16": "half_precision:Float16",
+        "bf16": "half_precision:BFloat16",
+        "powersgd": "powersgd:PowerSGD",
+        "bytegrad": "bytegrad:ByteGrad",
+        "qadam": "qadam:QAdam",
+        "decentralized": "decentralized:Decentralized",
+        "low_precision_decentralized": "decentralized:LowPrecisionDecentralized",
+        "async": "model_averaging:AsyncAveraging",
+        "local_sgd": "model_averaging:LocalSGD",
+    },
+)
+
+
+def register_algorithm(name: str) -> Callable[[type[Algorithm]], type[Algorithm]]:
+    """Register a subclass of `Algorithm` for `Trainer(algorithm=name)`; a built-in name is replaced."""
+    return ALGORITHMS.register(name)
+
+
+def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
+    """Return a new instance of the named algorithm; an instance is returned unchanged.
+
+    Raises:
+        UserError: no algorithm has this name.
+    """
+    return algorithm if isinstance(algorithm, Algorithm) else ALGORITHMS.find(algorithm)()

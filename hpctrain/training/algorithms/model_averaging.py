@@ -1,0 +1,89 @@
+"""Averaging of weights, periodically or in the background, between replicas that train independently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain import messages
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.algorithms.base import Algorithm, noop_hook, register_comm_hook
+
+
+class LocalSGD(Algorithm):
+    """Averaging of weights after every `every` steps, without communication in between.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", 2019; averaging gradients during warm-up
+    follows Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020.
+    """
+
+    shares_gradients = False
+
+    def __init__(self, every: int = 4) -> None:
+        """Average after each `every` steps."""
+        super().__init__()
+        self.every = every
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        register_comm_hook(parallel, noop_hook)
+
+    def updated(self, step: int) -> None:
+        if step % self.every == 0:
+            self.average(self.weights.parameters)
+
+
+class AsyncAveraging(Algorithm):
+    """Continuous averaging of weights in the background while each replica trains.
+
+    A rank takes the mean of all weights from the start of the averaging and adds its own progress since then.
+    No step waits; the age of a mean depends on the network, so runs are not reproducible. After
+    Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021.
+    """
+
+    shares_gradients = False
+
+    def begin(self, module: nn.Module, team: DistributedContext) -> None:
+        super().begin(module, team)
+        # A separate group: ranks start averaging at different steps, between other collectives.
+        self._group = messages.new_group()
+        self._num_begun = 0
+        self._before: torch.Tensor
+        self._sum: torch.Tensor
+        self._pending: Any = None
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        register_comm_hook(parallel, noop_hook)
+
+    def updated(self, step: int) -> None:  # noqa: ARG002
+        if self._pending is None:
+            self._begin()
+        elif self._pending.is_completed():
+            self._take()
+            self._begin()
+
+    def align(self) -> None:
+        # Ranks that are behind start the averagings that other ranks have started already.
+        for _ in range(max(self.team.gather(self._num_begun)) - self._num_begun):
+            if self._pending is not None:
+                self._take()
+            self._begin()
+        if self._pending is not None:
+            self._take()
+        super().align()
+
+    def _begin(self) -> None:
+        self._before = self.weights.flat()
+        self._sum = self._before.clone()
+        self.sent_bytes += self._sum.nbytes
+        self._pending = dist.all_reduce(self._sum, group=self._group, async_op=True)
+        self._num_begun += 1
+
+    def _take(self) -> None:
+        self._pending.wait()
+        self._pending = None
+        mean = self._sum / self.team.ranks.world_size
+        self.weights.load(mean + (self.weights.flat() - self._before))

@@ -1,0 +1,1 @@
+"""Common parts of training: precision, devices, generators, registries."""

@@ -1,0 +1,82 @@
+"""Registry of classes by name: from hpctrain, other packages and scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from hpctrain.errors import UserError
+from hpctrain.text import suggest
+
+T = TypeVar("T")
+
+
+@dataclass
+class Registry(Generic[T]):
+    """Subclasses of one class, by name.
+
+    Classes registered by a script take precedence over other packages, and these over hpctrain.
+    """
+
+    setting: str
+    """The setting that takes the name, for messages."""
+    group: str
+    """Entry point group of installed packages: name = "module:Class"."""
+    kind: type[T]
+    """Their base class."""
+    ours: Mapping[str, str]
+    """Classes of hpctrain: name and "module:Class", relative to the package of `kind`.
+
+    Each is imported only on request, because some import large libraries.
+    """
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Unsupported names, each with an explanation."""
+    registered: dict[str, type[T]] = field(default_factory=dict)
+    """Classes registered by a script."""
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Return a decorator that registers a class under `name`."""
+
+        def register(kind: type[T]) -> type[T]:
+            self.registered[name] = kind
+            return kind
+
+        return register
+
+    def find(self, name: str, origin: str | None = None) -> type[T]:
+        """Return the class with this name.
+
+        Args:
+            name: the user's value.
+            origin: its source for messages, if it is not the setting.
+
+        Raises:
+            UserError: there is none.
+        """
+        origin = origin or self.setting
+        if not isinstance(name, str):
+            raise UserError(f"{origin} is {name!r}; give a name, such as {next(iter(self.ours))!r}.")
+        if name in self.registered:
+            return self.registered[name]
+        others = {point.name: point for point in entry_points(group=self.group)}
+        if name in others:
+            kind = others[name].load()
+            if not (isinstance(kind, type) and issubclass(kind, self.kind)):
+                raise UserError(
+                    f"{origin} is {name!r}, for which an installed package names {others[name].value}: "
+                    f"that is no subclass of {self.kind.__module__}.{self.kind.__name__}."
+                )
+            return kind
+        if name in self.ours:
+            module, _, attribute = self.ours[name].partition(":")
+            package = self.kind.__module__.rpartition(".")[0]
+            ours: type[T] = getattr(import_module(f"{package}.{module}"), attribute)
+            return ours
+        if name in self.refused:
+            raise UserError(f"{origin} is {name!r}: {self.refused[name]}")
+        known = [*self.ours, *others, *self.registered]
+        hint = suggest(name, known, otherwise="")
+        raise UserError(f"{origin} is {name!r}; known are {', '.join(map(repr, known))}. {hint}".rstrip())

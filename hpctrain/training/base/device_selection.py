@@ -1,0 +1,127 @@
+"""Selection of devices by `Trainer(devices=…)` without a launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.telemetry.sampling.nvml import GpuReader
+
+#: A number of devices, their indices, "auto", or a number or indices as text.
+Devices = int | str | Sequence[int]
+
+_FORMS = (
+    "a number of devices, -1 for all, a list of indices such as [1, 3] or '1,3', or 'auto' for all free ones"
+)
+
+
+def parse_devices(devices: Devices) -> int | list[int] | None:
+    """Return the number of devices (-1: all), their indices, or None for all free ones.
+
+    Raises:
+        UserError: the value has another form.
+    """
+    wanted: int | list[int] | None = None
+    match devices:
+        case "auto":
+            return None
+        case str() if re.fullmatch(r"\s*-?\d+\s*", devices):
+            wanted = int(devices)
+        case str() if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", devices):
+            wanted = [int(word) for word in devices.split(",") if word.strip()]
+        case bool() | str() | bytes():
+            pass
+        case int():
+            wanted = devices
+        case Sequence() if all(type(index) is int and index >= 0 for index in devices):
+            wanted = [int(index) for index in devices]
+    if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
+        raise UserError(f"devices is {devices!r}; give {_FORMS}.")
+    if isinstance(wanted, list) and len(set(wanted)) < len(wanted):
+        raise UserError(f"devices is {devices!r}, which names a device twice. Name each once.")
+    return wanted
+
+
+def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> list[int | None]:
+    """Return the selected indices among the visible GPUs; None stands for a process on the CPU.
+
+    Args:
+        devices: the user's setting.
+        num_gpus: visible GPUs.
+        busy: GPUs that other processes use.
+
+    Raises:
+        UserError: too few devices exist or are free.
+    """
+    wanted = parse_devices(devices)
+    if num_gpus == 0:
+        if isinstance(wanted, list):
+            raise UserError(
+                f"devices is {devices!r}, but no GPU is visible here. Give a number of processes."
+            )
+        return [None] * (1 if wanted in (None, -1) else wanted or 1)
+    if isinstance(wanted, list):
+        if max(wanted) >= num_gpus:
+            raise UserError(f"devices is {devices!r}, but the GPUs that are visible are 0 to {num_gpus - 1}.")
+        return list(wanted)
+    free = [index for index in range(num_gpus) if index not in busy]
+    if wanted is None:
+        if not free:
+            raise UserError(
+                f"devices is {devices!r}, but others compute on all {num_gpus} visible GPUs. Wait."
+            )
+        return list(free)
+    if wanted == -1:
+        return list(range(num_gpus))
+    if wanted > len(free):
+        raise UserError(
+            f"devices is {devices!r}, but of the {num_gpus} visible GPUs {len(free)} are free. Give fewer, "
+            "wait, or name GPUs to share: devices=[0, …]."
+        )
+    return list(free[:wanted])
+
+
+def find_devices(devices: Devices, environ: Mapping[str, str]) -> list[int | None]:
+    """Return `choose_devices` for the current state of this machine.
+
+    Raises:
+        UserError: as in `choose_devices`.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    busy: list[int] = []
+    if num_gpus:
+        with GpuReader(visible_devices(environ)) as reader:
+            busy = [index for index, pids in enumerate(reader.pids) if _others(index, pids)]
+    return choose_devices(devices, num_gpus, busy)
+
+
+def _others(index: int, pids: Collection[int]) -> int:
+    """Return the number of other processes that use the GPU."""
+    # In a container, the driver reports pids of the host, which differ from those inside.
+    is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
+    return len(pids) - is_own if pids else 0
+
+
+def has_launcher(ranks: Ranks) -> bool:
+    """True if a launcher started the ranks and so assigned their devices."""
+    return ranks.environment != "local"
+
+
+def with_devices(team: DistributedContext, indices: Sequence[int | None]) -> DistributedContext:
+    """Return the team of a single rank on these devices; unchanged if `indices` is empty."""
+    if not indices:
+        return team
+    first, *others = (
+        torch.device("cpu") if index is None else torch.device("cuda", index) for index in indices
+    )
+    if first.type == "cuda":
+        torch.cuda.set_device(first)
+    return replace(team, device=first, further_devices=tuple(others))

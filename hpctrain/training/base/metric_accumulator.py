@@ -1,0 +1,62 @@
+"""Accumulation of a rank's part of the means over the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hpctrain.errors import UserError
+
+#: Name of the training step's output for the number of tokens, or other units, that its loss is a mean over.
+TOKENS_FIELD = "num_tokens"
+
+
+class MetricAccumulator:
+    """Sum over a rank's micro-batches of its part of the means over the global batch."""
+
+    def __init__(self) -> None:
+        # Plain numbers on the CPU, because reading them is cheaper than adding tensors.
+        self.values: dict[str, torch.Tensor | float] = {}
+
+    def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
+        """Add means over samples that are `share` of the global batch.
+
+        With `num_tokens`, `loss` is the mean over that many tokens, independent of the samples.
+
+        Raises:
+            UserError: the names differ from those of the previous micro-batch.
+        """
+        if self.values and self.values.keys() != scalars.keys():
+            raise UserError(
+                f"training_step returned {sorted(scalars)} for a micro-batch, and {sorted(self.values)} for "
+                "the one before. Return the same names every time."
+            )
+        tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None
+        parts: dict[str, torch.Tensor | float] = {}
+        for name, scalar in scalars.items():
+            weight = share if tokens is None or name not in ("loss", TOKENS_FIELD) else 1.0
+            # A rank without samples computes on one that is not its own; zeros avoid 0 · inf = nan.
+            part = _double(scalar) * weight if share else 0.0 * _double(torch.zeros_like(scalar))
+            parts[name] = part * tokens if tokens is not None and name == "loss" else part
+        self.values = (
+            {name: self.values[name] + part for name, part in parts.items()} if self.values else parts
+        )
+
+    def put(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
+        """Insert means; existing ones with the same name are replaced."""
+        beside = MetricAccumulator()
+        beside.add(scalars, share)
+        self.values |= beside.values
+
+    def join(self, other: MetricAccumulator) -> None:
+        """Merge another optimizer's pass over the batch: add the losses, insert the other means."""
+        losses = [each.values["loss"] for each in (self, other) if "loss" in each.values]
+        self.values |= other.values
+        if losses:
+            self.values["loss"] = sum(losses[1:], losses[0])
+
+
+def _double(scalar: torch.Tensor) -> torch.Tensor | float:
+    """Return the value as float64: a number from the CPU; a tensor from a GPU, to avoid a wait."""
+    return scalar.item() if scalar.is_cpu else scalar.detach().double()

@@ -1,0 +1,68 @@
+"""Number format of the forward pass, and loss scaling for float16."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UserError
+from hpctrain.training.data.loader_config import map_tensors
+
+_AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": None}
+PRECISIONS = tuple(_AUTOCAST)
+_ALIASES = {"fp32": "32", "16": "16-mixed", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+#: Precision names of NVIDIA apex.
+_APEX = ("apex", "amp", "O0", "O1", "O2", "O3")
+
+
+def canonical_precision(precision: str | int) -> str:
+    """Return the canonical name of a precision, which may be a Lightning or Hugging Face name.
+
+    Raises:
+        UserError: it is unknown.
+    """
+    precision = _ALIASES.get(str(precision), str(precision))
+    if precision in _APEX:
+        raise UserError(
+            f"precision is {precision!r}, a name of apex. PyTorch now does natively what apex did: use "
+            "'16-mixed', or 'bf16-mixed' on GPUs that support bfloat16."
+        )
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}; known are {', '.join(map(repr, PRECISIONS))}.")
+    return precision
+
+
+def cast_module(module: nn.Module, precision: str) -> None:
+    """Convert the weights and buffers of `module` to their data type for training."""
+    if precision == "bf16-true":
+        module.to(torch.bfloat16)
+
+
+def casts_batches(precision: str) -> bool:
+    """True if `cast_batch` changes batches."""
+    return precision == "bf16-true"
+
+
+def cast_batch(batch: Any, precision: str) -> Any:
+    """Return `batch` with its floating-point tensors in the weights' type, unless that is float32."""
+    if not casts_batches(precision):
+        return batch
+    return map_tensors(batch, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
+
+
+def forward_context(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a forward pass: autocast for mixed precision, with float32 weights."""
+    dtype = _AUTOCAST[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return the loss scaler of `16-mixed`, which keeps small gradients from vanishing; None otherwise.
+
+    If gradients overflow, the step is skipped and the scale reduced. All ranks decide the same, because an
+    infinity on one rank is in the averaged gradients of all.
+    """
+    return torch.amp.GradScaler(device.type) if precision == "16-mixed" else None

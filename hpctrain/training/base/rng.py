@@ -1,0 +1,74 @@
+"""Random state: seeding, capture into tensors for a checkpoint, and restore."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a seed in [0, 2^63), independent for different `parts` such as (seed, purpose, rank)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (on all devices), Python's `random` and, if imported, NumPy's legacy generator."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Seed the generators for the block, and restore them afterwards."""
+    before = capture_rng_state()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore_rng_state(before)
+
+
+def capture_rng_state() -> dict[str, torch.Tensor]:
+    """Return this process's random state, as tensors of constant shapes."""
+    version, words, gauss = random.getstate()
+    state = {"torch": torch.get_rng_state(), **_as_tensors("python", [version, *words], gauss)}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if numpy := sys.modules.get("numpy"):
+        _, words, position, has_gauss, gauss = numpy.random.get_state()
+        state |= _as_tensors("numpy", [*words.tolist(), position], gauss if has_gauss else None)
+    return state
+
+
+def restore_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Restore the result of `capture_rng_state`, for the generators that this process has."""
+    torch.set_rng_state(state["torch"])
+    (version, *words), gauss = _from_tensors(state, "python")
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        (*words, position), gauss = _from_tensors(state, "numpy")
+        numpy.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
+
+
+def _as_tensors(name: str, words: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
+    """Return a Mersenne Twister's state, with the normal number drawn ahead, if any."""
+    kept = [0.0, 0.0] if gauss is None else [1.0, gauss]
+    return {
+        name: torch.tensor(words, dtype=torch.int64),
+        f"{name}-gauss": torch.tensor(kept, dtype=torch.float64),
+    }
+
+
+def _from_tensors(state: Mapping[str, torch.Tensor], name: str) -> tuple[list[int], float | None]:
+    has_gauss, gauss = state[f"{name}-gauss"].tolist()
+    return state[name].tolist(), gauss if has_gauss else None

@@ -1,0 +1,108 @@
+"""Assignment of samples to ranks in each step, a pure function of the step, for map-style data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.training.data.sample_order import SampleOrder
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Division of a batch between the ranks, from the view of one rank."""
+
+    rank: int
+    world_size: int
+
+    def part(self, count: int) -> tuple[int, int]:
+        """Return this rank's half-open range of a batch of `count` samples."""
+        return split_range(count, self.rank, self.world_size)
+
+    def largest(self, count: int) -> int:
+        """Return the number of samples of the rank that gets most of a batch of `count`."""
+        return -(-count // self.world_size)
+
+
+class RankBatch(NamedTuple):
+    """One rank's part of one global batch."""
+
+    step: int
+    """Optimizer step that this batch belongs to, from 1."""
+    epoch: int
+    """Epoch of the batch, from 0."""
+    batch_idx: int
+    """Number of the batch in its epoch, from 0."""
+    batch_size: int
+    """Samples of all ranks together."""
+    largest: int
+    """Samples of the rank that has most of them."""
+    indices: torch.Tensor
+    """Samples of this rank, as int64; may be empty if the batch has fewer samples than there are ranks.
+
+    Shape [n]; for a stream [n, 2], pairs of shard and sample number in the shard.
+    """
+
+    def parts(self, micro_batch_size: int | None) -> list[tuple[int, int]]:
+        """Return this rank's micro-batches as half-open ranges, maybe empty; equally many on all ranks.
+
+        Args:
+            micro_batch_size: maximum samples per micro-batch; None for a single micro-batch.
+        """
+        if micro_batch_size is None:
+            return [(0, len(self.indices))]
+        count = -(-self.largest // micro_batch_size)
+        return [split_range(len(self.indices), i, count) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Order in which a run consumes its data set: a pure function of the step, for any number of ranks.
+
+    Step s is in epoch (s - 1) // steps_per_epoch. A short last batch of an epoch is kept.
+    """
+
+    order: SampleOrder
+    global_batch_size: int
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        return -(-self.order.num_samples // self.global_batch_size)
+
+    def identity(self) -> dict[str, int]:
+        """Return all values that determine the order of samples."""
+        return {
+            "seed": self.order.seed,
+            "num_samples": self.order.num_samples,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    def share(self, step: int, deal: DataRank) -> RankBatch:
+        """Return a rank's part of the batch of `step`, counted from 1."""
+        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        start, stop = self._range(batch)
+        size = stop - start
+        low, high = deal.part(size)
+        indices = self.order.indices(epoch, start + low, start + high)
+        return RankBatch(step, epoch, batch, size, deal.largest(size), indices)
+
+    def spare(self, step: int) -> torch.Tensor:
+        """Return one sample of the batch, of shape [1], for a rank that has none in `step`."""
+        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        start, _ = self._range(batch)
+        return self.order.indices(epoch, start, start + 1)
+
+    def _range(self, batch: int) -> tuple[int, int]:
+        start = batch * self.global_batch_size
+        return start, min(start + self.global_batch_size, self.order.num_samples)
+
+
+def split_range(count: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Return the half-open range of part `part` when `count` items are split into `num_parts` parts.
+
+    Sizes differ by at most one, and part 0 is among the largest.
+    """
+    return -(-count * part // num_parts), -(-count * (part + 1) // num_parts)

@@ -1,0 +1,187 @@
+"""Detection of the kind of a data set, and its adapters for training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.fetcher import make_fetcher
+from hpctrain.training.data.interleaved_reader import ShardedStream, is_stream
+from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
+from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.shard_readers import ShardReaders
+from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
+from hpctrain.training.data.stream_step_source import StreamStepSource
+
+
+def make_step_source(
+    dataset: Any,
+    loading: LoaderConfig,
+    deal: DataRank,
+    team: DistributedContext,
+    *,
+    seed: int,
+    global_batch_size: int,
+    until: StopCondition,
+) -> StepSource:
+    """Return the step source for a training set, map-style or stream. All ranks must call this.
+
+    Raises:
+        UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
+    """
+    _refuse_loader(dataset, "train_dataset")
+    feed: StepSource
+    if is_stream(dataset):
+        if deal.world_size != team.ranks.world_size:
+            raise UserError(
+                "train_dataset is a stream, which the ranks read in parts, and with this strategy every rank "
+                "needs all of each batch. Give a data set with len() and an index."
+            )
+        feed = StreamStepSource(
+            dataset, loading, deal, team, seed=seed, global_batch_size=global_batch_size, until=until
+        )
+    else:
+        feed = MapStepSource(
+            dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until
+        )
+    end = {"max_steps": until.steps, "max_epochs": until.epochs}
+    _check_equal(team, {**feed.identity(), **end}, "train_dataset")
+    return feed
+
+
+def _refuse_loader(dataset: Any, name: str) -> None:
+    """Reject a DataLoader, whose batches would be treated as samples.
+
+    Raises:
+        UserError: `dataset` is a DataLoader.
+    """
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            f"{name} is a DataLoader. Give the {type(dataset.dataset).__name__} that it loads from, and set "
+            "global_batch_size, num_workers and collate_fn here: which rank trains what follows from a step."
+        )
+
+
+def _check_equal(team: DistributedContext, own: dict[str, Any], name: str) -> None:
+    """Check that all ranks have the same data, because each computes the shares of all ranks by itself.
+
+    Raises:
+        UserError: they differ; raised on all ranks.
+    """
+    first, *others = team.gather(own)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise UserError(
+                f"{name} is {first} on rank 0, but {other} on rank {rank}. All ranks of a run need the same: "
+                "see that their nodes have the same copy of the data, and the same settings."
+            )
+
+
+class ValidationSet(Protocol):
+    """Validation samples, each used exactly once per validation for any number of ranks."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal on all ranks."""
+
+    def batches(self) -> Generator[tuple[int, Any], None, None]:
+        """Yield (number of samples, batch) of this rank's part; augmentation is the same every time."""
+
+
+def make_validation_set(
+    dataset: Any,
+    loading: LoaderConfig,
+    deal: DataRank,
+    team: DistributedContext,
+    *,
+    seed: int,
+    global_batch_size: int,
+    name: str = "val_dataset",
+) -> ValidationSet:
+    """Return the adapter for a validation set, map-style or stream. All ranks must call this.
+
+    Raises:
+        UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
+    """
+    _refuse_loader(dataset, name)
+    seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
+    batch_size = deal.largest(global_batch_size)
+    make = _ValidationStream if is_stream(dataset) else _ValidationMap
+    data: ValidationSet = make(dataset, loading, deal, seeds, batch_size, name)
+    _check_equal(team, data.identity(), name)
+    return data
+
+
+class _ValidationMap:
+    """Validation on a map-style data set: each rank takes a range."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        loading: LoaderConfig,
+        deal: DataRank,
+        seeds: SampleSeeds,
+        batch_size: int,
+        name: str,
+    ) -> None:
+        self._loading, self._deal, self._batch_size, self._name = loading, deal, batch_size, name
+        self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, name)
+
+    def identity(self) -> dict[str, Any]:
+        return {"num_samples": self._fetcher.num_samples}
+
+    def batches(self) -> Generator[tuple[int, Any], None, None]:
+        low, high = self._deal.part(self._fetcher.num_samples)
+        starts = range(low, high, self._batch_size)
+        sizes = [min(self._batch_size, high - start) for start in starts]
+        orders = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+        with closing(self._loading.batches(self._fetcher, orders, self._name)) as batches:
+            yield from zip(sizes, batches, strict=True)
+
+
+class _ValidationStream:
+    """Validation on a stream: each rank takes its training shards; ranks with a common shard take turns."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        loading: LoaderConfig,
+        deal: DataRank,
+        seeds: SampleSeeds,
+        batch_size: int,
+        name: str,
+    ) -> None:
+        self._stream = ShardedStream(dataset, name)
+        self._loading, self._deal, self._seeds, self._batch_size = loading, deal, seeds, batch_size
+
+    def identity(self) -> dict[str, Any]:
+        return {"num_shards": self._stream.num_shards}
+
+    def batches(self) -> Generator[tuple[int, Any], None, None]:
+        lanes = ShardReaders(
+            self._stream,
+            self._loading,
+            self._deal,
+            self._seeds,
+            chunk_size=self._batch_size,
+            num_epochs=1,
+        )
+        waiting: list[Any] = []
+        with closing(lanes):
+            for chunk in lanes.all_chunks():
+                waiting += chunk.samples.values()
+                while len(waiting) >= self._batch_size:
+                    yield self._batch_size, self._batch(waiting[: self._batch_size])
+                    del waiting[: self._batch_size]
+        if waiting:
+            yield len(waiting), self._batch(waiting)
+
+    def _batch(self, samples: list[Any]) -> Any:
+        batch = (self._loading.collate_fn or default_collate)(samples)
+        return pin_batch(batch) if self._loading.pin_memory else batch

@@ -1,0 +1,221 @@
+"""Fetching and collation of batches, by the fastest method that the data set supports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from hpctrain.errors import UserError
+from hpctrain.training.data.sample_seeds import SampleSeeds
+
+Collate = Callable[[list[Any]], Any]
+#: Request for a batch: an epoch, and sample indices as an int64 tensor of shape [n].
+BatchOrder = tuple[int, torch.Tensor]
+#: Maximum batches fetched at once, and their total size in bytes, which fits into a core's cache.
+_BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
+
+
+class Fetcher(Protocol):
+    """Producer of batches from the samples of a data set."""
+
+    num_samples: int
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
+
+    def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
+        """Yield the batch of each order; may read orders ahead."""
+
+
+def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
+    """Return the fetcher for `dataset`: by columns, by `__getitems__`, or sample by sample.
+
+    Args:
+        dataset: map-style, or tensors and NumPy arrays: alone, in a TensorDataset, a tuple or a dict.
+        collate_fn: makes a batch out of a list of samples; None for torch's default.
+        seeds: random generators of the samples.
+        name: name of the data set in messages.
+
+    Raises:
+        UserError: the data set has no length, no samples, or columns of different lengths.
+    """
+    subset, inner = _without_subset(dataset)
+    columns = _columns(inner, name) if collate_fn is None else None
+    if columns is not None:
+        num_samples = len(columns[0])
+    else:
+        try:
+            num_samples = len(inner)
+        except TypeError:
+            raise UserError(
+                f"{name} is a {type(inner).__name__} without a length, "
+                "and no IterableDataset: give one or the other."
+            ) from None
+    if (num_samples if subset is None else len(subset)) < 1:
+        raise UserError(f"{name} is empty.")
+    collate = collate_fn or default_collate
+    if columns is not None:
+        return ColumnFetcher(inner, columns, subset)
+    if callable(getattr(inner, "__getitems__", None)):
+        return ItemsFetcher(inner, num_samples, subset, collate, seeds, name)
+    return SampleFetcher(inner, num_samples, subset, collate, seeds, name)
+
+
+class ColumnFetcher:
+    """Fetcher that indexes tensors by whole batches. It runs no user code, so nothing is random."""
+
+    def __init__(self, dataset: Any, columns: list[Any], subset: torch.Tensor | None) -> None:
+        self._subset = subset
+        self._columns = [(c, isinstance(c, torch.Tensor) and c.device.type == "cpu") for c in columns]
+        self._names = list(dataset) if isinstance(dataset, Mapping) else None
+        self._alone = isinstance(dataset, torch.Tensor) or _is_array(dataset)
+        self._sample_bytes = sum(column.nbytes // max(1, len(column)) for column in columns)
+        self.num_samples = len(columns[0]) if subset is None else len(subset)
+
+    def fetch(self, _epoch: int, indices: torch.Tensor) -> Any:
+        return self._batch(self._parts(indices))
+
+    def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
+        """Fetch several small batches at a time, which takes as long as one."""
+        orders = iter(orders)
+        for epoch, indices in orders:
+            most = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
+            block = [indices, *(indices for _, indices in islice(orders, max(0, most - 1)))]
+            if len(block) == 1:
+                yield self.fetch(epoch, indices)
+                continue
+            sizes = [len(indices) for indices in block]
+            parts = [torch.split(part, sizes) for part in self._parts(torch.cat(block))]
+            yield from map(self._batch, zip(*parts, strict=True))
+
+    def _parts(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        if self._subset is not None:
+            indices = self._subset[indices]
+        return [
+            column.index_select(0, indices) if is_plain else _taken(column, indices)
+            for column, is_plain in self._columns
+        ]
+
+    def _batch(self, parts: Sequence[torch.Tensor]) -> Any:
+        if self._names is not None:
+            return dict(zip(self._names, parts, strict=True))
+        return parts[0] if self._alone else list(parts)
+
+
+def _taken(column: Any, indices: torch.Tensor) -> torch.Tensor:
+    """Return rows of a tensor on another device, or of an array, which may be memory-mapped."""
+    if isinstance(column, torch.Tensor):
+        return column.index_select(0, indices.to(column.device))
+    return torch.from_numpy(column.take(indices.numpy(), 0))
+
+
+class _OfSamples:
+    """Base of the fetchers that run user code and collate the samples."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_samples: int,
+        subset: torch.Tensor | None,
+        collate: Collate,
+        seeds: SampleSeeds,
+        name: str,
+    ) -> None:
+        self._dataset, self._subset, self._collate = dataset, subset, collate
+        self._seeds, self._name = seeds, name
+        # Then no user code runs, neither for samples nor for collation, and nothing random is drawn.
+        self._is_plain = type(dataset) in (list, tuple) and collate is default_collate
+        self.num_samples = num_samples if subset is None else len(subset)
+
+    def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
+        for epoch, indices in orders:
+            yield self.fetch(epoch, indices)
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def _inner(self, indices: torch.Tensor) -> list[int]:
+        inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
+        return inner
+
+    def _note(self, error: Exception, what: str, epoch: int) -> None:
+        error.add_note(f"hpctrain: raised while {self._name} fetched {what} in epoch {epoch}.")
+
+
+class ItemsFetcher(_OfSamples):
+    """Fetcher that reads all samples of a batch at once, by torch's `__getitems__`."""
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        inner = self._inner(indices)
+        try:
+            with self._seeds.fetching():
+                self._seeds.enter_batch(epoch, inner)
+                return self._collate(self._dataset.__getitems__(inner))
+        except Exception as error:
+            self._note(error, f"samples {inner}", epoch)
+            raise
+
+
+class SampleFetcher(_OfSamples):
+    """Fetcher that reads one sample at a time, each with its own random generators."""
+
+    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        inner = self._inner(indices)
+        if self._is_plain:
+            return self._collate([self._dataset[index] for index in inner])
+        samples: list[Any] = []
+        try:
+            with self._seeds.fetching():
+                for index in inner:
+                    self._seeds.enter(epoch, index)
+                    samples.append(self._dataset[index])
+                return self._collate(samples)
+        except Exception as error:
+            failed = len(samples) < len(inner)
+            what = f"sample {inner[len(samples)]}" if failed else f"and collated samples {inner}"
+            self._note(error, what, epoch)
+            raise
+
+
+def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
+    """Unwrap torch's Subset, whose `__getitems__` would hide the best fetcher for the inner data set."""
+    subset: torch.Tensor | None = None
+    while type(dataset) is Subset:
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        subset, dataset = indices if subset is None else indices[subset], dataset.dataset
+    return subset, dataset
+
+
+def _columns(dataset: Any, name: str) -> list[Any] | None:
+    """Return the tensors and arrays of equal length that make up `dataset`; None for any other data set."""
+    parts: list[Any]
+    if type(dataset) is TensorDataset:
+        parts = list(dataset.tensors)
+    elif isinstance(dataset, Mapping):
+        parts = list(dataset.values())
+    elif type(dataset) is tuple:
+        parts = list(dataset)
+    else:
+        parts = [dataset]
+    if not parts or not all(_is_column(part) for part in parts):
+        if isinstance(dataset, Mapping) and parts:
+            raise UserError(f"{name} is a dict, but not of tensors or NumPy arrays only.")
+        return None
+    lengths = [len(part) for part in parts]
+    if len(set(lengths)) > 1:
+        raise UserError(f"{name} is made of tensors of different lengths: {lengths}.")
+    return parts
+
+
+def _is_column(value: Any) -> bool:
+    return (isinstance(value, torch.Tensor) or _is_array(value)) and value.ndim >= 1
+
+
+def _is_array(value: Any) -> bool:
+    """True if `value` is a numeric NumPy array; detected without importing NumPy, which is optional."""
+    bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    return ("numpy", "ndarray") in bases and value.dtype.kind in "biufc"

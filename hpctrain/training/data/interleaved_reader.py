@@ -1,0 +1,207 @@
+"""Reading of a stream's shards in chunks, with checkpoints for resuming."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from hpctrain.errors import UserError
+from hpctrain.training.data.sample_seeds import SampleSeeds
+
+#: True if this rank keeps a sample: (epoch, shard, number in the shard) -> bool. Others are read and dropped.
+SampleFilter = Callable[[int, int, int], bool]
+
+
+@dataclass(frozen=True)
+class ReaderCheckpoint:
+    """Position in a shard at which reading can begin."""
+
+    number: int = 0
+    """Samples of the shard before this position."""
+    state: Any = None
+    """State from the stream's `state_dict` at this position; None for the beginning of the shard."""
+    resumable: bool = False
+    """True if the stream has a `state_dict`, so that reading can also begin at other positions."""
+
+
+@dataclass(frozen=True)
+class ShardChunk:
+    """Consecutive samples of a shard."""
+
+    epoch: int
+    shard: int
+    mark: ReaderCheckpoint | None
+    """Start of the chunk; None if the stream cannot resume there."""
+    samples: dict[int, Any]
+    """Samples to keep, by their numbers in the shard."""
+    stop: int
+    """Number of the sample after the chunk."""
+    ended: bool
+    """True if the shard ends with this chunk."""
+
+
+class ShardedStream:
+    """Stream as a set of shards; a single one if the stream does not offer shards."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        """Wrap a stream.
+
+        Raises:
+            UserError: the stream can be read only once.
+        """
+        if iter(dataset) is dataset and not hasattr(dataset, "load_state_dict"):
+            raise UserError(
+                f"{name} is a {type(dataset).__name__}, which can be read only once. "
+                "Give an IterableDataset, whose __iter__ begins anew in each epoch."
+            )
+        self._dataset, self.name = dataset, name
+        offered = getattr(dataset, "num_shards", None)
+        has_shards = callable(getattr(dataset, "shard", None))
+        self.num_shards = offered if isinstance(offered, int) and has_shards else 1
+        if self.num_shards < 1:
+            raise UserError(f"{name} has {self.num_shards} shards; it must have one at least.")
+
+    def shard(self, index: int) -> Any:
+        """Return a shard as an iterable, at its beginning."""
+        if self.num_shards == 1:
+            return self._dataset
+        return self._dataset.shard(num_shards=self.num_shards, index=index)
+
+
+class _ShardReader:
+    """Reader of one shard in one epoch."""
+
+    def __init__(self, stream: ShardedStream, shard: int, epoch: int, mark: ReaderCheckpoint) -> None:
+        self._epoch, self._shard, self._number = epoch, shard, mark.number
+        self._opened_at = mark
+        self._name = stream.name
+        dataset = stream.shard(shard)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        self._samples = iter(dataset)
+        # In torchdata's protocol either the iterator or the data set has the state.
+        self._holder = next((h for h in (self._samples, dataset) if _keeps_state(h)), None)
+        if mark.state is None:
+            return
+        if self._holder is None:
+            raise UserError(
+                f"{self._name} was read to sample {mark.number} of shard {shard} when the checkpoint was "
+                "written, but has no load_state_dict any more. Put it back, or start a new run."
+            )
+        self._holder.load_state_dict(copy.deepcopy(mark.state))
+        if self._holder is dataset:
+            self._samples = iter(dataset)
+
+    def chunk(self, size: int, keep: SampleFilter, seeds: SampleSeeds) -> ShardChunk:
+        """Read the next `size` samples, or fewer at the end of the shard."""
+        epoch, shard, start = self._epoch, self._shard, self._number
+        mark = self._mark()
+        samples: dict[int, Any] = {}
+        ended = False
+        with seeds.fetching():
+            while self._number < start + size and not ended:
+                seeds.enter(epoch, shard, self._number)
+                try:
+                    sample = next(self._samples)
+                except StopIteration:
+                    ended = True
+                except Exception as error:
+                    error.add_note(
+                        f"hpctrain: raised while {self._name} read sample {self._number} of shard {shard} "
+                        f"in epoch {epoch}."
+                    )
+                    raise
+                else:
+                    if keep(epoch, shard, self._number):
+                        samples[self._number] = sample
+                    self._number += 1
+        return ShardChunk(epoch, shard, mark, samples, self._number, ended)
+
+    def _mark(self) -> ReaderCheckpoint | None:
+        resumable = self._holder is not None
+        if self._number == self._opened_at.number:
+            # Some streams have no state before the first read.
+            return replace(self._opened_at, resumable=resumable)
+        if self._holder is None:
+            return None
+        return ReaderCheckpoint(self._number, copy.deepcopy(self._holder.state_dict()), resumable=True)
+
+
+@dataclass
+class InterleavedReader(IterableDataset[ShardChunk]):
+    """Reader of several shards in turns, chunk by chunk, for all epochs; in the rank or a data worker."""
+
+    stream: ShardedStream
+    shards: list[int]
+    marks: Mapping[int, ReaderCheckpoint | None]
+    """First-epoch start of each shard, by default its beginning; None if the shard has ended."""
+    _: KW_ONLY
+    first_epoch: int
+    num_epochs: int | None
+    chunk_size: int
+    keep: SampleFilter
+    seeds: SampleSeeds
+
+    def __iter__(self) -> Iterator[ShardChunk]:
+        # In a DataLoader worker some streams return only a part of themselves, but here each shard has just
+        # one reader.
+        torch_worker._worker_info = None
+        epoch, marks = self.first_epoch, dict(self.marks)
+        while self.num_epochs is None or epoch < self.num_epochs:
+            reading = deque(
+                _ShardReader(self.stream, shard, epoch, mark)
+                for shard in self.shards
+                if (mark := marks.get(shard, ReaderCheckpoint())) is not None
+            )
+            while reading:
+                reader = reading.popleft()
+                chunk = reader.chunk(self.chunk_size, self.keep, self.seeds)
+                if not chunk.ended:
+                    reading.append(reader)
+                yield chunk
+            epoch, marks = epoch + 1, {}
+
+
+def is_stream(dataset: Any) -> bool:
+    """True if `dataset` has no index and is read from its beginning."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def _keeps_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def dump_checkpoints(marks: list[ReaderCheckpoint | None], name: str) -> torch.Tensor:
+    """Serialize checkpoints to a uint8 tensor.
+
+    Raises:
+        UserError: a state contains a type that `torch.load(weights_only=True)` does not accept.
+    """
+    buffer = io.BytesIO()
+    plain = [None if mark is None else (mark.number, mark.state, mark.resumable) for mark in marks]
+    torch.save(plain, buffer)
+    dumped = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        load_checkpoints(dumped)
+    except Exception as error:
+        raise UserError(
+            f"the state_dict of {name} holds what a checkpoint cannot keep: {error}. "
+            "Let it return numbers, texts, tensors, and lists and dicts of them."
+        ) from error
+    return dumped
+
+
+def load_checkpoints(dumped: torch.Tensor) -> list[ReaderCheckpoint | None]:
+    """Return the checkpoints from a tensor of `dump_checkpoints`."""
+    plain = torch.load(io.BytesIO(bytes(dumped.tolist())), weights_only=True)
+    return [None if pair is None else ReaderCheckpoint(*pair) for pair in plain]

@@ -1,0 +1,121 @@
+"""Loading of batches, in the rank itself or by data workers that run ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpctrain.training.data.fetcher import BatchOrder, Collate, Fetcher
+from hpctrain.training.data.loader_workers import LoaderWorkers
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.distributed_context import DistributedContext
+    from hpctrain.training.trainer_config import TrainerConfig
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Loading settings of the user; see `TrainerConfig`."""
+
+    num_workers: int = 0
+    collate_fn: Collate | None = None
+    pin_memory: bool = False
+    prefetch_factor: int = 2
+    timeout_s: float = 900.0
+    seed_samples: bool = True
+
+    def batches(
+        self, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
+    ) -> Generator[Any, None, None]:
+        """Yield the batch of each order. Data workers run ahead.
+
+        Raises:
+            HpctrainError: a data worker died or did not answer in time.
+        """
+        if not self.num_workers:
+            batches = fetcher.batches(orders)
+            yield from map(pin_batch, batches) if self.pin_memory else batches
+            return
+        # A list travels inside one message; a tensor would need a file descriptor.
+        lists = _Once((epoch, indices.tolist()) for epoch, indices in orders)
+        with closing(self.workers(_ByOrder(fetcher), lists, name, self.num_workers)) as workers:
+            yield from workers
+
+    def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> LoaderWorkers:
+        """Start data workers on a data set whose elements are whole batches."""
+        return LoaderWorkers(
+            dataset,
+            orders,
+            num_workers=num_workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory,
+            timeout_s=self.timeout_s,
+            name=name,
+        )
+
+
+def make_loader_config(settings: TrainerConfig, team: DistributedContext) -> LoaderConfig:
+    """Return the loading settings for a rank."""
+    return LoaderConfig(
+        num_workers=settings.num_workers,
+        collate_fn=settings.collate_fn,
+        pin_memory=team.device.type == "cuda",
+        prefetch_factor=settings.prefetch_factor,
+        timeout_s=settings.dataloader_timeout_s,
+        seed_samples=settings.seed_samples,
+    )
+
+
+def needs_transfer(device: torch.device) -> bool:
+    """True if `to_device` has to copy."""
+    return device.type != "cpu"
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor in its tuples, lists and dicts on `device`."""
+    if not needs_transfer(device):
+        return batch
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pin_batch(batch: Any) -> Any:
+    """Return `batch` with every CPU tensor in pinned memory, for asynchronous copies to a GPU."""
+    return map_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
+
+
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `batch` with `change` applied to every tensor in its tuples, lists and dicts."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(value, change) for value in batch)
+    return batch
+
+
+class _ByOrder:
+    """Data set for torch's DataLoader whose indices are orders and whose elements are batches."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, order: tuple[int, list[int]]) -> Any:
+        epoch, indices = order
+        return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))
+
+
+class _Once:
+    """Sampler for a DataLoader that wraps a generator."""
+
+    def __init__(self, orders: Iterator[Any]) -> None:
+        self._orders = orders
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._orders

@@ -1,0 +1,194 @@
+"""Data workers of a rank: torch's DataLoader with control over signals and the workers' end.
+
+Slurm signals every process of a step, but a rank that has to stop still needs its last batches. A data
+worker therefore ignores the job's signals from its first instruction. It exits when its rank dies for any
+reason, and a rank that exits does not wait for a stuck data worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hpctrain.errors import HpctrainError
+from hpctrain.runtime.parent_death import die_with_parent
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, write_progress_to
+
+_DEAF_TO = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
+#: Interval, in seconds, of the check that a data worker is alive while the rank waits for it.
+_LOOK_EVERY_S = 2.0
+#: Time, in seconds, that a data worker may take to exit once it is no longer needed.
+_LEAVE_WITHIN_S = 1.0
+
+
+class LoaderWorkers:
+    """Iterator over the results of a DataLoader's workers. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        orders: Any,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+        timeout_s: float,
+        name: str,
+    ) -> None:
+        """Start the data workers.
+
+        Args:
+            dataset: data set, copied to each data worker.
+            orders: sequence of indices to fetch; None for an IterableDataset.
+            num_workers: number of processes, at least 1.
+            prefetch_factor: results that each data worker prefetches.
+            pin_memory: True to copy results to pinned memory.
+            timeout_s: maximum time to wait for a result, in seconds.
+            name: name of the data set in messages.
+        """
+        self._timeout_s, self._name = timeout_s, name
+        self._is_over = False
+        self._boards = [RawArray("q", [-1] * PROGRESS_FIELDS) for _ in range(num_workers)]
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            sampler=orders,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            timeout=_LOOK_EVERY_S,
+            worker_init_fn=partial(_begin_work, os.getpid(), self._boards),
+            # The iterator draws a seed; a separate generator keeps the rank's unchanged.
+            generator=torch.Generator(),
+        )
+        before = set(multiprocessing.active_children())
+        with _births_shielded():
+            self._answers: Iterator[Any] | None = iter(loader)
+        # At exit, multiprocessing sends its processes SIGTERM and waits, but data workers ignore SIGTERM.
+        atexit.register(self._end_at_exit)
+        self._processes: list[BaseProcess] = sorted(
+            set(multiprocessing.active_children()) - before,
+            key=lambda process: (len(process.name), process.name),
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next result.
+
+        Raises:
+            HpctrainError: a data worker died or did not answer in time.
+        """
+        if self._answers is None:
+            raise StopIteration
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return next(self._answers)
+            except RuntimeError as error:
+                dead = [i for i, process in enumerate(self._processes) if process.exitcode not in (None, 0)]
+                if dead:
+                    raise HpctrainError(self._obituary(dead[0])) from None
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+            if time.monotonic() >= deadline:
+                places = "; ".join(self._whereabouts(i) for i in range(len(self._processes)))
+                raise HpctrainError(
+                    f"no batch of {self._name} came within {self._timeout_s:g} s (dataloader_timeout_s) from "
+                    f"{len(self._processes)} data workers. They are at: {places}. "
+                    "Look at what its __getitem__ waits for, or give it more time."
+                )
+
+    def close(self) -> None:
+        """Stop the data workers; kill those that have not exited within a second."""
+        if self._answers is None or self._is_over:
+            return
+        killer = threading.Timer(_LEAVE_WITHIN_S, self._kill)
+        killer.daemon = True
+        killer.start()
+        self._answers = None  # its finalizer is torch's shutdown
+        killer.cancel()
+        self._kill()
+        for process in self._processes:
+            process.join()
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        # No thread, and so no timer, can be started at this point.
+        self._kill()
+        self._is_over = True
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with suppress(ValueError):  # already closed
+                process.kill()
+
+    def _obituary(self, number: int) -> str:
+        code = self._processes[number].exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " The kernel kills so when memory runs out." if code == -signal.SIGKILL else ""
+        return (
+            f"data worker {number} (pid {self._processes[number].pid}) {how} "
+            f"at {self._whereabouts(number)}.{hint}"
+        )
+
+    def _whereabouts(self, number: int) -> str:
+        epoch, index, second = self._boards[number]
+        if index < 0:
+            return f"{self._name}, no sample yet"
+        if second >= 0:
+            return f"sample {second} of shard {index} of {self._name}, epoch {epoch}"
+        return f"sample {index} of {self._name}, epoch {epoch}"
+
+
+@contextmanager
+def _births_shielded() -> Iterator[None]:
+    """Start processes inside this block with the job's signals blocked.
+
+    Signals to this process are delivered when the block ends. Torch's SIGCHLD handler, which raises at an
+    arbitrary point of the main thread, is removed: `LoaderWorkers` checks its processes itself.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    on_death = signal.getsignal(signal.SIGCHLD)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if in_main:
+            signal.signal(signal.SIGCHLD, on_death if on_death is not None else signal.SIG_DFL)
+
+
+def _begin_work(rank_pid: int, boards: list[Any], number: int) -> None:
+    """Initialize a data worker: exit with the rank, ignore the job's signals, publish progress."""
+    die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid != rank_pid or not parent.is_alive():
+        os._exit(1)
+    for deaf_to in _DEAF_TO:
+        signal.signal(deaf_to, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
+    # On a crash in C code, print the Python traceback.
+    faulthandler.enable()
+    write_progress_to(boards[number])
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer

@@ -1,0 +1,109 @@
+"""Order of samples: a keyed permutation that is computed, not stored.
+
+The order of an epoch is a pure function of (seed, epoch, position), independent of the number of ranks. A
+checkpoint needs only a position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+#: Rounds of the network. Six pass the uniformity tests at any size; the rest is margin.
+_ROUNDS = 10
+#: Positions computed at once: a tensor operation costs the same for one as for some thousand.
+_CHUNK = 16384
+
+
+class SampleOrder:
+    """Pseudo-random permutation of [0, num_samples) for each epoch, with O(1) access to any position.
+
+    A Feistel network over a grid of `a × b ≥ num_samples` cells with modular addition in place of XOR
+    (the generalised construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002):
+    a composition of invertible rounds is a bijection. Because a and b are close to the square root, fewer
+    than 2·√n cells are out of range; those are permuted again (cycle walking).
+    """
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        """Set up the permutations of a data set.
+
+        Args:
+            num_samples: size of the data set, at least 1.
+            seed: any integer; the same seed gives the same orders on any machine.
+        """
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; a data set needs at least one sample.")
+        self.num_samples = num_samples
+        self.seed = seed
+        self._a = math.isqrt(num_samples - 1) + 1
+        self._b = -(-num_samples // self._a)
+        self._kept: tuple[tuple[int, int], torch.Tensor] = ((-1, -1), torch.empty(0, dtype=torch.int64))
+
+    def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start].
+
+        Raises:
+            IndexError: the positions are not in [0, num_samples].
+        """
+        if not 0 <= start <= stop <= self.num_samples:
+            raise IndexError(f"positions [{start}, {stop}) do not lie in [0, {self.num_samples}].")
+        first, last = start // _CHUNK, -(-stop // _CHUNK)
+        if last - first == 1:
+            return self._chunk(epoch, first)[start - first * _CHUNK : stop - first * _CHUNK]
+        parts = [
+            self._chunk(epoch, chunk)[max(start - chunk * _CHUNK, 0) : stop - chunk * _CHUNK]
+            for chunk in range(first, last)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _chunk(self, epoch: int, chunk: int) -> torch.Tensor:
+        """Return positions [chunk, chunk + 1) · _CHUNK of an epoch; the last chunk is cached."""
+        if self._kept[0] != (epoch, chunk):
+            positions = torch.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
+            self._kept = ((epoch, chunk), self._walk(positions, self._round_keys(epoch)))
+        return self._kept[1]
+
+    def _walk(self, cells: torch.Tensor, keys: list[int]) -> torch.Tensor:
+        cells = self._permute(cells, keys)
+        while bool((outside := cells >= self.num_samples).any()):
+            cells[outside] = self._permute(cells[outside], keys)
+        return cells
+
+    def _permute(self, cells: torch.Tensor, keys: list[int]) -> torch.Tensor:
+        left, right = cells // self._b, cells % self._b
+        for i, key in enumerate(keys):
+            if i % 2:
+                right = _mix(left, key).add_(right).remainder_(self._b)
+            else:
+                left = _mix(right, key).add_(left).remainder_(self._a)
+        return left.mul_(self._b).add_(right)
+
+    def _round_keys(self, epoch: int) -> list[int]:
+        """Return one signed 64-bit key per round, independent between seeds, epochs and rounds."""
+        stem = f"{self.seed}/{epoch}/{self.num_samples}".encode()
+        return [
+            int.from_bytes(
+                hashlib.blake2b(stem, digest_size=8, salt=bytes([i])).digest(), "little", signed=True
+            )
+            for i in range(_ROUNDS)
+        ]
+
+
+def _mix(values: torch.Tensor, key: int) -> torch.Tensor:
+    """Hash to [0, 2^62) with a key: the 64-bit finaliser of MurmurHash3, in wrapping int64 arithmetic."""
+    x = (values * _signed(0x9E3779B97F4A7C15)).add_(key)
+    x.bitwise_xor_(_shift_right(x, 33)).mul_(_signed(0xFF51AFD7ED558CCD))
+    x.bitwise_xor_(_shift_right(x, 33)).mul_(_signed(0xC4CEB9FE1A85EC53))
+    return _shift_right(x.bitwise_xor_(_shift_right(x, 33)), 2)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right logically; torch's `>>` on int64 copies the sign bit, which the mask removes."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """Return the int64 with the bits of the unsigned 64-bit `value`."""
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,94 @@
+"""Readers of a rank's shards, in the rank itself or in data workers that each read a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.interleaved_reader import (
+    InterleavedReader,
+    ReaderCheckpoint,
+    ShardChunk,
+    ShardedStream,
+)
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_workers import LoaderWorkers
+from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.stream_order import list_rank_shards, owner_rank
+
+
+class ShardReaders:
+    """Chunks of one rank's shards. Close it to stop the data workers."""
+
+    def __init__(
+        self,
+        stream: ShardedStream,
+        loading: LoaderConfig,
+        deal: DataRank,
+        seeds: SampleSeeds,
+        *,
+        chunk_size: int,
+        num_epochs: int | None,
+        first_epoch: int = 0,
+        trained: Sequence[int] | None = None,
+        marks: Mapping[int, ReaderCheckpoint | None] | None = None,
+    ) -> None:
+        """Distribute the shards to the data workers.
+
+        Args:
+            stream: stream to read.
+            loading: settings, including the number of data workers.
+            deal: this rank.
+            seeds: random generators of the samples.
+            chunk_size: maximum samples per chunk.
+            num_epochs: epochs to read; None for no end.
+            first_epoch: epoch to begin in.
+            trained: samples of each shard to skip in the first epoch.
+            marks: start of each shard in it, by default its beginning; None if the shard has ended.
+        """
+        num_shards = stream.num_shards
+        own = list_rank_shards(deal.rank, num_shards, deal.world_size)
+        num_workers = min(loading.num_workers, len(own))
+        keep = _Keeper(deal, num_shards, first_epoch, trained or [0] * num_shards)
+        self._lanes: dict[int, Iterator[ShardChunk]] = {}
+        for number in range(max(num_workers, 1)):
+            lane = InterleavedReader(
+                stream,
+                own[number :: max(num_workers, 1)],
+                marks or {},
+                first_epoch=first_epoch,
+                num_epochs=num_epochs,
+                chunk_size=chunk_size,
+                keep=keep,
+                seeds=seeds,
+            )
+            chunks = loading.workers(lane, None, stream.name, 1) if num_workers else iter(lane)
+            self._lanes.update(dict.fromkeys(lane.shards, chunks))
+
+    def next_chunk(self, shard: int) -> ShardChunk:
+        """Return the next chunk from the reader of `shard`: of this shard, or of another that it reads."""
+        return next(self._lanes[shard])
+
+    def all_chunks(self) -> Iterator[ShardChunk]:
+        """Yield all remaining chunks of all shards."""
+        for lane in dict.fromkeys(self._lanes.values()):
+            yield from lane
+
+    def close(self) -> None:
+        """Stop the data workers."""
+        for lane in self._lanes.values():
+            if isinstance(lane, LoaderWorkers):
+                lane.close()
+
+
+class _Keeper:
+    """Filter for samples that this rank trains and has not trained yet."""
+
+    def __init__(self, deal: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]) -> None:
+        self._deal, self._num_shards = deal, num_shards
+        self._first_epoch, self._trained = first_epoch, trained
+
+    def __call__(self, epoch: int, shard: int, number: int) -> bool:
+        if epoch == self._first_epoch and number < self._trained[shard]:
+            return False
+        return owner_rank(shard, number, self._num_shards, self._deal.world_size) == self._deal.rank

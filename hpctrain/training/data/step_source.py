@@ -1,0 +1,192 @@
+"""Input of the training loop: this rank's share of the global batch in each step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
+from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.data.sample_seeds import SampleSeeds
+
+
+@dataclass(frozen=True)
+class StopCondition:
+    """End of a training: after `steps` steps or, if that is None, after `epochs` epochs."""
+
+    steps: int | None
+    epochs: int | None = None
+
+
+class MicroBatch(NamedTuple):
+    """Samples of a rank that one forward pass processes."""
+
+    batch: Any
+    num_samples: int
+    """Samples that count; 0 if the rank has none left and runs with a spare one to match the other ranks."""
+
+
+class StepData(NamedTuple):
+    """Input of a rank for one step."""
+
+    share: RankBatch
+    num_micro_batches: int
+    """Number of micro-batches, equal on all ranks, so that collectives in forward passes match."""
+    micro_batches: Iterable[MicroBatch]
+    """Iterable to be consumed once."""
+
+
+class StepSource(Protocol):
+    """Source of steps. All ranks must call every method, at the same point of the loop."""
+
+    micro_batch_size: int | None
+    """Maximum samples per forward pass of a rank; None for all. Set it before `steps`."""
+    last_step: int | None
+    """Last step of the training; None if it depends on the length of the data."""
+    has_news: bool
+    """True if the ranks must exchange `news` after every step."""
+    remarks: Sequence[str]
+    """Remarks for the user at the start, as sentences without a full stop."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return all values that determine the order of samples."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last yielded step: plain values and tensors, equal on all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Restore the result of `state_dict`; return sentences for the user about what cannot be restored."""
+
+    def begin(self, after: int) -> None:
+        """Prepare the steps that follow `after`, the last trained step."""
+
+    def steps(self) -> Iterator[StepData]:
+        """Yield one step after the other, to the end of the training."""
+
+    def close(self) -> None:
+        """Stop the data workers."""
+
+    def trial(self) -> tuple[int, Any]:
+        """Return the most samples that a rank gets in a step, and a function that makes a batch of n."""
+
+    def news(self) -> float:
+        """Return a number to be summed over ranks together with the result of the last yielded step."""
+
+    def hear(self, news: float) -> None:
+        """Receive the sum of all ranks' `news`, before the step after the next is requested."""
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """True if the last yielded step is the last of its epoch; valid after `hear`."""
+
+    @property
+    def finished(self) -> bool:
+        """True if the last yielded step is the last of the training; valid after `hear`."""
+
+
+class MapStepSource:
+    """Step source for a map-style data set. Its whole state follows from the step number."""
+
+    micro_batch_size: int | None = None
+    has_news = False
+    remarks: Sequence[str] = ()
+
+    def __init__(
+        self,
+        dataset: Any,
+        loading: LoaderConfig,
+        deal: DataRank,
+        *,
+        seed: int,
+        global_batch_size: int,
+        until: StopCondition,
+    ) -> None:
+        """Set up the source.
+
+        Raises:
+            UserError: the data set has no length or no samples.
+        """
+        seeds = SampleSeeds(seed, "training", seed_globals=loading.seed_samples)
+        self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, "train_dataset")
+        self._loading, self._deal = loading, deal
+        self._plan = BatchPlan(SampleOrder(self._fetcher.num_samples, seed), global_batch_size)
+        if global_batch_size > (has := self._fetcher.num_samples):
+            # Users relate learning rates and throughput to the batch size that they configured.
+            remark = f"global_batch_size is {global_batch_size}, but train_dataset has {has} samples: "
+            self.remarks = [f"{remark}every step trains all of them"]
+        self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
+        self.last_step: int | None = self._last
+        self._step = 0
+        self._batches: Generator[Any, None, None] | None = None
+
+    def identity(self) -> dict[str, Any]:
+        return self._plan.identity()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> list[str]:
+        return []
+
+    def begin(self, after: int) -> None:
+        self._step = after
+
+    def steps(self) -> Iterator[StepData]:
+        coming: deque[tuple[RankBatch, list[tuple[int, int]]]] = deque()
+
+        def orders() -> Iterator[BatchOrder]:
+            for step in range(self._step + 1, self._last + 1):
+                share = self._plan.share(step, self._deal)
+                parts = share.parts(self.micro_batch_size)
+                coming.append((share, parts))
+                for low, high in parts:
+                    indices = share.indices[low:high] if low < high else self._plan.spare(step)
+                    yield share.epoch, indices
+
+        def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
+            yield MicroBatch(first, parts[0][1] - parts[0][0])
+            for low, high in parts[1:]:
+                yield MicroBatch(next(batches), high - low)
+
+        self._batches = batches = self._loading.batches(self._fetcher, orders(), "train_dataset")
+        for first in batches:
+            share, parts = coming.popleft()
+            self._step = share.step
+            if len(parts) == 1:
+                yield StepData(share, 1, (MicroBatch(first, parts[0][1]),))
+            else:
+                yield StepData(share, len(parts), several(parts, first))
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+
+    def trial(self) -> tuple[int, Any]:
+        share = self._plan.share(min(self._step + 1, self._last), self._deal)
+        # The largest share of any step: the next step may be an epoch's short last one.
+        most = self._deal.largest(min(self._plan.global_batch_size, self._plan.order.num_samples))
+        some = share.indices if len(share.indices) else self._plan.spare(share.step)
+
+        def batch_of(count: int) -> Any:
+            indices = some.repeat(-(-count // len(some)))[:count]
+            return self._fetcher.fetch(share.epoch, indices)
+
+        return most, batch_of
+
+    def news(self) -> float:
+        return 0.0
+
+    def hear(self, _news: float) -> None:
+        pass
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self._step % self._plan.steps_per_epoch == 0
+
+    @property
+    def finished(self) -> bool:
+        return self._step >= self._last

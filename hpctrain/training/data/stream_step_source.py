@@ -1,0 +1,266 @@
+"""Step source for a stream: each step trains the same samples on any number of ranks.
+
+Each rank reads its own shards. The samples of a batch follow from the lengths of the shards; a shard that
+ends changes the batch that would have used it. Ranks therefore plan two steps ahead: with the result of a
+step they exchange a flag for any shard that ends in the step after the next. Only if it is set do they
+exchange which shards end, and at which sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.data.batch_plan import DataRank, RankBatch
+from hpctrain.training.data.interleaved_reader import (
+    ReaderCheckpoint,
+    ShardedStream,
+    dump_checkpoints,
+    load_checkpoints,
+)
+from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
+from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.shard_buffers import ShardBuffers
+from hpctrain.training.data.shard_readers import ShardReaders
+from hpctrain.training.data.step_source import MicroBatch, StepData, StopCondition
+from hpctrain.training.data.stream_order import (
+    UNKNOWN_LENGTH,
+    StreamBatch,
+    StreamCursor,
+    list_rank_shards,
+    owner_rank,
+)
+from hpctrain.training.data.stream_plan import StreamPlan
+
+#: Maximum samples between two checkpoints of a shard; a resume begins to read at one of them.
+_LONGEST_CHUNK = 64
+
+
+class StreamStepSource:
+    """Step source for an `IterableDataset` or a similar object."""
+
+    micro_batch_size: int | None = None
+    has_news = True
+    remarks: Sequence[str] = ()
+
+    def __init__(
+        self,
+        dataset: Any,
+        loading: LoaderConfig,
+        deal: DataRank,
+        team: DistributedContext,
+        *,
+        seed: int,
+        global_batch_size: int,
+        until: StopCondition,
+    ) -> None:
+        """Set up the source.
+
+        Raises:
+            UserError: the stream can be read only once.
+        """
+        self._stream = ShardedStream(dataset, "train_dataset")
+        self._loading, self._deal, self._team = loading, deal, team
+        self._seed, self._global_batch_size, self._until = seed, global_batch_size, until
+        self._collate = loading.collate_fn or default_collate
+        self.last_step: int | None = until.steps
+        self._own = list_rank_shards(deal.rank, self._stream.num_shards, deal.world_size)
+        self._step = 0
+        self._plan = StreamPlan(self._stream.num_shards, global_batch_size, until)
+        self._shelves = ShardBuffers(self._own, self._plan.lengths_in, self._open_lanes)
+        self._marks: dict[int, ReaderCheckpoint | None] = {}
+        self._spare: Any = None
+
+    # Checkpoints.
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "num_shards": self._stream.num_shards,
+            "global_batch_size": self._global_batch_size,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last yielded step. All ranks must call this.
+
+        Raises:
+            UserError: the stream's own state cannot be saved.
+        """
+        cursor, coming = self._plan.cursor, self._plan.coming
+        if coming and coming[0].epoch > cursor.epoch:
+            cursor = StreamCursor(coming[0].epoch)
+        lengths = self._plan.lengths_in(cursor.epoch)
+        own = self._shelves.marks(cursor.epoch, cursor.taken(lengths).tolist())
+        marks: dict[int, ReaderCheckpoint | None] = {}
+        told = self._team.gather(
+            {shard: mark and (mark.number, mark.state, mark.resumable) for shard, mark in own.items()},
+            "train_dataset",
+        )
+        for of_rank in told:
+            marks.update({shard: mark and ReaderCheckpoint(*mark) for shard, mark in of_rank.items()})
+        of_all = [marks.get(shard, self._marks.get(shard)) for shard in range(self._stream.num_shards)]
+        return {
+            "epoch": cursor.epoch,
+            "batch": cursor.batch,
+            "round": cursor.round,
+            "shard": cursor.shard,
+            "lengths": [length if length < UNKNOWN_LENGTH else None for length in lengths.tolist()],
+            "marks": dump_checkpoints(of_all, "train_dataset"),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        cursor = StreamCursor(state["epoch"], state["batch"], state["round"], state["shard"])
+        lengths = torch.tensor(
+            [UNKNOWN_LENGTH if n is None else n for n in state["lengths"]], dtype=torch.int64
+        )
+        taken = cursor.taken(lengths)
+        marks = load_checkpoints(state["marks"])
+        begun = [
+            shard
+            for shard, (number, length) in enumerate(zip(taken.tolist(), lengths.tolist(), strict=True))
+            if 0 < number < length
+        ]
+        if any((mark := marks[shard]) is None or not mark.resumable for shard in begun):
+            self._plan.begin_at(StreamCursor(cursor.epoch))
+            remark = (
+                "train_dataset has no state_dict and load_state_dict to say where it was: it begins epoch "
+                f"{cursor.epoch} anew, and trains {int(taken.sum())} samples of it again."
+            )
+            return [remark]
+        self._plan.begin_at(cursor, lengths)
+        ended = (taken >= lengths).tolist()
+        self._marks = {
+            shard: None if ended[shard] else mark or ReaderCheckpoint() for shard, mark in enumerate(marks)
+        }
+        return []
+
+    # Training loop.
+
+    def begin(self, after: int) -> None:
+        """Open the shards and agree on the first steps. All ranks must call this.
+
+        Raises:
+            UserError: the stream is empty.
+        """
+        self._step = after
+        self._shelves.begin(self._plan.cursor.epoch, self._marks)
+        self._plan.plan(after)
+        self._settle()
+        self._find_spare()
+
+    def steps(self) -> Iterator[StepData]:
+        while self._plan.coming:
+            batch = self._plan.take()
+            self._step += 1
+            of_ranks = self._readers(batch)
+            mine = batch.picks[of_ranks == self._deal.rank]
+            share = RankBatch(
+                self._step,
+                batch.epoch,
+                batch.batch_idx,
+                batch_size=len(batch.picks),
+                largest=int(of_ranks.bincount().max()),
+                indices=mine,
+            )
+            samples = [self._shelves.take(batch.epoch, *pick) for pick in mine.tolist()]
+            if batch.batch_idx == 0:
+                self._marks = {}
+                self._shelves.forget_before(batch.epoch)
+            taken = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
+            self._shelves.forget(batch.epoch, taken)
+            parts = share.parts(self.micro_batch_size)
+            yield StepData(share, len(parts), self._micro_batches(samples, parts))
+
+    def close(self) -> None:
+        self._shelves.close()
+
+    def trial(self) -> tuple[int, Any]:
+        of_ranks = self._readers(self._plan.coming[0])
+        some = [*self._shelves.samples()] or [self._spare]
+
+        def batch_of(count: int) -> Any:
+            return self._batch([some[i % len(some)] for i in range(count)])
+
+        return int(of_ranks.bincount().max()), batch_of
+
+    def news(self) -> float:
+        self._plan.plan(self._step)
+        return float(bool(self._ends_to_tell()))
+
+    def hear(self, news: float) -> None:
+        if news:
+            self._settle()
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return not self._plan.coming or self._plan.coming[0].batch_idx == 0
+
+    @property
+    def finished(self) -> bool:
+        return not self._plan.coming
+
+    def _readers(self, batch: StreamBatch) -> torch.Tensor:
+        """Return the rank of each sample."""
+        shard, number = batch.picks.unbind(1)
+        return owner_rank(shard, number, self._stream.num_shards, self._deal.world_size)
+
+    def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
+        for low, high in parts:
+            yield MicroBatch(self._batch(samples[low:high] or [self._spare]), high - low)
+
+    def _batch(self, samples: list[Any]) -> Any:
+        batch = self._collate(samples)
+        return pin_batch(batch) if self._loading.pin_memory else batch
+
+    # Agreement of the ranks on the next steps.
+
+    def _ends_to_tell(self) -> dict[tuple[int, int], int]:
+        """Return ends of own shards that the plan does not include yet, by (epoch, shard)."""
+        ends: dict[tuple[int, int], int] = {}
+        for batch in self._plan.coming:
+            needed = StreamCursor(batch.epoch, 0, batch.after.round, batch.after.shard)
+            until = needed.taken(self._plan.lengths_in(batch.epoch))
+            for shard in self._own:
+                length = self._shelves.read(batch.epoch, shard, int(until[shard]))
+                if length is not None and length < int(until[shard]):
+                    ends[batch.epoch, shard] = length
+        return ends
+
+    def _settle(self) -> None:
+        """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
+        while True:
+            ends: dict[tuple[int, int], int] = {}
+            for told in self._team.gather(self._ends_to_tell()):
+                ends.update(told)
+            if not ends:
+                return
+            self._plan.learn(ends)
+            self._plan.plan(self._step)
+
+    def _find_spare(self) -> None:
+        """Set a spare sample for steps without own samples, from another rank if this one has none."""
+        own = next(self._shelves.samples(), None)
+        have = self._team.gather(own is not None)
+        if not self._plan.coming or all(have):
+            self._spare = own
+            return
+        given = self._team.broadcast(own, have.index(True), "a sample, for ranks that have none,")
+        self._spare = given if own is None else own
+
+    def _open_lanes(self) -> ShardReaders:
+        cursor, num_shards = self._plan.cursor, self._stream.num_shards
+        return ShardReaders(
+            self._stream,
+            self._loading,
+            self._deal,
+            SampleSeeds(self._seed, "training", seed_globals=self._loading.seed_samples),
+            chunk_size=min(-(-self._global_batch_size // num_shards), _LONGEST_CHUNK),
+            num_epochs=self._until.epochs,
+            first_epoch=cursor.epoch,
+            trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),
+            marks=self._marks,
+        )

@@ -1,0 +1,1 @@
+"""Training loop: steps, exchange between ranks, validation."""

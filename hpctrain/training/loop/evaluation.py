@@ -1,0 +1,81 @@
+"""Evaluation of a module without training: metric means over a data set, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.precision import cast_batch, forward_context
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.dataset_adapters import make_validation_set
+from hpctrain.training.data.loader_config import make_loader_config, map_tensors, to_device
+from hpctrain.training.data.lockstep import pad_to_longest
+from hpctrain.training.loop.validation import eval_mode, run_validation
+from hpctrain.training.module import Module
+from hpctrain.training.strategies import find_strategy
+from hpctrain.training.trainer_config import TrainerConfig
+
+
+class Evaluation:
+    """Evaluation of one module in its strategy, on a data set shared among the ranks."""
+
+    def __init__(
+        self,
+        settings: TrainerConfig,
+        module: Module,
+        team: DistributedContext,
+        dataset: Any,
+        environ: Mapping[str, str],
+    ) -> None:
+        """Put the module on its device. All ranks must call this.
+
+        Raises:
+            UserError: the data set is empty, or is not a usable data set.
+        """
+        self._team, self._precision = team, settings.precision
+        strategy = find_strategy(settings.strategy, environ)
+        self._data = make_validation_set(
+            dataset,
+            make_loader_config(settings, team),
+            DataRank(team.ranks.rank, team.ranks.world_size),
+            team,
+            seed=settings.seed,
+            global_batch_size=settings.global_batch_size,
+            name="dataset",
+        )
+        self._strategy = strategy(module, team, settings)
+
+    def means(self, method: str, lone_name: str) -> dict[str, float]:
+        """Return the mean metrics; see `run_validation`. All ranks must call this."""
+        means = run_validation(
+            self._strategy,
+            self._data,
+            self._team,
+            precision=self._precision,
+            method=method,
+            lone_name=lone_name,
+        )
+        assert means is not None  # no stop flag was passed, so it cannot be interrupted
+        return means
+
+    def predictions(self) -> list[Any]:
+        """Return the outputs of `predict_step` for all batches, in rank order. All ranks must call this."""
+        own = []
+        team, strategy = self._team, self._strategy
+        with eval_mode(strategy.module), torch.no_grad(), closing(self._data.batches()) as mine:
+            batches = pad_to_longest(mine, team) if strategy.in_lockstep else mine
+            for batch_idx, (num_held, batch) in enumerate(batches):
+                with forward_context(self._precision, team.device):
+                    on_device = cast_batch(to_device(batch, team.device), self._precision)
+                    output, _ = strategy.evaluation_step("predict_step", on_device, batch_idx, num_held)
+                if num_held:
+                    own.append(map_tensors(output, lambda tensor: tensor.cpu()))
+        return [output for outputs in team.gather(own, "what predict_step returned") for output in outputs]
+
+    def finish(self) -> None:
+        """Restore the complete module on every rank. All ranks must call this."""
+        self._strategy.finish()

@@ -1,0 +1,111 @@
+"""Parameter update from complete gradients: clipping, optimizers, schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpctrain.training.loop.lr_scaler import LrScaler
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.trainer_config import TrainerConfig
+
+_NOTHING = contextlib.nullcontext()
+
+
+class OptimizerStep:
+    """Steps of optimizers and schedules. No method here waits for the device."""
+
+    def __init__(
+        self,
+        optimization: OptimizerSetup,
+        strategy: Strategy,
+        settings: TrainerConfig,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._optimization, self._strategy, self._scaler = optimization, strategy, scaler
+        self._clip_norm, self._clip_value = settings.gradient_clip_norm, settings.gradient_clip_value
+        self._factor = LrScaler.of(settings)
+
+    def update(
+        self, optimizers: Sequence[torch.optim.Optimizer], step: int, per_token: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this.
+
+        Args:
+            optimizers: those whose gradients are complete.
+            step: the optimizer step, from 1.
+            per_token: factor applied to the gradients first, if the loss is a mean over tokens.
+
+        Returns:
+            The norm of the gradients before clipping by norm; None if they are not clipped by norm.
+        """
+        self._strategy.before_update()
+        norm = None
+        if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
+            norm = self._change(optimizers, per_token)
+        with self._factor.applied(optimizers, step) if self._factor else _NOTHING:
+            for optimizer in optimizers:
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    self._scaler.step(optimizer)
+        for optimizer in self._optimization.optimizers:
+            self._strategy.zero_grad(optimizer)
+        return norm
+
+    def advance(self, step: int) -> None:
+        """Advance the schedules and the float16 loss scale after all updates of `step`."""
+        if self._scaler is not None:
+            self._scaler.update()
+        if not self._optimization.schedulers:
+            return
+        # Schedules also count the steps that optimizers skip because of float16.
+        with _without_remark_on_order() if self._scaler and step == 1 else contextlib.nullcontext():
+            for scheduler in self._optimization.schedulers:
+                scheduler.step()
+
+    def _change(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        # Clipping thresholds refer to unscaled gradients.
+        if self._scaler is not None:
+            for optimizer in optimizers:
+                self._scaler.unscale_(optimizer)
+        parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        gradients = [_own(p.grad) for p in parameters if p.grad is not None]
+        if per_token is not None:
+            _multiply(gradients, per_token)
+        norm = None
+        if self._clip_norm is not None:
+            norm = self._strategy.gradient_norm(parameters)
+            _multiply(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self._clip_value is not None and gradients:
+            torch._foreach_clamp_min_(gradients, -self._clip_value)
+            torch._foreach_clamp_max_(gradients, self._clip_value)
+        return norm
+
+
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `gradient`."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+
+@contextlib.contextmanager
+def _without_remark_on_order() -> Iterator[None]:
+    """Suppress PyTorch's warning that a schedule steps before its optimizer.
+
+    It appears if float16 makes the optimizer skip its first step.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
+        yield

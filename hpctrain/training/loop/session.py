@@ -1,0 +1,277 @@
+"""Session for a custom training loop: ranks, data order, checkpoints and the agreed stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.cluster import detect
+from hpctrain.errors import UserError
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
+from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
+from hpctrain.runtime.unfinished_training import TrainingMarker
+from hpctrain.training.base.rng import seed_all
+from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.data.loader_config import to_device
+from hpctrain.training.loop.training_loop import TrainingLoop
+from hpctrain.training.module import Module
+from hpctrain.training.optim.optimizer_setup import LRScheduler
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.trainer_config import TrainerConfig
+
+#: The options of `TrainerConfig` that a custom loop may set.
+_OPTIONS = (
+    "checkpoint_every",
+    "checkpoint_async",
+    "keep_last",
+    "keep_every",
+    "local_checkpoints",
+    "log_every",
+    "loggers",
+    "record_samples",
+    "num_workers",
+    "prefetch_factor",
+    "dataloader_timeout_s",
+    "seed_samples",
+    "collate_fn",
+)
+
+
+@contextmanager
+def session(
+    *, seed: int = 0, run_dir: str | os.PathLike[str] | None = None, **options: Any
+) -> Iterator[Session]:
+    """Provide the `Trainer`'s infrastructure to your own loop. All ranks must call this.
+
+    Args:
+        seed: decides the order of the data, and random numbers from here on.
+        run_dir: output folder; the run folder by default.
+        options: options of the `Trainer` about checkpoints, logs and data.
+
+    Raises:
+        UserError: an option is not supported.
+    """
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise UserError(f"session() does not take {unknown[0]!r}; it takes {', '.join(_OPTIONS)}.")
+    seed_all(seed)
+    folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    run = RunDir(Path(folder).absolute()) if folder else None
+    ranks = detect(os.environ)
+    # Install handlers only after the rendezvous: until then a stop signal ends the process at once, because
+    # the ranks cannot agree on a stop yet.
+    team = init_distributed(ranks, os.environ)
+    with capture_stop_signals() as stop:
+        made = Session(team, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
+        try:
+            yield made
+        except BaseException as error:
+            made._training.ended_by(error)
+            raise
+
+
+class Session:
+    """Handle of a custom training loop; made by `session`.
+
+    Attributes:
+        ranks: this process's ranks.
+        device: this rank's device.
+        weight: factor for the loss over this rank's batch, so that the mean of gradients over the ranks
+            equals that of the global batch; 1 unless batches cannot be shared evenly.
+        ending: reason to end the loop before its last step, or None.
+    """
+
+    def __init__(
+        self, team: DistributedContext, options: dict[str, Any], run: RunDir | None, stop: StopFlag
+    ) -> None:
+        self._team, self.ranks, self.device = team, team.ranks, team.device
+        self.weight = 1.0
+        self.ending: str | None = None
+        self._options, self._run, self._stop = options, run, stop
+        self._whole = _Whole()
+        self._fit: TrainingLoop | None = None
+        self._training = TrainingMarker(
+            "the loop over batches()", None if run is None else run.path, os.environ
+        )
+        self._part = 1.0
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.ranks.is_main
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return 0 if self._fit is None else self._fit.state.step
+
+    def prepare(self, *things: Any) -> Any:
+        """Put modules on this rank's device and synchronize their gradients; add all `things` to checkpoints.
+
+        Args:
+            things: modules, optimizers and learning-rate schedules.
+
+        Returns:
+            The things in the same order, or the only one itself; trainable modules wrapped if distributed.
+
+        Raises:
+            UserError: a thing has another type, or `batches` was called before.
+        """
+        if self._fit is not None:
+            raise UserError(
+                "prepare() was called after batches(): what it is given has to be loaded by then."
+            )
+        prepared = [self._prepare(thing) for thing in things]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+    ) -> Iterator[Any]:
+        """Yield this rank's share of each global batch, on its device: one per optimizer step.
+
+        Loads the newest checkpoint first. The loop body makes the step; a due checkpoint is saved when the
+        loop requests the next batch. All ranks must iterate to the end, once per session.
+
+        Raises:
+            SystemExit: with code 75, after a stop signal, when the state is saved.
+            UserError: nothing was prepared, or the data set is not usable.
+        """
+        with self._training as training:
+            yield from self._batches(training, dataset, global_batch_size, max_steps, max_epochs)
+
+    def end(self, reason: str = "the loop ended it") -> None:
+        """End the training a step or two later, and save; one rank that calls it is enough.
+
+        Steps shorter than 5 ms share messages between ranks, so up to 17 more of them are trained. A `break`
+        in the loop saves nothing, because it is unknown if its step was trained.
+        """
+        self.ending = reason
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`, a mean over this rank's batch, multiplied by `weight`."""
+        torch.autograd.backward(loss if self.weight == 1.0 else loss * self.weight)
+
+    def log(self, **scalars: torch.Tensor | float) -> None:
+        """Average `scalars` over the global batch; show and log them with the step.
+
+        The values are means over this rank's batch. Every rank must call it in every step, with the same
+        names. If a name is logged twice, the last value counts.
+        """
+        if self._fit is None:
+            raise UserError("log() was called outside of the loop over batches().")
+        self._fit.sums.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
+
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Skip the gradient exchange of backward passes within the block."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def _batches(
+        self,
+        training: TrainingMarker,
+        dataset: Any,
+        global_batch_size: int,
+        max_steps: int | None,
+        max_epochs: int | None,
+    ) -> Iterator[Any]:
+        if not self._whole.optimizers:
+            raise UserError(
+                "batches() was called before prepare(model, optimizer): there is nothing to train."
+            )
+        if self._fit is not None:
+            raise UserError(
+                "batches() was called twice in one session, whose checkpoints are of the first loop."
+            )
+        settings = TrainerConfig(
+            max_steps=max_steps, max_epochs=max_epochs, global_batch_size=global_batch_size, **self._options
+        )
+        fit = self._fit = TrainingLoop(
+            settings=settings,
+            module=self._whole,
+            team=self._team,
+            train_dataset=dataset,
+            val_dataset=None,
+            callbacks=CallbackList((), self, self._whole),
+            run=self._run,
+            environ=os.environ,
+            stop=self._stop,
+            strategy=_AsItIs,
+        )
+        training.ends_at(fit.last_step)
+        with closing(fit.steps()) as steps:
+            for step in steps:
+                training.step = self.step
+                self._part = len(step.share.indices) / step.share.batch_size
+                self.weight = self._part * self.ranks.world_size
+                for micro_batch in step.micro_batches:
+                    try:
+                        yield to_device(micro_batch.batch, self.device)
+                    except GeneratorExit:
+                        self._say_it_was_left(step.share.step)
+                        raise
+
+    def _say_it_was_left(self, step: int) -> None:
+        if self.is_main:
+            print(
+                f"hpctrain: the loop over batches() was left in step {step}, before its end: what was "
+                "trained since the last checkpoint is not kept. To end it early, call end() and go on.",
+                flush=True,
+            )
+
+    def _prepare(self, thing: Any) -> Any:
+        if isinstance(thing, nn.Module):
+            self._whole.models.append(thing.to(self.device))
+            if not self._team.is_distributed or not any(p.requires_grad for p in thing.parameters()):
+                return thing
+            return DistributedDataParallel(
+                thing,
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
+        if isinstance(thing, torch.optim.Optimizer):
+            self._whole.optimizers.append(thing)
+            return thing
+        if hasattr(thing, "step") and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            self._whole.schedulers.append(thing)
+            return thing
+        raise UserError(
+            f"prepare() was given a {type(thing).__name__}; it takes modules, optimizers and "
+            "learning-rate schedules."
+        )
+
+
+class _Whole(Module):
+    """Container of all prepared objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = nn.ModuleList()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[LRScheduler] = []
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizers, self.schedulers
+
+
+class _AsItIs(Strategy):
+    """Strategy for prepared modules, which are on their device and synchronize their gradients themselves."""
+
+    def place(self) -> None:
+        pass
+
+    def align_buffers(self) -> None:
+        if self.team.is_distributed:
+            broadcast_buffers(self.module)

@@ -1,0 +1,235 @@
+"""Start of the ranks from the process that called `fit`, such as a notebook."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hpctrain.authentication import new_secret
+from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
+from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
+from hpctrain.files import write_atomic
+from hpctrain.runtime.parent_death import die_with_parent
+from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
+from hpctrain.serialization import dumps
+
+#: Time limit of the rendezvous, in seconds.
+_MEETING_S = 300.0
+#: Time for the other ranks to detect a failed one themselves, in seconds.
+_NOTICE_S = 5.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class SpawnResult:
+    """Result of a training, returned to the calling process."""
+
+    weights: dict[str, Any]
+    step: int
+    metrics: dict[str, float]
+    callbacks: dict[str, Any]
+    """State that the callbacks would keep in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Error that ended a rank."""
+
+    text: str
+    is_users: bool
+    """True if `text` is a message for the user instead of a traceback."""
+
+
+def spawn_ranks(
+    places: Sequence[int | None],
+    train: Callable[..., SpawnResult],
+    *,
+    whose: str,
+    environ: Mapping[str, str],
+    **arguments: Any,
+) -> SpawnResult:
+    """Start a process for each place with `train(**arguments)`, and wait for them.
+
+    The processes do not import the script again, so it needs no `if __name__ == "__main__"`. Its definitions
+    are pickled with the arguments.
+
+    Args:
+        places: GPU of each process, as an index into the visible ones, or None for the CPU.
+        train: called in each process, one rank each; its result on rank 0 is returned.
+        whose: the function that the user called, for messages.
+        environ: environment of this process.
+        **arguments: arguments of `train`.
+
+    Raises:
+        UserError: an argument cannot be pickled (the message names the part), or `train` raised one.
+        HpctrainError: a process failed; the message has its traceback.
+        SystemExit: with code 75, if the ranks agreed to stop.
+    """
+    call = dumps((train, arguments), whose, list(arguments.items()))
+    store = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_MEETING_S),
+    )
+    with tempfile.TemporaryDirectory(prefix="hpctrain-spawn-") as folder, capture_stop_signals() as stop:
+        Path(folder, "call").write_bytes(call)
+        context, secret = mp.get_context("spawn"), new_secret()
+        processes = [
+            context.Process(
+                target=_be_rank,
+                args=(folder, rank, _variables(rank, places, store.port, environ) | secret, sys.argv),
+                name=f"hpctrain-rank-{rank}",
+            )
+            for rank in range(len(places))
+        ]
+        try:
+            with _without_main(), _without_interrupts():
+                for process in processes:
+                    process.start()
+            _wait_for_all(processes, stop)
+            return _outcome(Path(folder), processes)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+
+def _variables(
+    rank: int, places: Sequence[int | None], port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank, with all ranks on this machine."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(places)),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(len(places)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"spawned-{os.getpid()}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    gpus = [place for place in places if place is not None]
+    if gpus:
+        shown = visible_devices(environ)
+        variables[VISIBLE_VARIABLE] = ",".join(str(gpu) if shown is None else shown[gpu] for gpu in gpus)
+    return variables
+
+
+def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
+    """Run one rank: load the call, run it, and write its result or failure."""
+    die_with_parent()
+    # Ctrl-C in a terminal reaches all processes. The caller handles it and ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(variables)
+    sys.argv = argv
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(variables["WORLD_SIZE"])))
+    try:
+        train, arguments = pickle.loads(Path(folder, "call").read_bytes())
+        result = train(**arguments)
+        if rank == 0:
+            _write_result(Path(folder), result)
+    except Exception as error:  # noqa: BLE001 (the caller raises it)
+        is_users = isinstance(error, UserError)
+        failure = _Failure(str(error) if is_users else traceback.format_exc(), is_users)
+        write_atomic(Path(folder, f"failure-{rank}"), pickle.dumps(failure))
+        raise SystemExit(1) from None
+
+
+def _write_result(folder: Path, result: SpawnResult) -> None:
+    """Write tensors separately: pickled with the rest, they would need their memory twice."""
+    tensors = {name: value for name, value in result.weights.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in result.weights.items() if name not in tensors}
+    torch.save(tensors, folder / "tensors")
+    rest = replace(result, weights=others)
+    (folder / "result").write_bytes(dumps(rest, "Trainer.fit", [("what it returns", rest)]))
+
+
+def _read_result(folder: Path) -> SpawnResult:
+    rest: SpawnResult = pickle.loads((folder / "result").read_bytes())
+    return replace(rest, weights={**torch.load(folder / "tensors", weights_only=True), **rest.weights})
+
+
+def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
+    codes = [process.exitcode for process in processes]
+    if all(code == 0 for code in codes):
+        return _read_result(folder)
+    if all(code in (0, EXIT_CONTINUE) for code in codes):
+        raise SystemExit(EXIT_CONTINUE)
+    # The first failure is the cause; later ones only report the lost rank.
+    told = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
+    if told:
+        rank = told[0].name.partition("-")[2]
+        failure: _Failure = pickle.loads(told[0].read_bytes())
+        kind = UserError if failure.is_users else HpctrainError
+        raise kind(f"Rank {rank} of {len(processes)} has failed:\n{failure.text}")
+    lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))
+    raise HpctrainError(
+        f"Rank {lost} of {len(processes)} ended with exit code {code} and without a word: it was killed, or "
+        "left by itself."
+    )
+
+
+def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
+    """Wait until all have ended, or the others had time to detect a failed one; forward a stop signal."""
+    is_told = False
+    while any(process.is_alive() for process in processes):
+        if stop.signal_name and not is_told:
+            is_told = True
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, getattr(signal, stop.signal_name))
+        if any(process.exitcode not in (None, 0, EXIT_CONTINUE) for process in processes):
+            deadline = time.monotonic() + _NOTICE_S
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            return
+        wait([process.sentinel for process in processes if process.is_alive()], _LOOK_EVERY_S)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the script, which would start the training again."""
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {
+        name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Block Ctrl-C for processes started within the block, until they can ignore it."""
+    resource_tracker.ensure_running()  # started later, it would unblock signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,181 @@
+"""One optimizer step: forward and backward passes over a rank's share of the global batch, and the update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
+from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
+from hpctrain.training.data.batch_plan import RankBatch
+from hpctrain.training.data.loader_config import needs_transfer, to_device
+from hpctrain.training.data.step_source import MicroBatch, StepData
+from hpctrain.training.loop.optimizer_step import OptimizerStep
+from hpctrain.training.module import as_scalars, takes_optimizer_idx
+from hpctrain.training.optim.micro_batch_size import add_oom_hint
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.trainer_config import TrainerConfig
+
+_NOTHING = contextlib.nullcontext()
+
+
+class TrainStep:
+    """Optimizer steps, taken by all ranks together."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimization: OptimizerSetup,
+        settings: TrainerConfig,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """Inspect the arguments of the module's training step.
+
+        Raises:
+            UserError: the module uses manual optimization.
+        """
+        self._strategy, self._module, self._team = strategy, strategy.module, strategy.team
+        self._settings, self._scaler = settings, scaler
+        self._optimizers = optimization.optimizers
+        self._updates = OptimizerStep(optimization, strategy, settings, scaler)
+        self._each_alone = takes_optimizer_idx(self._module)
+        # A pipeline runs its backward passes within the training step.
+        self._has_gone_back = strategy.splits_itself and strategy.team.is_distributed
+        self._origin = f"{type(self._module).__name__}.training_step"
+        self._world_size = strategy.deal(self._team.ranks).world_size
+        self._forward_context = forward_context(settings.precision, self._team.device)
+        self._changes_batches = needs_transfer(self._team.device) or casts_batches(settings.precision)
+        self._tokens = _Tokens(self._team, self._world_size)
+
+    def take(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
+        """Train one step.
+
+        Args:
+            step: the step's data.
+            micro_batches: micro-batches of the step.
+            sums: receives this rank's part of the means over the global batch.
+
+        Raises:
+            UserError: the training step did not return a loss.
+        """
+        number = step.share.step
+        if not self._each_alone:
+            per_token = self._accumulate(step, micro_batches, sums)
+            self._note_norm(sums, self._updates.update(self._optimizers, number, per_token))
+        else:
+            # Each optimizer uses all micro-batches, after the update of the previous one.
+            kept = list(micro_batches)
+            for idx, optimizer in enumerate(self._optimizers):
+                with self._strategy.turn_of(idx):
+                    own = MetricAccumulator()
+                    per_token = self._accumulate(step, kept, own)
+                    if own.values:
+                        self._note_norm(own, self._updates.update([optimizer], number, per_token))
+                sums.join(own)
+        self._strategy.updated(number)
+        self._updates.advance(number)
+
+    def scalars(self, output: Any) -> dict[str, torch.Tensor]:
+        """Return the checked output of a training step.
+
+        Raises:
+            UserError: it has no loss, or the loss needs no gradient.
+        """
+        scalars = as_scalars(output, "loss", self._origin)
+        if "loss" not in scalars:
+            raise UserError(f"{self._origin} returned {sorted(scalars)}; 'loss' is missing among them.")
+        if not (scalars["loss"].requires_grad or self._has_gone_back):
+            raise UserError(
+                f"{self._origin} returned a loss that depends on no parameter which takes a gradient. Return "
+                "it as it was computed, without item() or detach(), and leave something to be trained."
+            )
+        return scalars
+
+    def weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+        """Return the loss as used in the backward pass."""
+        weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+        return weighted if self._scaler is None else self._scaler.scale(weighted)
+
+    def _accumulate(
+        self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
+    ) -> torch.Tensor | None:
+        """Accumulate gradients and scalars of all micro-batches; return the factor for the gradients."""
+        for number, micro_batch in enumerate(micro_batches, 1):
+            # Ranks exchange gradients once a step, after the last micro-batch.
+            last = number == step.num_micro_batches
+            with _NOTHING if last else self._strategy.accumulating():
+                try:
+                    self._forward_backward(step.share, micro_batch, sums, last)
+                except torch.OutOfMemoryError as error:
+                    num_samples = max(micro_batch.num_samples, 1)
+                    add_oom_hint(error, self._settings.micro_batch_size, num_samples)
+                    raise
+        return self._tokens.factor(step.share)
+
+    def _forward_backward(
+        self, share: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+    ) -> None:
+        """Add the gradient of a micro-batch, at its weight in the global batch."""
+        batch = micro_batch.batch
+        if self._changes_batches:
+            batch = cast_batch(to_device(batch, self._team.device), self._settings.precision)
+        with self._forward_context:
+            output, num_samples = self._strategy.training_step(
+                batch, share.batch_idx, micro_batch.num_samples
+            )
+        if output is None and self._each_alone:
+            return
+        scalars = self.scalars(output)
+        part = num_samples / share.batch_size
+        # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
+        weight: float | torch.Tensor = part * self._world_size
+        if TOKENS_FIELD in scalars:
+            weight = self._tokens.add(
+                scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], share, last
+            )
+        self._strategy.backward(self.weighted(scalars["loss"], weight))
+        sums.add(scalars, part)
+
+    def _note_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
+        if norm is not None:
+            # Every rank has the full norm, and the ranks' values are summed.
+            part = norm.detach().double() / self._team.ranks.world_size
+            sums.values.setdefault("grad_norm", part.item() if part.device.type == "cpu" else part)
+
+
+class _Tokens:
+    """Token counter for losses that are means over tokens.
+
+    The token count of the global batch is known only after every rank's last micro-batch. Until then a loss
+    is weighted as if each sample had one token; a final factor on the gradients corrects that.
+    """
+
+    def __init__(self, team: DistributedContext, world_size: int) -> None:
+        self._team, self._world_size = team, world_size
+        self._total: torch.Tensor | None = None
+        self._pending: Any = None
+
+    def add(self, count: torch.Tensor, share: RankBatch, last: bool) -> torch.Tensor:
+        """Count the tokens of a micro-batch; return the preliminary weight of its loss."""
+        count = count.detach().to(self._team.device, torch.float32)
+        self._total = count.clone() if self._total is None else self._total + count
+        if last and self._team.is_distributed:
+            self._pending = dist.all_reduce(self._total, async_op=True)
+        return count * (self._world_size / share.batch_size)
+
+    def factor(self, share: RankBatch) -> torch.Tensor | None:
+        """Return the final factor for the step's gradients; None if losses are means over samples."""
+        if self._total is None:
+            return None
+        if self._pending is not None:
+            self._pending.wait()
+        factor = share.batch_size / self._total.clamp(min=1.0)
+        self._total = self._pending = None
+        return factor

@@ -1,0 +1,1 @@
+"""Output of a training: progress, metrics, timings, environment."""

@@ -1,0 +1,54 @@
+"""Hints for users whose steps wait for data, or whose data workers outnumber the processors."""
+
+from __future__ import annotations
+
+import os
+
+#: Minimum training time in seconds, and minimum share of waiting, for a hint.
+_SEEN_S, _SHARE = 20.0, 0.2
+
+
+def count_rank_cpus(ranks_here: int) -> int:
+    """Return the number of processors this rank is bound to, or its share of the machine's.
+
+    Args:
+        ranks_here: ranks on this machine.
+    """
+    all_here = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_here
+    return own if own < all_here else max(1, all_here // max(1, ranks_here))
+
+
+def warn_too_many_workers(num_workers: int, cpus: int) -> str | None:
+    """Return a hint for the start; None if a rank has a processor per data worker."""
+    if num_workers <= cpus:
+        return None
+    return (
+        f"num_workers is {num_workers}, and a rank has {_processors(cpus)} here, on which they take turns. "
+        f"Ask for more with --cpus-per-task, or set {cpus}."
+    )
+
+
+def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: int) -> str | None:
+    """Return a hint for the end of training; None if waits for data were short.
+
+    Args:
+        waited_s: seconds in which a rank waited for batches.
+        all_s: seconds of its training.
+        num_workers: data workers of each rank.
+        cpus: processors of each rank.
+    """
+    if all_s < _SEEN_S or waited_s < _SHARE * all_s:
+        return None
+    said = f"{waited_s / all_s:.0%} of the time went by waiting for data with num_workers={num_workers}"
+    more = min(max(2 * num_workers, 1), cpus)
+    if more > num_workers:
+        return f"{said}: try {more}, for a rank has {_processors(cpus)} here."
+    return (
+        f"{said}, and a rank has {_processors(cpus)} here: ask for more with --cpus-per-task, "
+        "or make loading cheaper."
+    )
+
+
+def _processors(count: int) -> str:
+    return f"{count} processor{'s' if count != 1 else ''}"

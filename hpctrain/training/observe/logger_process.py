@@ -1,0 +1,77 @@
+"""Loggers of a training, in a separate process of rank 0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from hpctrain.buffered_writer import ReportMessage
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.sidecar import Sidecar
+from hpctrain.serialization import dumps
+from hpctrain.telemetry.loggers import Logger, TrainingEnd
+from hpctrain.telemetry.loggers.process import LoggerConfig
+
+#: Seconds for the loggers' last lines. They are few after a stop or a failure, because others wait for the
+#: rank.
+_LIMITS_S: dict[TrainingEnd, float] = {"completed": 30.0, "stopped": 8.0, "failed": 8.0}
+
+
+class LoggerProcess:
+    """Process that passes a run's metrics to its loggers. Use as a context manager, around the training."""
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        run: RunDir | None,
+        surroundings: Mapping[str, Any],
+        say: ReportMessage,
+    ) -> None:
+        """Prepare the loggers, on rank 0; the other ranks have none.
+
+        Args:
+            loggers: loggers that receive the metrics.
+            run: the run folder, or None.
+            surroundings: the result of `collect_environment`.
+            say: prints a message for the user.
+
+        Raises:
+            UserError: a logger cannot be pickled.
+        """
+        self._say, self._order = say, b""
+        self._process: Sidecar | None = None
+        if loggers and run is None:
+            names = ", ".join(logger.name for logger in loggers)
+            say(f"hpctrain: without a run folder there are no metrics for {names}. Set Trainer(run_dir=…).")
+        elif loggers and run is not None:
+            parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
+            pickled = dumps(list(loggers), "Trainer", parts)
+            plain = {name: value for name, value in surroundings.items() if name != "settings"}
+            config = {**plain, **surroundings["settings"]}
+            self._order = LoggerConfig(str(run.path), config, [*sys.path], pickled).to_bytes()
+
+    def __enter__(self) -> Self:
+        if self._order:
+            try:
+                self._process = Sidecar("hpctrain.telemetry.loggers.process")
+            except OSError as error:
+                self._say(f"hpctrain: the loggers get nothing, for no process can be started: {error}")
+            else:
+                self._process.tell(self._order)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        ending: TrainingEnd = (
+            "completed" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
+        )
+        if not self._process.end(_LIMITS_S[ending], ending):
+            self._say(
+                f"hpctrain: the loggers did not end within {_LIMITS_S[ending]:g} s, and may lack the last "
+                "steps; metrics.jsonl has them all."
+            )

@@ -1,0 +1,128 @@
+"""Progress of a training for users: a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from hpctrain.text import format_number
+
+#: Seconds between two plain lines.
+_LINE_EVERY_S = 5.0
+#: Minimum interval for a rate, in seconds; shorter ones are too inaccurate.
+_PACE_AFTER_S = 1.0
+
+
+class Progress(Protocol):
+    """Display of a run's progress. Use as a context manager."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def show(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Show a trained step."""
+
+    def say(self, text: str) -> None:
+        """Print a message for the user."""
+
+
+def make_progress(last_step: int | None, is_main: bool, batch_size: int) -> Progress:
+    """Return a bar if rank 0 has a terminal, plain lines if not, and no output on other ranks."""
+    if not is_main:
+        return _Silence()
+    pace = SampleRate(batch_size)
+    return _Bar(last_step, pace) if sys.stdout.isatty() else _Lines(last_step, pace)
+
+
+class _Silence:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, step: int, scalars: Mapping[str, float]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+class SampleRate:
+    """Rate of trained samples per second."""
+
+    def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the samples per step, and a monotonic clock in seconds."""
+        self._batch_size, self._clock = batch_size, clock
+        self._since: tuple[float, int] | None = None
+
+    def take(self, step: int) -> str:
+        """Return the rate since the last call as text; empty at first, or if the interval is too short."""
+        now, before = self._clock(), self._since
+        if before is not None and (now - before[0] < _PACE_AFTER_S or step <= before[1]):
+            return ""
+        self._since = now, step
+        if before is None:
+            return ""
+        return f"  {format_number((step - before[1]) * self._batch_size / (now - before[0]))} samples/s"
+
+
+class _Lines(_Silence):
+    def __init__(self, last_step: int | None, pace: SampleRate) -> None:
+        self._last_step, self._pace = last_step, pace
+        self._shown_at = 0.0
+
+    def show(self, step: int, scalars: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if now - self._shown_at >= _LINE_EVERY_S or step == self._last_step:
+            self._shown_at = now
+            of = "" if self._last_step is None else f"/{self._last_step}"
+            print(f"step {step}{of}  {format_scalars(scalars)}{self._pace.take(step)}")
+
+    def say(self, text: str) -> None:
+        print(text)
+
+
+class _Bar(_Silence):
+    def __init__(self, last_step: int | None, pace: SampleRate) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+        from rich.table import Column
+
+        self._bar = RichProgress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            # Many metrics wrap into several lines, so that the number of steps is never cut.
+            TextColumn("{task.fields[scalars]}", markup=False, table_column=Column()),
+        )
+        self._pace, self._paced = pace, ""
+        self._task: Any = self._bar.add_task("training", total=last_step, scalars="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._paced = self._pace.take(step) or self._paced
+        self._bar.update(self._task, completed=step, scalars=format_scalars(scalars) + self._paced)
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+
+def format_scalars(scalars: Mapping[str, float]) -> str:
+    """Return names and values as one line of text."""
+    return "  ".join(f"{name} {format_number(value)}" for name, value in scalars.items())

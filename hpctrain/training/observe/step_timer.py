@@ -1,0 +1,85 @@
+"""Breakdown of step time, as measured on rank 0's host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from hpctrain.runtime.rank_activity import activity
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TimingSample:
+    """A point in time, and the use of the seconds since the previous one."""
+
+    time: float
+    """Wall-clock time."""
+    spent: dict[str, float]
+    """Seconds by name; `all` is the total since the previous sample."""
+
+
+class StepTimer:
+    """Sums of seconds between two samples."""
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        """Start counting."""
+        self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
+        self._since, self._seconds = time.perf_counter(), dict[str, float]()
+        self._exchange_s, self._untold_s = activity.exchange_s, 0.0
+        self._begun, self._on_data_s, self._data_told_s = self._since, 0.0, 0.0
+
+    def now(self) -> TimingSample:
+        """Return a sample for now, and restart the sums."""
+        now = time.perf_counter()
+        taken = {"all": now - self._since, **self._seconds, "data": self._on_data_s - self._data_told_s}
+        taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
+        self._since, self._seconds, self._data_told_s = now, {}, self._on_data_s
+        return TimingSample(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
+
+    def _communication(self, room_s: float) -> float:
+        """Return the seconds of communication since the last sample, at most `room_s`.
+
+        On a GPU, one measured step in ten counts for all ten; the excess moves to the next sample.
+        """
+        self._untold_s += activity.exchange_s - self._exchange_s
+        self._exchange_s = activity.exchange_s
+        told = min(self._untold_s, max(0.0, room_s)) if self._has_others else 0.0
+        self._untold_s -= told
+        return told
+
+    def on_data(self) -> tuple[float, float]:
+        """Return the seconds of waiting for data, and all seconds, since the start."""
+        return self._on_data_s, time.perf_counter() - self._begun
+
+    @contextmanager
+    def on(self, name: Literal["validation"]) -> Iterator[None]:
+        """Count the time of the block under `name`."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def waiting(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield `batches`; time to get each counts as waiting for data, unless the GPU is busy."""
+        iterator = iter(batches)
+        while True:
+            activity.enter("data")
+            begun = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            seconds = time.perf_counter() - begun
+            activity.enter("step")
+            activity.data_s += seconds
+            if not self._on_gpu or torch.cuda.current_stream(self._device).query():
+                self._on_data_s += seconds
+            yield batch

@@ -1,0 +1,1 @@
+"""Optimizers, and changes to the gradient computation of a module."""

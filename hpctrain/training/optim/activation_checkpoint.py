@@ -1,0 +1,86 @@
+"""Activation checkpointing: the backward pass recomputes parts of a module, to save memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.errors import UserError
+
+
+@contextlib.contextmanager
+def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """Keep only the inputs of the submodules that match `patterns`, within the block.
+
+    Dropout is the same in both passes (torch restores the random state), and running statistics of batch norm
+    are updated once.
+
+    Args:
+        module: the complete module.
+        patterns: names as in `named_modules`, such as `blocks.*`; `*` matches anything but a dot.
+
+    Raises:
+        UserError: a pattern matches no submodule, or one inside another match.
+    """
+    chosen = _chosen(module, patterns)
+    for part in chosen.values():
+        part.forward = partial(_again_later, part, part.forward)
+    try:
+        yield
+    finally:
+        for part in chosen.values():
+            del part.forward
+
+
+def _again_later(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        inner,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _statistics_at_rest(part)),
+        **kwargs,
+    )
+
+
+@contextlib.contextmanager
+def _statistics_at_rest(part: nn.Module) -> Iterator[None]:
+    """Let batch norm update copies of its running statistics within the block."""
+    layers = [layer for layer in part.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    own = [dict(layer._buffers) for layer in layers]
+    for layer, buffers in zip(layers, own, strict=True):
+        layer._buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for layer, buffers in zip(layers, own, strict=True):
+            layer._buffers.update(buffers)
+
+
+def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    named = {name: part for name, part in module.named_modules() if name}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        found = [name for name in named if _matches(name, pattern)]
+        if not found:
+            raise UserError(
+                f"recompute names {pattern!r}, but no submodule of {type(module).__name__} is called so; "
+                f"it has {', '.join(map(repr, list(named)[:20]))}."
+            )
+        chosen |= {name: named[name] for name in found}
+    for name in chosen:
+        outer = [other for other in chosen if name.startswith(f"{other}.")]
+        if outer:
+            raise UserError(f"recompute names {name!r}, which is part of {outer[0]!r}: name one of them.")
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    words, patterns = name.split("."), pattern.split(".")
+    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))

@@ -1,0 +1,138 @@
+"""Search for the largest micro-batch that fits into memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base import rng
+
+
+def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest micro-batch size with which a share of this size can be trained.
+
+    Only useful sizes are tried: `share` in 1, 2, 3 … equal parts. If some number of parts fits, more parts
+    are assumed to fit.
+
+    Raises:
+        UserError: not even one sample fits.
+    """
+    too_few, parts = 0, 1
+    while not fits(_part(share, parts)):
+        if _part(share, parts) == 1:
+            raise UserError(
+                "micro_batch_size is 'auto', but a training step does not fit into memory even with one "
+                "sample. Make the model or its input smaller."
+            )
+        too_few, parts = parts, min(2 * parts, share)
+    while parts - too_few > 1:
+        middle = (too_few + parts) // 2
+        if fits(_part(share, middle)):
+            parts = middle
+        else:
+            too_few = middle
+    return _part(share, parts)
+
+
+def find_micro_batch_size(
+    module: nn.Module,
+    team: DistributedContext,
+    share: int,
+    forward_backward: Callable[[int], object],
+) -> int:
+    """Return the largest size that fits on every rank, found by trial. All ranks must call this.
+
+    Without a GPU, the whole share is used, because memory is not the limit.
+
+    Args:
+        module: the module to train; its state and this process's random generators are restored.
+        team: the ranks.
+        share: largest number of samples on any rank.
+        forward_backward: computes a loss and its gradients for a number of samples. It must not wait for
+            other ranks, because one may run out of memory while others do not.
+
+    Raises:
+        UserError: not even one sample fits; or the module has layers that wait for all ranks.
+    """
+    if team.device.type != "cuda":
+        return share
+    if team.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise UserError(
+            "micro_batch_size is 'auto', but the module has SyncBatchNorm layers, in which ranks wait for "
+            "each other, and one of them may run out of memory while it is tried. Give a number."
+        )
+
+    def fits(count: int) -> bool:
+        with preserve_state(module):
+            alone = fits_in_memory(module, team.device, lambda: forward_backward(count))
+        return team.lowest(float(alone)) > 0
+
+    return largest_that_fits(share, fits)
+
+
+def fits_in_memory(module: nn.Module, device: torch.device, forward_backward: Callable[[], object]) -> bool:
+    """True if two micro-batches in a row fit, the second with the gradients of the first in memory.
+
+    During the trial, memory is reserved for an optimizer like Adam: two numbers per parameter.
+    """
+    try:
+        held = [
+            torch.empty((2, *parameter.shape), dtype=parameter.dtype, device=device)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        ]
+        for _ in range(2):
+            forward_backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        del held
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        module.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return True
+
+
+def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the buffers of `module` and the random generators."""
+    generators = rng.capture_rng_state()
+    buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        rng.restore_rng_state(generators)
+
+    return put_back
+
+
+@contextlib.contextmanager
+def preserve_state(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `module`, such as running means, and the random generators after the block."""
+    put_back = snapshot_buffers(module)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) -> None:
+    """Add advice for the user to `error`."""
+    error.add_note(
+        f"hpctrain: this rank computed with {num_samples} samples at once (micro_batch_size={setting!r}). "
+        "A smaller micro_batch_size takes less memory and gives the same gradient; "
+        "micro_batch_size='auto' finds the largest that fits."
+    )
+
+
+def _part(share: int, parts: int) -> int:
+    return -(-share // parts)

@@ -1,0 +1,150 @@
+"""Normalized result of `configure_optimizers`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UserError
+from hpctrain.training.module import Module
+
+#: Keys of Lightning's scheduler dict, each with its only supported value.
+_SCHEDULER_KEYS = {"interval": "step", "frequency": 1}
+
+
+class LRScheduler(Protocol):
+    """A learning-rate schedule, as in `torch.optim.lr_scheduler`; stepped after every optimizer step."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class OptimizerSetup:
+    """Optimizers with disjoint parameters, and their learning-rate schedules."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[LRScheduler, ...]
+
+
+def configure_optimizers_of(module: Module) -> OptimizerSetup:
+    """Return the optimizers and schedulers of `module`.
+
+    Raises:
+        UserError: the result has another form, a parameter belongs to two optimizers, or a scheduler is not
+            stepped after each step.
+    """
+    origin = f"{type(module).__name__}.configure_optimizers()"
+    answer = module.configure_optimizers()
+    parts = _parts(answer)
+    if parts is not None:
+        optimizers, schedulers = (tuple(part) for part in parts)
+        schedulers = tuple(_unwrapped(scheduler, origin) for scheduler in schedulers)
+        are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
+        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in schedulers):
+            raise UserError(
+                f"{origin} returned a ReduceLROnPlateau, which steps by a metric; schedules step after every "
+                "optimizer step here, without one. Keep it to yourself and call its step() in the "
+                "on_validation_end of a callback, whose state_dict() and load_state_dict() pass on its own."
+            )
+        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise UserError(
+                f"{origin} returned an LBFGS, which computes the loss anew several times in a step: that is "
+                "not done here. Take another optimizer."
+            )
+        if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
+            _check_disjoint(optimizers, module, origin)
+            return OptimizerSetup(optimizers, schedulers)
+    raise UserError(
+        f"{origin} returned {answer!r}. Return an optimizer, (optimizer, scheduler), "
+        "{'optimizer': …, 'lr_scheduler': …}, several optimizers, or ([optimizers], [schedulers])."
+    )
+
+
+def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
+    """Check that the optimizers update parameters of `module`.
+
+    Raises:
+        UserError: they have other parameters only.
+    """
+    own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
+    if own and given and not own & given:
+        raise UserError(
+            f"{type(module).__name__}.configure_optimizers() gives its optimizers none of the module's "
+            f"{len(own)} parameters that take a gradient, so nothing would be trained. Make them from "
+            "self.parameters() as they are then: a layer that is replaced has others."
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def only_trainable(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let only the parameters `own` of `module` take gradients within the block.
+
+    For example, the critic of a GAN then passes a gradient to the generator, but keeps none itself.
+    """
+    kept = {id(parameter) for parameter in own}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in kept]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+def _parts(answer: Any) -> tuple[list[Any], list[Any]] | None:
+    """Return the unchecked optimizers and schedulers in `answer`; None if it has another form."""
+    match answer:
+        case {"optimizer": optimizer, **rest} if set(rest) <= {"lr_scheduler"}:
+            return [optimizer], _as_list(rest.get("lr_scheduler"))
+        case [list() | tuple() as optimizers, list() | tuple() as schedulers]:
+            return list(optimizers), list(schedulers)
+        case [torch.optim.Optimizer(), *others] if all(isinstance(o, torch.optim.Optimizer) for o in others):
+            return list(answer), []
+        case [optimizer, scheduler]:
+            return [optimizer], _as_list(scheduler)
+        case torch.optim.Optimizer():
+            return [answer], []
+    return None
+
+
+def _as_list(scheduler: Any) -> list[Any]:
+    return [] if scheduler is None else [scheduler]
+
+
+def _unwrapped(scheduler: Any, origin: str) -> Any:
+    """Return the scheduler, taken out of Lightning's dict if necessary."""
+    if not isinstance(scheduler, Mapping) or "scheduler" not in scheduler:
+        return scheduler
+    for key, only in _SCHEDULER_KEYS.items():
+        if (value := scheduler.get(key, only)) != only:
+            raise UserError(
+                f"{origin} asks for a scheduler with {key}={value!r}. A scheduler advances with every "
+                f"optimizer step here, on any number of ranks: count steps in it, and give {key}={only!r}."
+            )
+    return scheduler["scheduler"]
+
+
+def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Module, origin: str) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    seen: dict[int, int] = {}
+    for i, optimizer in enumerate(optimizers):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if seen.setdefault(id(parameter), i) != i:
+                raise UserError(
+                    f"{origin} gives {names.get(id(parameter), 'a parameter')} to optimizer "
+                    f"{seen[id(parameter)]} and to optimizer {i}: each would step it. Give it to one of them."
+                )

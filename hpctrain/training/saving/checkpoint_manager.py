@@ -1,0 +1,278 @@
+"""Checkpoint saves of one training: start, wait, abandon, and record the outcome."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.checkpoint.format.state_tree import split_tree
+from hpctrain.checkpoint.store import (
+    IO_TIMEOUT_S,
+    CheckpointStore,
+    CommittedSave,
+    LoadedCheckpoint,
+    TierCopyFailed,
+)
+from hpctrain.errors import CheckpointError, DiskFull, UserError
+from hpctrain.rundir import RunDir
+from hpctrain.training.base import rng
+from hpctrain.training.observe.progress import Progress
+from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.training_state import TrainingState
+from hpctrain.training.trainer_config import TrainerConfig
+
+#: Time after which a save is considered stuck.
+MAX_SAVE_S = 3600.0
+#: Training waits for a save in flight for the longer of this time and this multiple of the previous write
+#: time. After that, a due state is not saved.
+_LONGEST_WAIT_S, _TIMES_LATEST = 60.0, 3.0
+#: The limit if the previous save failed.
+_WAIT_IN_TROUBLE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A save that is being written."""
+
+    step: int
+    since: float
+    stall_s: float
+
+
+class CheckpointManager:
+    """Writer of states into a run's checkpoints; reports and records the outcome of each save.
+
+    One save is in flight at a time, to need memory for only one. All ranks must call `prepare`, `begin`,
+    `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
+
+    Attributes:
+        write_s: seconds until the latest checkpoint was in the run folder; None before the first.
+        found_disk_full: True if the latest save did not fit on the disk.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        state: TrainingState,
+        cadence: CheckpointSchedule,
+        *,
+        run: RunDir,
+        log: RunWriter,
+        progress: Progress,
+        settings: TrainerConfig,
+        is_main: bool,
+    ) -> None:
+        self._store, self._state, self._cadence = store, state, cadence
+        self._run, self._log, self._progress, self._settings = run, log, progress, settings
+        self._is_main = is_main
+        self._in_flight: _InFlight | None = None
+        self._closed = False
+        self._overdue: int | None = None
+        self.write_s: float | None = None
+        self.found_disk_full = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of this rank's share of the latest state."""
+        return self._store.state_bytes
+
+    @property
+    def in_flight_s(self) -> float | None:
+        """Seconds since the save in flight began; None without one."""
+        return None if self._in_flight is None else time.monotonic() - self._in_flight.since
+
+    def check(self) -> None:
+        """Check that the state can be saved, so that an error shows before the first save.
+
+        Raises:
+            CheckpointError: it contains something other than tensors and plain values; the message has the
+                path.
+        """
+        split_tree(self._state.tree(), "state")
+
+    def prepare(self) -> None:
+        """Allocate the memory for copies of the state, in the background."""
+        with suppress(CheckpointError):  # `begin` raises it again and reports it
+            self._store.prepare(self._state.tree(), rng.capture_rng_state())
+
+    def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
+        """See `CheckpointStore.load_newest`."""
+        return self._store.load_newest(self._state.like())
+
+    def may_begin(self) -> bool:
+        """True if another save can begin; waits for the one in flight, within a limit. Call on rank 0 only.
+
+        The limit keeps the training running if a disk hangs.
+        """
+        if self._cadence.rests:
+            return False
+        if self._in_flight is None:
+            return True
+        write_s = self._cadence.write_s
+        limit_s = IO_TIMEOUT_S if write_s is None else max(_LONGEST_WAIT_S, _TIMES_LATEST * write_s)
+        if self._cadence.is_troubled:
+            limit_s = _WAIT_IN_TROUBLE_S
+        if self._store.finish(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
+            return True
+        if self._overdue != self._in_flight.step:
+            self._overdue = self._in_flight.step
+            cause = (
+                f"The checkpoint of step {self._overdue} is not done after {self.in_flight_s:.0f} s: "
+                f"the state after step {self._state.step} is not saved"
+            )
+            self._log.event("failure", cause=f"{cause}.")
+            self._progress.say(f"hpctrain: {cause}, nor are those after it until it is. Training continues.")
+        return False
+
+    def begin(self) -> None:
+        """Copy the current state; it is written in the background.
+
+        Raises:
+            UserError: the metric that selects the best checkpoints is missing.
+        """
+        begun = time.monotonic()
+        self._store.finish(MAX_SAVE_S)
+        self.settle()
+        self._look_for_the_others()
+        self._store.begin(self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score())
+        stall_s = time.monotonic() - begun
+        self._in_flight = _InFlight(self._state.step, begun, stall_s)
+        self._cadence.begun(stall_s)
+
+    def save_result(self) -> None:
+        """Save the state of the last step, and wait for it.
+
+        Raises:
+            CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
+            UserError: the metric that selects the best checkpoints is missing.
+        """
+        self._store.finish(MAX_SAVE_S)
+        self.settle()
+        self._look_for_the_others()
+        try:
+            saved = self._store.save(
+                self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score()
+            )
+        except DiskFull:
+            raise
+        except CheckpointError as error:
+            self._note_failure(error, "")
+            raise
+        self._note_saved(saved)
+
+    def add_score(self) -> None:
+        """Add the score of a checkpoint that was saved before its validation.
+
+        Raises:
+            UserError: the metric that selects the best checkpoints is missing.
+        """
+        score = self._score()
+        if score is None or not self._is_main:
+            return
+        try:
+            self._store.add_score(self._state.step, score)
+        except (CheckpointError, OSError) as error:
+            self._progress.say(
+                f"hpctrain: the checkpoint of step {self._state.step} is not among the best: {error}"
+            )
+
+    def finish(self, timeout_s: float = MAX_SAVE_S) -> bool:
+        """Wait for the save in flight; return True if none is left."""
+        return self._store.finish(max(0.0, timeout_s))
+
+    def abandon(self) -> None:
+        """Abandon the save in flight, unless its commit has begun. Does not wait."""
+        if not self._closed:
+            self._store.abandon()
+
+    def settle(self) -> list[CommittedSave]:
+        """Record and report the saves that ended since the last call; return the successful ones."""
+        good = []
+        for end in self._store.finished():
+            if isinstance(end, CheckpointError):
+                self._note_failure(end, " Training continues; earlier checkpoints are intact.")
+            else:
+                self._note_saved(end)
+                good.append(end)
+        return good
+
+    def close(self, timeout_s: float | None = None) -> list[CommittedSave]:
+        """End the background work; return the saves that completed until then."""
+        if self._closed:
+            return []
+        self._closed = True
+        # The next attempt may use other nodes, so delete this node's local tier now.
+        for note in self._store.close(clean=True, timeout_s=timeout_s):
+            self._progress.say(f"hpctrain: {note}")
+        return self.settle()
+
+    def is_shared(self, saved: CommittedSave) -> bool:
+        """True if it is in the run folder, not only in this node's local tier."""
+        return saved.path.parent == self._run.checkpoints
+
+    def _look_for_the_others(self) -> None:
+        """Report if the folder of the earlier checkpoints is missing."""
+        folder = self._run.checkpoints
+        if not self._is_main or self.write_s is None:
+            return
+        try:
+            os.stat(folder)
+        except FileNotFoundError:
+            cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
+            self._log.event("failure", cause=cause)
+            self._progress.say(f"hpctrain: {cause}")
+        except OSError:
+            return  # the save reports the error
+
+    def _note_saved(self, saved: CommittedSave) -> None:
+        self.found_disk_full = False
+        for note in saved.notes:
+            self._progress.say(f"hpctrain: {note}")
+        fields: dict[str, Any] = {}
+        if self._in_flight is not None and self._in_flight.step == saved.step:
+            fields["stall_s"] = self._in_flight.stall_s
+            self._in_flight = None
+            self._cadence.saved(saved.seconds)
+        if self.is_shared(saved):
+            self.write_s = saved.seconds
+        if saved.score is not None:
+            fields |= {
+                "score": saved.score,
+                "metric": self._settings.monitor,
+                "mode": self._settings.mode,
+            }
+        self._log.event(
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.path),
+            tier="shared" if self.is_shared(saved) else "local",
+            bytes=saved.total_bytes,
+            seconds=saved.seconds,
+            **fields,
+        )
+
+    def _note_failure(self, error: CheckpointError, comfort: str) -> None:
+        # A failed copy to the run folder may belong to an earlier save than the one in flight.
+        if self._in_flight is None or not isinstance(error, TierCopyFailed):
+            self._in_flight = None
+            self.found_disk_full = isinstance(error, DiskFull)
+            self._cadence.failed()
+        self._log.event("failure", cause=str(error))
+        self._progress.say(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
+
+    def _score(self) -> float | None:
+        """Return the state's score; None without `keep_best`, or if this step was not validated."""
+        settings, state = self._settings, self._state
+        if not settings.keep_best:
+            return None
+        if settings.monitor not in state.latest and state.validated_step == state.step:
+            raise UserError(
+                f"monitor is {settings.monitor!r}, by which keep_best={settings.keep_best} is to go, "
+                f"but step {state.step} has {', '.join(map(repr, sorted(state.latest)))}. "
+                "Give one of these as monitor, or let validation_step return it."
+            )
+        return state.latest.get(settings.monitor)

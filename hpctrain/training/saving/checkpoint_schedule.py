@@ -1,0 +1,100 @@
+"""Schedule of a run's checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, checkpoint_interval_s
+
+#: Assumed cost of a save before the first measurement, in seconds.
+_FIRST_SAVE_S = 2.0
+#: Delay of the next save after a failed one; doubles with each further failure, up to the maximum.
+_FIRST_REST_S, _LONGEST_REST_S = 5.0, 600.0
+
+
+class CheckpointSchedule:
+    """Schedule of saves: every given number of steps, or at the optimal interval (`auto`).
+
+    Time-based decisions use rank 0's clock. The other ranks receive its request with the loss of a step, so
+    that all save after the same step.
+
+    Attributes:
+        write_s: write time of the latest save in seconds; None before the first.
+    """
+
+    def __init__(
+        self,
+        every: int | Literal["auto"] | None,
+        *,
+        num_nodes: int = 1,
+        node_mtbf_s: float = NODE_MTBF_S,
+        history: InterruptionHistory | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the schedule's clock.
+
+        Args:
+            every: steps between two saves, `auto`, or None.
+            num_nodes: nodes of this run, each of which may interrupt it.
+            node_mtbf_s: the site's mean time between interruptions of a node.
+            history: interruptions of the run so far.
+            clock: monotonic clock in seconds.
+        """
+        self._every, self._num_nodes, self._clock = every, num_nodes, clock
+        self._node_mtbf_s, self._history = node_mtbf_s, history or InterruptionHistory()
+        self._started = self._begun = clock()
+        self._stall_s = _FIRST_SAVE_S
+        self.write_s: float | None = None
+        self._in_flight = False
+        self._failures, self._rests_until = 0, -math.inf
+
+    @property
+    def mtbf_s(self) -> float:
+        """Current estimate of the mean time between interruptions of the run."""
+        own = self._num_nodes * (self._clock() - self._started)
+        seen = InterruptionHistory(self._history.count, self._history.node_seconds + own)
+        return seen.node_mtbf_s(self._node_mtbf_s) / self._num_nodes
+
+    @property
+    def interval_s(self) -> float:
+        """Optimal seconds between the starts of two saves."""
+        return checkpoint_interval_s(self._stall_s, self.write_s or 0.0, self.mtbf_s)
+
+    def due(self, step: int) -> bool:
+        """True if `step` is a multiple of the interval; the same on all ranks."""
+        return isinstance(self._every, int) and step % self._every == 0
+
+    def wishes(self) -> bool:
+        """True if this rank requests a checkpoint soon, by its clock."""
+        if self._in_flight:
+            return False
+        if self._failures:
+            return not self.rests
+        return self._every == "auto" and self._clock() >= self._begun + self.interval_s
+
+    @property
+    def rests(self) -> bool:
+        """True during the pause after a failed save."""
+        return self._clock() < self._rests_until
+
+    @property
+    def is_troubled(self) -> bool:
+        """True if the latest completed save failed."""
+        return self._failures > 0
+
+    def begun(self, stall_s: float) -> None:
+        """Record the start of a save that blocked the training for `stall_s`."""
+        self._begun, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
+
+    def saved(self, write_s: float) -> None:
+        """Record a commit, `write_s` seconds after the start of the save."""
+        self.write_s, self._in_flight, self._failures = write_s, False, 0
+
+    def failed(self) -> None:
+        """Record a failed save."""
+        rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**self._failures)
+        self._in_flight, self._rests_until = False, self._clock() + rest_s
+        self._failures += 1

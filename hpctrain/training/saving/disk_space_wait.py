@@ -1,0 +1,99 @@
+"""Wait for disk space for the last state, whose steps would otherwise be trained again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpctrain.errors import DiskFull
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.text import format_size
+from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.saving.checkpoint_manager import CheckpointManager
+
+#: Maximum wait, within the job's time limit.
+LIMIT_S = 24 * 3600.0
+_LOOK_EVERY_S = 2.0
+#: Assumed size of a checkpoint without its tensors.
+_TABLES_BYTES = 64 * 1024
+#: Free disk space does not show a quota, so a save is tried after this time in any case.
+_TRY_EVERY_S = 60.0
+
+
+class DiskSpaceWait:
+    """Wait for a new try after a save found the disk full. All ranks must call each method."""
+
+    def __init__(
+        self,
+        team: DistributedContext,
+        saves: CheckpointManager,
+        log: RunWriter,
+        say: Callable[[str], None],
+        folder: Path,
+        step: int,
+    ) -> None:
+        """Prepare to wait.
+
+        Args:
+            team: the ranks.
+            saves: provides the size of the state.
+            log: receives the event.
+            say: prints a line.
+            folder: folder of the checkpoints.
+            step: the step of the state to be saved.
+        """
+        self._team, self._log, self._say = team, log, say
+        self._folder, self._step = folder, step
+        self._needed = sum(team.gather(saves.state_bytes))
+        self._begun = time.monotonic()
+        self._is_said = False
+
+    def wait(self, left_s: Callable[[], float]) -> bool:
+        """Wait until a save is worth a try; return False if the time is over.
+
+        Args:
+            left_s: returns the seconds until a save must begin, by this rank's limits; called repeatedly.
+        """
+        if not self._is_said:
+            self._is_said = True
+            cause = f"{self._words()}. Free space there: the ranks wait for it, and then save."
+            self._log.event("failure", cause=cause, **{"class": "disk-full"})
+            self._say(f"hpctrain: {cause}")
+        tried = time.monotonic()
+        while True:
+            activity.enter("save")
+            own = min(left_s(), self._begun + LIMIT_S - time.monotonic())
+            if (left := self._team.lowest(own)) <= 0:
+                return False
+            time.sleep(min(_LOOK_EVERY_S, left))
+            due = time.monotonic() - tried > min(_TRY_EVERY_S, left)
+            if self._team.from_main(due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES):
+                return True
+
+    def refusal(self) -> DiskFull:
+        """Return the error for a wait without success."""
+        waited = time.monotonic() - self._begun
+        return DiskFull(
+            f"{self._words()}, and {waited:.0f} s of waiting have not changed that. Earlier checkpoints are "
+            "intact. Free space there, and resume the run in the same --run-dir"
+        )
+
+    def _words(self) -> str:
+        free = self._team.from_main(_free_bytes(self._folder))
+        return (
+            f"no room for the state of step {self._step} in {self._folder}: "
+            f"it needs {format_size(self._needed)}, and {format_size(free)} are free"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of `folder`, which may not exist."""
+    for place in (folder, *folder.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return 0

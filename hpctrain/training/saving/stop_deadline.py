@@ -1,0 +1,84 @@
+"""Time left after a stop signal, and the plan for the last save within it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from enum import Enum
+
+from hpctrain.errors import UserError
+from hpctrain.rundir import REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+
+#: Margin of a save over the measured one: seconds and factor.
+_MARGIN_S, _MARGIN_FACTOR = 2.0, 1.25
+
+
+class StopDeadline:
+    """Deadline that a stop signal sets for the ranks."""
+
+    def __init__(self, environ: Mapping[str, str], stop: StopFlag) -> None:
+        """Read the seconds per signal, such as `SIGTERM=30,SIGUSR2=120,requeue=300`.
+
+        Raises:
+            UserError: the variable is malformed.
+        """
+        self._stop = stop
+        self._seconds = _parse(environ.get(STOP_GRACE_VARIABLE, ""))
+
+    def left_s(self, *, for_requeue: bool = False) -> float:
+        """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal.
+
+        Args:
+            for_requeue: True if the user requested the stop, so that the signal's own limit does not apply.
+        """
+        if self._stop.signal_name is None:
+            return math.inf
+        name = REQUEUE_GRACE_KEY if for_requeue else self._stop.signal_name
+        return self._stop.noted_at + self._seconds.get(name, math.inf) - time.monotonic()
+
+
+class FinalSavePlan(Enum):
+    """Plan for the state when the run is stopped."""
+
+    AFTER_THE_ONE_IN_FLIGHT = "finish the save in flight, then save"
+    IN_ITS_PLACE = "abandon the save in flight, and save"
+    THE_ONE_IN_FLIGHT = "finish the save in flight; another does not fit"
+    NONE = "no save fits"
+
+
+def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | None) -> FinalSavePlan:
+    """Return the plan that fits into the time left; without one, the newest checkpoint remains.
+
+    Args:
+        left_s: seconds until the ranks are killed.
+        write_s: measured duration of a save; None if unknown, in which case a save is tried.
+        in_flight_s: seconds since an earlier step's save began; None without one.
+    """
+    if write_s is None:
+        return FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT
+    whole_s = longest_save_s(write_s)
+    rest_s = 0.0 if in_flight_s is None else max(_MARGIN_S, whole_s - in_flight_s)
+    if rest_s + whole_s <= left_s:
+        return FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT
+    if whole_s <= left_s:
+        return FinalSavePlan.IN_ITS_PLACE
+    if in_flight_s is not None and rest_s <= left_s:
+        return FinalSavePlan.THE_ONE_IN_FLIGHT
+    return FinalSavePlan.NONE
+
+
+def longest_save_s(write_s: float) -> float:
+    """Return the maximum seconds of a save, from the measured ones."""
+    return write_s * _MARGIN_FACTOR + _MARGIN_S
+
+
+def _parse(text: str) -> dict[str, float]:
+    try:
+        pairs = [word.partition("=") for word in text.split(",") if word.strip()]
+        return {name.strip(): float(seconds) for name, _, seconds in pairs}
+    except ValueError:
+        raise UserError(
+            f"{STOP_GRACE_VARIABLE} is {text!r}; give signals and seconds, such as 'SIGTERM=30,SIGUSR2=120'."
+        ) from None

@@ -1,0 +1,136 @@
+"""State of a training between two steps: the content of a checkpoint, except for the random state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hpctrain.checkpoint.store import LoadedCheckpoint
+from hpctrain.errors import UserError
+from hpctrain.training.data.step_source import StepSource
+from hpctrain.training.module import Module
+from hpctrain.training.optim.optimizer_diff import check_optimizer_class, ignored_hyperparameters
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+
+
+class Stateful(Protocol):
+    """Object with a state that a checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class TrainingState:
+    """The module and everything that changes with it from step to step.
+
+    Attributes:
+        step: completed optimizer steps.
+        epoch: epoch of the last completed step, from 0.
+        finished: True if that step was the training's last.
+        micro_batches: world size, and the size found for it; None without a search.
+        remarks: parts of a loaded checkpoint that could not be restored, as sentences.
+        scaler: float16 loss scaler; None with other precisions.
+        callbacks: the user's callbacks, or None.
+        algorithm: algorithm that synchronizes the replicas; None without replicas.
+        validated_step: the step after which `validation` was measured, or 0.
+        validation: latest results of validation.
+        latest: latest logged scalars.
+    """
+
+    def __init__(self, module: Module, optimization: OptimizerSetup, feed: StepSource) -> None:
+        self.module, self.feed = module, feed
+        self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
+        self.scaler: Stateful | None = None
+        self.callbacks: Stateful | None = None
+        self.algorithm: Stateful | None = None
+        self.step = self.epoch = 0
+        self.finished = False
+        self.micro_batches: tuple[int, int] | None = None
+        self.remarks: list[str] = []
+        self.validated_step = 0
+        self.validation: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+
+    def tree(self) -> dict[str, Any]:
+        """Return everything a checkpoint keeps, as nested containers of plain values and tensors."""
+        own: dict[str, Any] = {}
+        self.module.on_save_checkpoint(own)
+        return {
+            "module": self.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
+            "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
+            "user": own,
+            "plan": self.feed.identity(),
+            "epoch": self.epoch,
+            "position": self.feed.state_dict(),
+            "micro_batches": self.micro_batches,
+            "validated_step": self.validated_step,
+            "validation": self.validation,
+            "latest": self.latest,
+        }
+
+    def like(self) -> dict[str, Any]:
+        """Return `tree` with parameters in place of the optimizer state, which is sharded in the same way."""
+        return {**self.tree(), "optimizers": [_parameters(optimizer) for optimizer in self.optimizers]}
+
+    def load(self, loaded: LoadedCheckpoint) -> None:
+        """Restore what `tree` returned.
+
+        Raises:
+            UserError: the checkpoint belongs to another model, data set or batch size.
+        """
+        tree = loaded.state
+        # An imported checkpoint has no sample order, so training starts with its own.
+        if tree["plan"] is not None and tree["plan"] != self.feed.identity():
+            raise UserError(
+                f"{loaded.path} was trained with {tree['plan']}, but this script asks for "
+                f"{self.feed.identity()}. "
+                "The order of samples depends on these: put them back, or start a new run in a new folder."
+            )
+        ignored = ignored_hyperparameters(self.optimizers, tree["optimizers"])
+        try:
+            self.module.load_state_dict(tree["module"])
+            _load_each("optimizer", self.optimizers, tree["optimizers"])
+            _load_each("scheduler", self.schedulers, tree["schedulers"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{loaded.path} does not fit {type(self.module).__name__} and its optimizers: {error} "
+                "Put the model back as it was, or start a new run in a new folder."
+            ) from error
+        if self.scaler is not None and tree["scaler"] is not None:
+            self.scaler.load_state_dict(tree["scaler"])
+        if self.callbacks is not None:
+            self.callbacks.load_state_dict(tree.get("callbacks", {}))
+        if self.algorithm is not None:
+            self.algorithm.load_state_dict(tree.get("algorithm", {}))
+        if tree["user"]:
+            self.module.on_load_checkpoint(tree["user"])
+        if tree["plan"] is not None:
+            self.remarks = self.feed.load_state_dict(tree["position"])
+            self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
+        self.remarks = [*ignored, *self.remarks]
+        self.step, self.validated_step = loaded.step, tree["validated_step"]
+        self.validation, self.latest = tree["validation"], tree["latest"]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the parameters of an optimizer, by their numbers in its `state_dict`."""
+    groups = optimizer.param_groups
+    return {"state": dict(enumerate(parameter for group in groups for parameter in group["params"]))}
+
+
+def _load_each(what: str, things: Sequence[Stateful], states: Sequence[dict[str, Any]] | None) -> None:
+    """Load the state of each of `things`; None if the checkpoint has none."""
+    if states is None:
+        return
+    if len(things) != len(states):
+        raise ValueError(f"it has {len(states)} {what}s, and the script {len(things)}.")
+    for thing, state in zip(things, states, strict=True):
+        if isinstance(thing, torch.optim.Optimizer):
+            check_optimizer_class(thing, state)
+        thing.load_state_dict(state)

@@ -1,0 +1,202 @@
+"""ZeRO stages 2 and 3: parameters, gradients and optimizer state are sharded over the ranks.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; Zhao et al.,
+"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023. Based on torch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hpctrain import messages
+from hpctrain.errors import UserError
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.strategies.base import Strategy
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.fsdp_unwrap import fits_unsharded, unshard_module
+from hpctrain.training.strategies.fsdp_wrapping import find_wrap_modules
+from hpctrain.training.strategies.sharded_params import (
+    ShardedParameters,
+    check_module_parameters,
+    gradient_norm,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.training.trainer_config import TrainerConfig
+
+
+class FullyShardedBase(Strategy):
+    """Strategy in which each rank keeps rows of every parameter, with their gradients and optimizer state.
+
+    A block of the module is gathered from all ranks when it computes.
+    """
+
+    in_lockstep = True
+    has_turns = False
+    reshard_after_forward: ClassVar[bool | None]
+    """True if a block is resharded after its forward pass; None for all but parameters outside of blocks."""
+    averages_every_micro_batch: ClassVar[bool] = True
+    """True if gradients are averaged and sharded in every micro-batch instead of only in the last one. Whole
+    gradients until then would take the memory that sharding saves."""
+
+    @classmethod
+    def check(cls, settings: TrainerConfig) -> None:
+        if settings.micro_batch_size == "auto":
+            raise UserError(
+                f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
+                "each other in every forward pass, and one of them may run out of memory while it is tried. "
+                "Give a number."
+            )
+
+    def place(self) -> None:
+        """Shard the module block by block, so that no device needs memory for the whole module."""
+        self._root: Callable[..., Any] = _Root(self.module)
+        self._scalars = {parameter for parameter in self.module.parameters() if parameter.ndim == 0}
+        self._is_pending = False
+        if not self.team.is_distributed:
+            self.module.to(self.team.device)
+            return
+        device = self.team.device
+        self._mesh = init_device_mesh(device.type, (self.team.ranks.world_size,))
+        messages.prove(self._mesh.get_group())
+        self._parts = ShardedParameters(self._mesh)
+        for scalar in self._scalars:
+            self._broadcast(scalar)
+        for unit in [*reversed(find_wrap_modules(self.module)), self._root]:
+            assert isinstance(unit, nn.Module)
+            for parameter in unit.parameters():
+                if not isinstance(parameter, DTensor) and parameter.ndim:
+                    self._broadcast(parameter)
+            fully_shard(
+                unit,
+                mesh=self._mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                ignored_params=self._scalars,
+            )
+        broadcast_buffers(self.module)
+
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        self._is_pending = True
+        if self.team.is_distributed:
+            broadcast_buffers(self.module)
+        with _explained():
+            output: tuple[Any, float] = self._root(super().training_step, batch, batch_idx, num_samples)
+        return output
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        late = [] if self.averages_every_micro_batch else self._cut_modules()
+        for part in late:
+            part.set_requires_gradient_sync(False, recurse=False)
+        yield
+        for part in late:
+            part.set_requires_gradient_sync(True, recurse=False)
+
+    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, int]:
+        with _explained():
+            output: tuple[Any, int] = self._root(
+                super().evaluation_step, method, batch, batch_idx, num_samples
+            )
+        for part in self._cut_modules():
+            part.reshard()  # No backward pass follows that would do so.
+        return output
+
+    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+        if self.team.is_distributed:
+            check_module_parameters(self.module, optimization.optimizers)
+            for optimizer in optimization.optimizers:
+                self._parts.put_into(optimizer, self.before_update)
+        return optimization
+
+    def before_update(self) -> None:
+        """Average the gradients of parameters that cannot be sharded; all others are averaged already."""
+        if not (self._is_pending and self.team.is_distributed):
+            return
+        self._is_pending = False
+        self._average_those_of_scalars()
+        self._parts.give_gradients()
+
+    def _average_those_of_scalars(self) -> None:
+        gradients = [scalar.grad for scalar in self._scalars if scalar.grad is not None]
+        if gradients:
+            together = torch.stack(gradients) / self.team.ranks.world_size
+            dist.all_reduce(together)
+            for gradient, mean in zip(gradients, together, strict=True):
+                gradient.copy_(mean)
+
+    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+        if not self.team.is_distributed:
+            return super().gradient_norm(parameters, p)
+        return gradient_norm(parameters, self.team.device, p)
+
+    def align_buffers(self) -> None:
+        if self.team.is_distributed:
+            broadcast_buffers(self.module)
+
+    def finish(self) -> str | None:
+        """Gather the parameters on every rank, if they fit into its device's memory."""
+        if not self.team.is_distributed:
+            return None
+        if self.team.lowest(float(fits_unsharded(self.module, self.team.device))) < 1:
+            return (
+                "the whole module does not fit into the memory of one device: after the training it is left "
+                "in parts. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
+            )
+        unshard_module(self.module)
+        return None
+
+    def _broadcast(self, parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(self.team.device)
+        dist.broadcast(parameter.data, src=0)
+
+    def _cut_modules(self) -> list[FSDPModule]:
+        root = self._root
+        assert isinstance(root, nn.Module)
+        return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+class ZeRO2(FullyShardedBase):
+    """ZeRO stage 2: a block gathered for the forward pass stays whole until the backward pass."""
+
+    reshard_after_forward = False
+
+
+class ZeRO3(FullyShardedBase):
+    """ZeRO stage 3: a block is gathered for the forward pass, resharded, and gathered for the backward."""
+
+    reshard_after_forward = None
+
+
+class _Root(nn.Module):
+    """Root module for `fully_shard`, which runs any computation with the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add an explanation to torch's error when a parameter is used outside of its block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "hpctrain: a parameter was used while it was in parts. What stands in a Sequential, "
+                "ModuleList or ModuleDict has its parameters whole only while it is called itself: call the "
+                "block, and not what is inside of it."
+            )
+        raise

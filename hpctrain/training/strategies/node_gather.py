@@ -1,0 +1,141 @@
+"""Differentiable gather of the outputs of a node's ranks into one batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from hpctrain import messages
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+
+
+class NodeGather:
+    """Ranks of this rank's node, and their process groups.
+
+    Attributes:
+        members: ranks of the node, ascending.
+        group: their process group, with the backends of the whole job.
+    """
+
+    def __init__(self, team: DistributedContext) -> None:
+        """Create one group per node. All ranks must call this."""
+        nodes: list[int] = team.gather(team.ranks.node_rank)
+        for node in sorted(set(nodes)):
+            members = [rank for rank, its_node in enumerate(nodes) if its_node == node]
+            group = messages.new_group(members)
+            control = messages.new_group(members, backend="gloo") if team.device.type == "cuda" else group
+            if node == team.ranks.node_rank:
+                self.members, self.group, self._control = members, group, control
+        self._own = self.members.index(team.ranks.rank)
+
+    def gather(self, output: Any, num_samples: int) -> tuple[Any, float]:
+        """Return the outputs of the node's ranks as one batch: tensors are joined along dimension 0.
+
+        Every rank gets the same batch, in the order of ranks; a scalar becomes a vector with one element per
+        rank. The backward pass sums over the ranks the gradients of each sample. So every encoder gets the
+        full gradient of a loss that each rank computes over the whole batch. All ranks of the node must call
+        this in every micro-batch, and run the backward pass too.
+
+        Args:
+            output: a tensor, or nested containers of tensors and of other values, which stay unchanged, with
+                the same structure on every rank. Each tensor's first dimension is a multiple of the samples.
+            num_samples: this rank's samples. With 0 it holds a spare sample, which is left out unless no rank
+                has any.
+
+        Returns:
+            The batch of the node, and this rank's part in its samples: their number divided by the ranks'.
+
+        Raises:
+            UserError: the outputs of the node's ranks do not match; raised on all of them.
+        """
+        leaves, structure = pytree.tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        scalar = [leaves[place].ndim == 0 for place in places]
+        tensors = [leaves[place].reshape(1) if leaves[place].ndim == 0 else leaves[place] for place in places]
+        held = max(1, num_samples)
+        shape = f"{structure}: " + ", ".join(
+            f"{tensor.dtype} {'one' if one else _rows(len(tensor), held)} × {list(tensor.shape[1:])}"
+            for tensor, one in zip(tensors, scalar, strict=True)
+        )
+        counts = self._agree(num_samples, shape)
+        part = sum(counts) / len(counts)
+        if not any(counts):
+            counts = [1] * len(counts)
+        sizes = [
+            [min(count, 1) if one else count * (len(tensor) // held) for count in counts]
+            for tensor, one in zip(tensors, scalar, strict=True)
+        ]
+        kept = [tensor[: size[self._own]] for tensor, size in zip(tensors, sizes, strict=True)]
+        wholes = _Gather.apply(self.group, self._own, sizes, *kept) if kept else ()  # type: ignore[no-untyped-call]
+        for place, whole in zip(places, wholes, strict=True):
+            leaves[place] = whole
+        return pytree.tree_unflatten(leaves, structure), part
+
+    def _agree(self, num_samples: int, shape: str) -> list[int]:
+        """Return each member's number of samples, after a check that all have the same kind of output."""
+        digest = hashlib.blake2b(shape.encode(), digest_size=7).digest()
+        own = torch.tensor([num_samples, int.from_bytes(digest, "little")])
+        told = [torch.empty_like(own) for _ in self.members]
+        dist.all_gather(told, own, self._control)
+        if len({int(digest) for _, digest in told}) > 1 or "not a multiple" in shape:
+            shapes = messages.gather(self._control, (num_samples, shape))
+            lines = [
+                f"rank {rank}, {count} samples: {shape}"
+                for rank, (count, shape) in zip(self.members, shapes, strict=True)
+            ]
+            raise UserError(
+                "training_step returned outputs that cannot be joined into the batch of the node:\n"
+                + "\n".join(lines)
+                + "\nReturn tensors whose first dimension counts samples; the others have to be the same."
+            )
+        return [int(count) for count, _ in told]
+
+
+def _rows(length: int, num_samples: int) -> str:
+    """Describe the first dimension of a tensor in units of samples."""
+    if length % num_samples:
+        return f"[{length}, not a multiple of {num_samples} samples]"
+    return f"[{length // num_samples} a sample]"
+
+
+class _Gather(torch.autograd.Function):
+    """Join of all ranks' tensors; the backward pass sums all ranks' gradients for one rank's samples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        own: int,
+        sizes: Sequence[Sequence[int]],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.own, ctx.sizes = group, own, sizes
+        wholes = []
+        for tensor, size in zip(tensors, sizes, strict=True):
+            # Collectives need equal shapes: each rank's part is padded to the longest.
+            padded = tensor.new_zeros((max(size), *tensor.shape[1:]))
+            padded[: len(tensor)] = tensor
+            parts = [torch.empty_like(padded) for _ in size]
+            dist.all_gather(parts, padded, group)
+            wholes.append(torch.cat([part[:length] for part, length in zip(parts, size, strict=True)]))
+        ctx.mark_non_differentiable(*(whole for whole in wholes if not whole.is_floating_point()))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts: list[torch.Tensor | None] = []
+        for gradient, size in zip(gradients, ctx.sizes, strict=True):
+            if not gradient.is_floating_point():
+                parts.append(None)  # such as labels
+                continue
+            total = gradient.contiguous().clone()
+            dist.all_reduce(total, group=ctx.group)
+            start = sum(size[: ctx.own])
+            parts.append(total[start : start + size[ctx.own]])
+        return (None, None, None, *parts)

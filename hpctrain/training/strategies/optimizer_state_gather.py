@@ -1,0 +1,73 @@
+"""Exchange of optimizer state between ranks that each update their own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.runtime.distributed_context import DistributedContext
+
+
+class OptimizerStateGather:
+    """Gather of all ranks' optimizer state for a checkpoint, and its removal afterwards.
+
+    Attributes:
+        optimizers: this rank's optimizers, constructed identically on all ranks.
+    """
+
+    def __init__(self, owned: Sequence[Sequence[nn.Parameter]], team: DistributedContext) -> None:
+        """Set up the gather without communication.
+
+        Args:
+            owned: for each rank the parameters that only it updates.
+            team: the ranks.
+        """
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._owned, self._team = owned, team
+        # A loaded checkpoint contains the state of all ranks.
+        self._has_others = True
+
+    def gather(self) -> None:
+        """Gather the state of all ranks' optimizers. All ranks must call this.
+
+        State from other ranks is on the CPU.
+        """
+        for rank, owned in enumerate(self._owned):
+            kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self.optimizers]
+            told = self._team.broadcast(kept, rank, "the state of an optimizer")
+            if rank != self._team.ranks.rank:
+                for optimizer, states in zip(self.optimizers, told, strict=True):
+                    _keep(optimizer, owned, states)
+        for optimizer in self.optimizers:
+            _put_in_order(optimizer)
+        self._has_others = True
+
+    def drop_others(self) -> None:
+        """Drop the state of other ranks, to keep the memory savings of the stages."""
+        if not self._has_others:
+            return
+        self._has_others = False
+        for rank, owned in enumerate(self._owned):
+            if rank != self._team.ranks.rank:
+                for optimizer in self.optimizers:
+                    _keep(optimizer, owned, [None] * len(owned))
+
+
+def _keep(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], states: list[Any]) -> None:
+    """Set an optimizer's state for these parameters; None removes it."""
+    for parameter, state in zip(parameters, states, strict=True):
+        if state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = state
+
+
+def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
+    """Put the state into the order of the parameters, so that it is equal on all ranks."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = optimizer.state.pop(parameter)

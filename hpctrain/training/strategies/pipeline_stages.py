@@ -1,0 +1,147 @@
+"""Division of a module into stages: the layers that each rank computes and the parameters it updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UserError
+from hpctrain.training.base import rng
+from hpctrain.training.module import Module
+
+
+class _Cut(Exception):
+    """Exit from a training step at the point where the next rank continues."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+
+
+class PipelineStages:
+    """Stages of a module's largest `nn.Sequential`, one per rank, of about equal size.
+
+    The part of the training step before the Sequential runs on the first stage. The part after it runs on the
+    last one, which calls the step again and substitutes the stages' output.
+
+    Attributes:
+        owned: for each rank the parameters that only its stage has.
+        shared: all other parameters; any rank may have a part of their gradients.
+    """
+
+    def __init__(self, module: Module, rank: int, num_stages: int) -> None:
+        """Divide the module.
+
+        Raises:
+            UserError: it has no Sequential with enough blocks.
+        """
+        self._module, self._rank, self._last = module, rank, num_stages - 1
+        self._whole = _largest(module, num_stages)
+        blocks = list(self._whole)
+        ends = _ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
+        stages = [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        self._layers = nn.Sequential(*stages[rank])
+        everywhere = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+        self.owned: list[list[nn.Parameter]] = []
+        self.buffers: list[list[torch.Tensor]] = []
+        for stage in stages:
+            layers = nn.Sequential(*stage)
+            inside = Counter(p for _, p in layers.named_parameters(remove_duplicate=False))
+            self.owned.append([p for p in inside if inside[p] == everywhere[p]])
+            self.buffers.append(list(layers.buffers()))
+        taken = {p for owned in self.owned for p in owned}
+        self.shared = [p for p in module.parameters() if p not in taken]
+
+    def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+        """Return the output of this rank's stage for `held`; the first stage starts from the batch.
+
+        The training step draws the same random numbers from `seed` as in `end`.
+        """
+        if self._rank > 0:
+            output: torch.Tensor = self._layers(held)
+            return output
+
+        def cut(*inputs: Any) -> torch.Tensor:
+            raise _Cut(self._layers(*inputs))
+
+        try:
+            with rng.seeded_rng(seed), self._in_place_of_the_whole(cut):
+                self._module.training_step(batch, *where)
+        except _Cut as end:
+            return end.output
+        raise UserError(
+            f"{type(self._module).__name__}.training_step did not call the Sequential that strategy "
+            "'pipeline' has cut into stages."
+        )
+
+    def end(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
+        """Return the result of the training step, given the output of the last stage.
+
+        Raises:
+            UserError: the step calls the Sequential more than once.
+        """
+        calls = 0
+
+        def give(*_: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UserError(
+                    f"{type(self._module).__name__}.training_step calls the Sequential that strategy "
+                    "'pipeline' has cut into stages more than once, and a micro-batch goes through them "
+                    "once. Call it once with all its inputs joined (torch.cat), or take 'zero3'."
+                )
+            return output
+
+        with rng.seeded_rng(seed), self._in_place_of_the_whole(give):
+            return self._module.training_step_end(self._module.training_step(batch, *where))
+
+    def check_gradients(self) -> None:
+        """Check that this rank has no gradient of parameters that only another stage has.
+
+        Raises:
+            UserError: it has one.
+        """
+        others = {p for rank, owned in enumerate(self.owned) if rank != self._rank for p in owned}
+        for name, parameter in self._module.named_parameters():
+            if parameter in others and parameter.grad is not None:
+                raise UserError(
+                    f"{type(self._module).__name__}.training_step uses {name} outside of the Sequential that "
+                    "strategy 'pipeline' has cut into stages, as a penalty on all weights does. Only the "
+                    "rank of its stage knows it: take an optimizer's weight_decay, or strategy 'zero3'."
+                )
+
+    @contextmanager
+    def _in_place_of_the_whole(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+        self._whole.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._whole.forward
+
+
+def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
+    rows = [part for part in module.modules() if isinstance(part, nn.Sequential) and len(part) >= num_stages]
+    if not rows:
+        raise UserError(
+            f"strategy 'pipeline' cuts a torch.nn.Sequential into {num_stages} stages, one a rank, and "
+            f"{type(module).__name__} has none with so many blocks. Put the blocks into one, or start fewer "
+            "ranks."
+        )
+    return max(rows, key=lambda row: sum(parameter.numel() for parameter in row.parameters()))
+
+
+def _ends(sizes: list[int], num_stages: int) -> list[int]:
+    """Return the end of each stage: none is empty, and the sizes are about equal."""
+    ends: list[int] = []
+    total, sum_so_far = sum(sizes), 0
+    for number, size in enumerate(sizes, 1):
+        sum_so_far += size
+        left_over, missing = len(sizes) - number, num_stages - 1 - len(ends)
+        if missing and (sum_so_far >= total * (len(ends) + 1) / num_stages or left_over == missing):
+            ends.append(number)
+    return [*ends, len(sizes)]

@@ -1,0 +1,183 @@
+"""Sharded views of parameters for optimizers, as DTensors over a rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hpctrain.errors import UserError
+from hpctrain.training.base.torch_compat import all_gather_single
+from hpctrain.training.module import Module
+
+
+class ShardedParameters:
+    """DTensor shards of parameters that every rank holds: this rank's rows, in the same memory.
+
+    A parameter without dimensions cannot be sharded: its part is the whole parameter, on every rank.
+    Optimizer state has the size of the part, and is a DTensor as well. Checkpoints treat DTensors as
+    wholes, so they fit any number of ranks and any strategy.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+
+    def put_into(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
+        """Replace an optimizer's whole parameters by their parts.
+
+        Args:
+            optimizer: a new optimizer.
+            before_step: callback that completes gradients and assigns those of the parts.
+
+        Raises:
+            UserError: the optimizer has made steps.
+        """
+        if optimizer.state:
+            raise UserError(
+                f"configure_optimizers() returned a {type(optimizer).__name__} that has made steps already, "
+                "and what it keeps cannot be cut into parts any more. Make a new one there."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [
+                parameter if isinstance(parameter, DTensor) else self._part(parameter)
+                for parameter in group["params"]
+            ]
+        forget_parts = optimizer.zero_grad
+        wholes = [whole for whole, part in self._parts.items() if _holds(optimizer, part)]
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            forget_parts(set_to_none)
+            for whole in wholes:
+                if set_to_none:
+                    whole.grad = None
+                elif whole.grad is not None:
+                    whole.grad.zero_()
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer.register_step_pre_hook(lambda *_: before_step())
+
+    def give_gradients(self) -> None:
+        """Assign to each part its rows of the whole gradient, in the same memory."""
+        for whole, part in self._parts.items():
+            part.grad = None if whole.grad is None else self._cut(whole.grad)
+
+    def gather(self, optimizer: torch.optim.Optimizer, bucket_bytes: int = 25 << 20) -> None:
+        """Gather the whole parameters from the parts that the ranks updated. All ranks must call this.
+
+        Args:
+            optimizer: optimizer of the parameters.
+            bucket_bytes: limit of temporary memory per bucket.
+        """
+        cut = [
+            whole
+            for whole, part in self._parts.items()
+            if whole.ndim and whole.numel() and whole.requires_grad and _holds(optimizer, part)
+        ]
+        for bucket in _buckets(cut, bucket_bytes):
+            self._gather(bucket)
+
+    def _gather(self, wholes: list[nn.Parameter]) -> None:
+        num_ranks = self._mesh.size()
+        lengths = [-(-len(whole) // num_ranks) * (whole.numel() // len(whole)) for whole in wholes]
+        own = torch.empty(sum(lengths), dtype=wholes[0].dtype, device=wholes[0].device)
+        everyone = own.new_empty(num_ranks * len(own))
+        with torch.no_grad():
+            for whole, room in zip(wholes, torch.split(own, lengths), strict=True):
+                rows = self._rows(whole).reshape(-1)
+                room[: len(rows)] = rows
+            all_gather_single(everyone, own, group=self._mesh.get_group())
+            columns_of = torch.split(everyone.view(num_ranks, -1), lengths, dim=1)
+            for whole, columns in zip(wholes, columns_of, strict=True):
+                whole.copy_(columns.reshape(-1)[: whole.numel()].view_as(whole))
+
+    def _part(self, whole: nn.Parameter) -> nn.Parameter:
+        if whole not in self._parts:
+            self._parts[whole] = nn.Parameter(self._cut(whole.detach()), requires_grad=whole.requires_grad)
+        return self._parts[whole]
+
+    def _cut(self, whole: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            self._rows(whole),
+            self._mesh,
+            [Shard(0) if whole.ndim else Replicate()],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def _rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows, in `Shard(0)`'s division: equally many per rank, but for the last ones."""
+        if whole.ndim == 0:
+            return whole
+        each = -(-len(whole) // self._mesh.size())
+        first = min(self._mesh.get_local_rank() * each, len(whole))
+        return whole[first : first + each]
+
+
+def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: float) -> torch.Tensor:
+    """Return the norm of all gradients, whole or sharded over all ranks. All ranks must call this."""
+    cut, whole = [], []
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        if not isinstance(gradient, DTensor):
+            whole.append(gradient)
+        elif any(isinstance(placement, Shard) for placement in gradient.placements):
+            cut.append(gradient.to_local())
+        else:
+            whole.append(gradient.to_local())
+    of_cut, of_whole = (
+        torch.nn.utils.get_total_norm(gradients, norm_type=p).to(device, torch.float32)
+        for gradients in (cut, whole)
+    )
+    if p == float("inf"):
+        dist.all_reduce(of_cut, op=dist.ReduceOp.MAX)
+        return torch.maximum(of_cut, of_whole)
+    powers = of_cut**p
+    dist.all_reduce(powers)
+    return torch.pow(powers + of_whole**p, 1 / p)
+
+
+def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Check that optimizers hold the module's current parameters, not those from before sharding.
+
+    Raises:
+        UserError: an optimizer holds another parameter.
+    """
+    own = set(module.parameters())
+    for optimizer in optimizers:
+        for parameter in _parameters(optimizer):
+            if parameter not in own:
+                raise UserError(
+                    f"{type(module).__name__}.configure_optimizers() returned a {type(optimizer).__name__} "
+                    f"with a parameter of shape {tuple(parameter.shape)} that the module does not have. "
+                    "Parameters are cut into parts before that is called: make the optimizer there, of "
+                    "self.parameters()."
+                )
+
+
+def _holds(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> bool:
+    return any(part is parameter for parameter in _parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _buckets(tensors: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield groups of tensors of one dtype and device, each up to the limit."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        bucket: list[nn.Parameter] = []
+        for tensor in alike:
+            if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > limit_bytes:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket

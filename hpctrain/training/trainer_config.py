@@ -1,0 +1,294 @@
+"""Settings of a training, validated when they are set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.errors import UserError
+from hpctrain.telemetry.loggers import Logger, find_loggers
+from hpctrain.training.algorithms import Algorithm, find_algorithm
+from hpctrain.training.algorithms.base import AllReduce
+from hpctrain.training.base.device_selection import Devices, parse_devices
+from hpctrain.training.base.precision import canonical_precision
+from hpctrain.training.callbacks import Callback
+from hpctrain.training.setting_names import canonical_settings
+from hpctrain.training.strategies import find_strategy
+from hpctrain.training.strategies.strategy_registry import resolve_auto
+
+#: In-memory folder of a node, on Linux.
+_SHARED_MEMORY = Path("/dev/shm")
+
+#: Settings that are integers of at least 1; all but `global_batch_size` may be None.
+_COUNTS = (
+    "max_steps",
+    "max_epochs",
+    "global_batch_size",
+    "lr_reference_batch_size",
+    "micro_batch_size",
+    "keep_last",
+    "keep_every",
+    "log_every",
+    "prefetch_factor",
+)
+
+
+class _AcceptsAliases(type):
+    """Metaclass of settings that may be given under the names of other trainers."""
+
+    def __call__(cls, **given: Any) -> Any:
+        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        return super().__call__(**canonical_settings(given, names))
+
+
+@dataclass(kw_only=True)
+class TrainerConfig(metaclass=_AcceptsAliases):
+    """The settings of a `Trainer`.
+
+    Raises:
+        UserError: a setting is out of its range or unknown, or neither or both of `max_steps` and
+            `max_epochs` are given.
+    """
+
+    max_steps: int | None = None
+    """Optimizer steps after which training ends."""
+    max_epochs: int | None = None
+    """Epochs after which training ends; instead of `max_steps`."""
+    global_batch_size: int = 32
+    """Samples per optimizer step, summed over all ranks; the same for any number of ranks."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Maximum samples per forward and backward pass of a rank.
+
+    The rank accumulates gradients over its share of a batch, so the gradient is the same. `auto` finds the
+    largest size that fits into GPU memory; None takes the whole share.
+    """
+    strategy: str = "auto"
+    """Name of the parallel strategy, from docs/strategies.md. `auto` uses the job's choice, or else `ddp`."""
+    algorithm: str | Algorithm = "allreduce"
+    """Gradient synchronization of `ddp`.
+
+    `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`, `decentralized`,
+    `low_precision_decentralized`, `async`, `local_sgd`; one with arguments; or your own.
+    """
+    bucket_cap_mb: float | None = None
+    """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`.
+
+    None is torch's default: 25, after a first bucket of 1.
+    """
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way; torch does not check it.
+
+    With `ddp`, `ddp_spawn`, `ddp2` and `zero1`, buckets then follow the order in which gradients become
+    ready.
+    """
+    find_unused_parameters: bool = False
+    """Allow steps that do not use all parameters.
+
+    `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod` then search for unused ones in every step, which takes
+    time. The other strategies need no search.
+    """
+    devices: Devices | None = None
+    """Devices for training without a launcher; ignored if Slurm or another launcher assigned them.
+
+    A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free ones. Several devices
+    start a process each, except with `dp`. None is one device, and `auto` with `ddp_spawn` and `dp`.
+    """
+    precision: str = "32"
+    """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
+
+    The mixed ones compute the forward pass in bfloat16 or float16, with weights in float32. `bf16-true` uses
+    bfloat16 for weights and everything else.
+    """
+    gradient_clip_norm: float | None = None
+    """Maximum norm over all gradients; larger ones are scaled down.
+
+    The norm before clipping is logged as `grad_norm`.
+    """
+    gradient_clip_value: float | None = None
+    """Maximum absolute value of each gradient element; larger ones are clipped."""
+    lr_reference_batch_size: int | None = None
+    """Batch size that the learning rate was tuned for; the rate is scaled to `global_batch_size`."""
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
+    """Scale the rate by the ratio of the batch sizes, as fits SGD, or by its square root, as fits Adam."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises: from the configured rate if it is scaled up, else from 0."""
+    recompute: Sequence[str] = ()
+    """Submodules whose activations the backward pass recomputes.
+
+    Names as in `named_modules`, such as `blocks.*`.
+    """
+    compile: bool | Mapping[str, Any] = False
+    """Compile the module's steps with `torch.compile`; a mapping gives its arguments."""
+    checkpoint_every: int | Literal["auto"] | None = "auto"
+    """Steps between checkpoints; a stop and the end of training always save.
+
+    `auto` balances the cost of saving against the work that an interruption loses.
+    """
+    checkpoint_async: bool = True
+    """Continue training while a checkpoint is written; only the copy of the state blocks training."""
+    keep_last: int = 3
+    """Number of newest checkpoints to keep."""
+    keep_every: int | None = None
+    """Also keep checkpoints whose step is a multiple of this."""
+    keep_best: int = 0
+    """Also keep this many of the best checkpoints by `monitor`; each validated state is then saved."""
+    monitor: str = "val_loss"
+    """Metric for `keep_best`: a name that `validation_step` or `training_step` returns."""
+    mode: Literal["min", "max"] = "min"
+    """`min` if a low `monitor` is better, `max` if a high one is."""
+    local_checkpoints: str | os.PathLike[str] | None = None
+    """Local tier: a fast folder on each node for checkpoints; `auto` takes /dev/shm, or else TMPDIR.
+
+    Checkpoints are copied from there to the run folder in the background.
+    """
+    validate_every: int | Literal["epoch"] | None = "epoch"
+    """Steps between validations, or `epoch` for the end of each epoch; training also ends with one."""
+    sanity_val_batches: int = 1
+    """Batches per rank to validate before the first step, so that an error in validation shows at once."""
+    callbacks: Sequence[Callback] = ()
+    """Callbacks, such as `EarlyStopping`."""
+    log_every: int = 1
+    """Steps between lines in `metrics.jsonl`."""
+    loggers: Sequence[str | Logger] = ()
+    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own."""
+    seed: int = 0
+    """Seed of initial weights, data order and dropout."""
+    record_samples: bool = False
+    """Write the indices of all trained samples to `samples/`."""
+    run_dir: str | os.PathLike[str] | None = None
+    """Output folder; the run folder by default. Without either, nothing is written."""
+    num_workers: int = 0
+    """Data workers per rank; 0 loads in the rank itself."""
+    prefetch_factor: int = 2
+    """Batches that each data worker prefetches."""
+    dataloader_timeout_s: float = 900.0
+    """Maximum wait for a batch from a data worker, in seconds."""
+    seed_samples: bool = True
+    """Seed the global random generators for each fetched sample.
+
+    Random transforms then depend on the sample alone. Costs some microseconds per sample.
+    """
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Function that makes a batch of samples; torch's default if None."""
+
+    def __post_init__(self) -> None:
+        if (self.max_steps is None) == (self.max_epochs is None):
+            raise UserError(
+                f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}; give one of the two."
+            )
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if name == "micro_batch_size" and value == "auto":
+                continue
+            if value is None and name != "global_batch_size":
+                continue
+            if type(value) is not int or value < 1:
+                raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"):
+            value = getattr(self, name)
+            if value is None and name != "dataloader_timeout_s":
+                continue
+            if not ((type(value) is int or isinstance(value, float)) and value > 0):
+                raise UserError(f"{name} is {value!r}; it must be a number above 0.")
+        if self.lr_scaling not in ("linear", "sqrt"):
+            raise UserError(f"lr_scaling is {self.lr_scaling!r}; give 'linear' or 'sqrt'.")
+        for name in ("warmup_steps", "sanity_val_batches", "num_workers"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise UserError(f"{name} is {value!r}; it must be a whole number of at least 0.")
+        if isinstance(self.recompute, str):
+            self.recompute = (self.recompute,)
+        if self.recompute and self.compile is not False:
+            raise UserError(
+                f"recompute is {self.recompute!r} and compile is {self.compile!r}: torch.compile decides by "
+                "itself what is computed again in the backward pass. Give one of the two."
+            )
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed!r}; it must be a whole number of at most 63 bits.")
+        if not isinstance(self.compile, (bool, Mapping)):
+            raise UserError(
+                f"compile is {self.compile!r}; give True, or a dict of torch.compile's arguments."
+            )
+        if isinstance(self.compile, Mapping):
+            _check_arguments("compile", self.compile, torch.compile)
+        if isinstance(self.callbacks, Callback):
+            self.callbacks = (self.callbacks,)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(f"callbacks has {callback!r}, which is no hpctrain.Callback.")
+        if type(self.keep_best) is not int or self.keep_best < 0:
+            raise UserError(f"keep_best is {self.keep_best!r}; it must be a whole number of at least 0.")
+        if self.mode not in ("min", "max"):
+            raise UserError(f"mode is {self.mode!r}; give 'min' or 'max'.")
+        _check_every("checkpoint_every", self.checkpoint_every, "auto")
+        _check_every("validate_every", self.validate_every, "epoch")
+        self.loggers = find_loggers(self.loggers)
+        if self.strategy == "auto":
+            find_strategy(self.strategy, os.environ)
+            self.strategy = resolve_auto(os.environ)
+        if self.devices is not None:
+            parse_devices(self.devices)
+        self.precision = canonical_precision(self.precision)
+        strategy = find_strategy(self.strategy, os.environ)
+        strategy.check(self)
+        if self.bucket_cap_mb is not None and not strategy.has_buckets:
+            raise UserError(
+                f"bucket_cap_mb is {self.bucket_cap_mb!r}, which is for strategies 'ddp', 'ddp_spawn', "
+                f"'ddp2' and 'zero1', but strategy is {self.strategy!r}: it sends gradients in its own way."
+            )
+        if self.static_graph and (not strategy.has_buckets or self.find_unused_parameters):
+            raise UserError(
+                f"static_graph is True, strategy is {self.strategy!r} and find_unused_parameters is "
+                f"{self.find_unused_parameters}: it is for 'ddp', 'ddp_spawn', 'ddp2' and 'zero1', where no "
+                "step leaves parameters out."
+            )
+        algorithm = find_algorithm(self.algorithm)
+        if type(algorithm) is not AllReduce and not strategy.has_algorithms:
+            raise UserError(
+                f"algorithm is {self.algorithm!r}, which is for strategies 'ddp' and 'ddp_spawn', but "
+                f"strategy is {self.strategy!r}: it has its own way to bring gradients together."
+            )
+        algorithm.check(self)
+
+    @property
+    def retention(self) -> Retention:
+        """Retention rules for checkpoints."""
+        return Retention(
+            last=self.keep_last,
+            every=self.keep_every,
+            best=self.keep_best,
+            mode=self.mode,
+        )
+
+    def second_tier(self, environ: Mapping[str, str]) -> Path | None:
+        """Return the folder of the local tier; None if it is not used."""
+        if self.local_checkpoints is None:
+            return None
+        if self.local_checkpoints != "auto":
+            return Path(self.local_checkpoints).absolute()
+        return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(environ.get("TMPDIR", "/tmp"))
+
+
+def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., Any]) -> None:
+    _, *parameters = signature(of).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for argument in arguments:
+        if argument not in known:
+            raise UserError(
+                f"{name} has {argument!r}, which torch.{of.__name__} does not take: {', '.join(known)}."
+            )
+
+
+def _check_every(name: str, value: object, word: str) -> None:
+    if value is None or value == word or (type(value) is int and value > 0):
+        return
+    raise UserError(f"{name} is {value!r}; give a number of steps of at least 1, {word!r} or None.")

@@ -1,0 +1,79 @@
+"""Checks of the house style that ruff does not have: docstrings, words, class names, folder sizes."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hpctrain"
+
+MAX_MODULES = 20
+#: One module a command is the clearest layout there.
+UNLIMITED = {PACKAGE / "cli"}
+
+FIRST_WORD = re.compile(r"(What|Whether|Which|Who|Whom|Whose|Whoever|Where|How|Of|Nobody|Somebody)\b")
+BANNED = re.compile(
+    r"\b(nobody|somebody|whoever|anew|alike|go(es)? on|went on|(is|are) (said|told)|hears? of|tells? of)\b",
+    re.IGNORECASE,
+)
+
+
+def main() -> int:
+    """Print every violation as FILE:LINE: MESSAGE; 1 if there is any."""
+    modules = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    problems = [
+        *_class_names(modules),
+        *_folder_sizes(),
+        *(problem for path, tree in modules.items() for problem in _docstrings(path, tree)),
+        *(problem for path in modules for problem in _words(path)),
+    ]
+    for path, line, message in problems:
+        print(f"{path.relative_to(ROOT)}:{line}: {message}")
+    return 1 if problems else 0
+
+
+def _class_names(modules: dict[Path, ast.Module]) -> Iterator[tuple[Path, int, str]]:
+    defined: dict[str, list[tuple[Path, int]]] = defaultdict(list)
+    for path, tree in modules.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].append((path, node.lineno))
+    for name, (first, *others) in defined.items():
+        for path, line in others:
+            if not name.startswith("_"):
+                yield path, line, f"class {name} is also defined in {first[0].relative_to(ROOT)}"
+
+
+def _folder_sizes() -> Iterator[tuple[Path, int, str]]:
+    for folder in (PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())):
+        count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        if count > MAX_MODULES and folder not in UNLIMITED:
+            yield folder, 1, f"{count} modules in one folder; at most {MAX_MODULES}: group them in packages"
+
+
+def _docstrings(path: Path, tree: ast.Module) -> Iterator[tuple[Path, int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if match := FIRST_WORD.match(text):
+                line = node.body[0].lineno
+                yield path, line, f"docstring starts with {match[1]!r}; use a noun phrase or an imperative"
+
+
+def _words(path: Path) -> Iterator[tuple[Path, int, str]]:
+    """Words to avoid in comments and docstrings. Messages are checked by their readers."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        is_prose = token.type == tokenize.COMMENT or token.string.startswith('"""')
+        if is_prose and (match := BANNED.search(token.string)):
+            yield path, token.start[0], f"{match[0]!r} is on the list of words to avoid (CONTRIBUTING.md)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

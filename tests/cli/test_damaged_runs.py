@@ -1,0 +1,231 @@
+"""Run folders that are damaged, or made to harm their readers: commands end, and only with errors of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from hpctrain.cli.main import cli
+from hpctrain.rundir import RunDir
+
+EVENTS = [
+    {"time": 1_764_000_000.0, "attempt": 0, "kind": "submitted", "job_id": "17", "backend": "local"},
+    {"time": 1_764_000_001.0, "attempt": 0, "kind": "started", "nodes": 1, "world_size": 2, "hosts": ["n1"]},
+    {"time": 1_764_000_002.0, "attempt": 0, "kind": "resumed", "step": 2, "broken": ["bad"], "seconds": 0.5},
+    {"time": 1_764_000_004.0, "attempt": 0, "kind": "checkpoint", "step": 4, "path": "c", "tier": "local"},
+    {"time": 1_764_000_005.0, "attempt": 0, "kind": "straggler", "rank": 1, "host": "n1", "ratio": 1.5},
+    {
+        "time": 1_764_000_006.0,
+        "attempt": 0,
+        "kind": "failure",
+        "rank": 0,
+        "host": "n1",
+        "cause": "x",
+        "log": "l",
+    },
+    {"time": 1_764_000_006.0, "attempt": 0, "kind": "excluded", "hosts": ["n1"], "reason": "x"},
+    {
+        "time": 1_764_000_007.0,
+        "attempt": 0,
+        "kind": "requeue",
+        "seconds": 3.0,
+        "by": "slurm",
+        "class": "killed",
+    },
+    {"time": 1_764_000_008.0, "attempt": 0, "kind": "seen", "job_id": "17", "job_state": "FAILED"},
+    {
+        "time": 1_764_000_009.0,
+        "attempt": 0,
+        "kind": "finished",
+        "state": "FAILED",
+        "exit_code": 4,
+        "cause": "x",
+    },
+]
+METRICS = [
+    {"step": 3, "loss": 0.5, "time": 1_764_000_003.0, "attempt": 0, "last_step": 9, "spent": {"all": 0.5}},
+    {"step": 4, "loss": 0.4, "time": 1_764_000_004.0, "attempt": 0, "last_step": 9, "spent": {"data": 0.1}},
+]
+FAILURE = {"rank": 0, "host": "n1", "error": "E", "message": "m", "traceback": "t", "log": "l"}
+SPEC = {
+    "script": "/x/train.py",
+    "workdir": "/x",
+    "args": ["a"],
+    "nodes": 1,
+    "time_limit_s": 60,
+    "env": {"A": "b"},
+}
+
+COMMANDS = [
+    ["status", "r"],
+    ["status", "r", "--json"],
+    ["logs", "r"],
+    ["logs", "r", "--errors"],
+    ["report", "r", "--json"],
+    ["report", "r", "--format", "md"],
+    ["report", "r"],
+    ["top", "r", "--once"],
+    ["wait", "r", "--timeout", "0"],
+    ["checkpoints", "r", "--verify"],
+    ["list"],
+]
+#: Objects in place of a regular file.
+ODD: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+def text_of(records: list[dict]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def write_run(runs: Path, name: str = "r") -> RunDir:
+    """A run that has failed, with one file of each kind."""
+    run = RunDir(runs / name)
+    for folder in (run.attempt_logs(0), run.failures, run.telemetry(0).parent):
+        folder.mkdir(parents=True)
+    contents = {
+        run.spec: json.dumps(SPEC),
+        run.events: text_of(EVENTS),
+        run.metrics: text_of(METRICS),
+        run.environment: text_of([{"args": "--a b", "attempt": 0, "time": 1_764_000_001.0}]),
+        run.telemetry(0): text_of([{"time": 1_764_000_002.0, "host": "n1", "gpu_util": [5.0]}]),
+        run.failure(0, 0): json.dumps(FAILURE),
+        run.rank_log(0, 0): "step\n",
+        run.log_times(0, 0): text_of([{"time": 1_764_000_002.0, "rank": 0, "bytes": 5}]),
+        run.slurm_log: "srun: x\n",
+    }
+    for path, content in contents.items():
+        path.write_text(content)
+    return run
+
+
+def call(runs: Path, *argv: str) -> Result:
+    """Run a command in this process, without Slurm. Only an exception of hpctrain's own is accepted."""
+    done = CliRunner(env={"PATH": "/nonexistent"}).invoke(cli, [*argv, "--runs-dir", str(runs)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise AssertionError(f"{argv}: {done.exception!r}") from done.exception
+    assert done.exit_code in (0, 1, 2, 3, 4), (argv, done.output)
+    return done
+
+
+def files_of(run: RunDir) -> list[Path]:
+    return sorted(path for path in run.path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("number", range(9))
+def test_what_is_no_file_ends_no_command(tmp_path, number, odd):
+    run = write_run(tmp_path)
+    path = files_of(run)[number]
+    path.unlink()
+    ODD[odd](path)
+    for argv in COMMANDS:
+        call(tmp_path, *argv)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"time": 1, "kind": "submitted"},
+        {"time": "x", "kind": "submitted", "job_id": "1", "backend": "local"},
+        {"time": 1, "kind": "submitted", "job_id": ["1"], "backend": "local"},
+        {"time": 1, "kind": "finished", "state": ["FAILED"]},
+        {"time": 1, "kind": "failure", "rank": {}, "cause": 5},
+        {"time": 10**400, "kind": "started", "nodes": "many"},
+        {"kind": "seen"},
+        {"kind": ["seen"]},
+    ],
+)
+def test_a_damaged_event_is_skipped_with_a_warning(tmp_path, damage, caplog):
+    run = write_run(tmp_path)
+    run.events.write_text(text_of([*EVENTS, damage]))
+    done = call(tmp_path, "status", "r", "--json")
+    assert json.loads(done.stdout)["state"] == "FAILED"
+    assert f"{run.events} has a damaged line" in caplog.text
+    for argv in COMMANDS:
+        assert call(tmp_path, *argv).exit_code in (0, 4), argv
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_damaged_run_hides_no_other(tmp_path, odd):
+    write_run(tmp_path, "good")
+    run = write_run(tmp_path, "bad")
+    run.events.unlink()
+    ODD[odd](run.events)
+    done = call(tmp_path, "list")
+    assert done.exit_code == 0
+    good, bad = sorted(done.stdout.splitlines(), reverse=True)
+    assert good.startswith("good  FAILED")
+    assert bad.startswith("bad   UNKNOWN")
+    assert f"{run.events} cannot be read: " in bad
+    cancelled = call(tmp_path, "cancel", "bad")
+    assert cancelled.exit_code == 1
+    assert str(run.events) in cancelled.stderr
+
+
+def test_metrics_that_cannot_be_read_leave_the_state_known(tmp_path, caplog):
+    run = write_run(tmp_path)
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)
+    status = json.loads(call(tmp_path, "status", "r", "--json").stdout)
+    assert (status["state"], status["step"], status["loss"]) == ("FAILED", None, None)
+    assert f"{run.metrics} cannot be read: Not a regular file." in caplog.text
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -1, 2**63, 253_402_300_800])
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["submitted", "started", "failure", "local", "slurm", "\x1b]0;x\x07", "\0", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@st.composite
+def damages(draw: st.DrawFn, content: bytes) -> bytes:
+    """The content of a file with a field of another type or none, cut, or replaced by random bytes."""
+    how = draw(st.sampled_from(["field", "field", "field", "cut", "bytes", "as it is"]))
+    if how == "cut":
+        return content[: draw(st.integers(0, len(content)))] + draw(st.sampled_from([b"", b"\n", b"\n{}\n"]))
+    if how == "bytes":
+        return draw(st.binary(max_size=60))
+    try:
+        records = [json.loads(line) for line in content.splitlines()]
+    except ValueError:
+        return content
+    for _ in range(draw(st.integers(1, 3)) if how == "field" else 0):
+        record = draw(st.sampled_from(records))
+        name = draw(st.sampled_from(sorted(record)))
+        if draw(st.booleans()):
+            record[name] = draw(values)
+        elif len(record) > 1:
+            del record[name]
+    return text_of(records).encode()
+
+
+# A failing example is not shrunk: each takes seconds, and what fails is told by the exception.
+@settings(
+    max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
+)
+@given(st.data())
+def test_garbage_in_a_run_folder_is_no_bug(tmp_path_factory, data):
+    runs = tmp_path_factory.mktemp("runs")
+    for path in files_of(write_run(runs)):
+        path.write_bytes(data.draw(damages(path.read_bytes()), label=path.name))
+    for argv in COMMANDS:
+        call(runs, *argv)

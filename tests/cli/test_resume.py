@@ -1,0 +1,105 @@
+"""`hpctrain resume`, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from helpers import wait_for
+
+from hpctrain.cli.main import cli
+from hpctrain.jobs.runs.run import Run
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+
+SCRIPT = """
+import os, sys
+print("arguments", sys.argv[1:], "world size", os.environ["WORLD_SIZE"], "color", os.environ.get("COLOR"))
+"""
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def invoke(*words: str) -> str:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_resume_repeats_the_submission_with_changed_options(workdir: Path) -> None:
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "--env=COLOR=red", "train.py", "--lr", "0.1")
+    invoke("wait", "a")
+    away = workdir / "elsewhere"
+    away.mkdir()
+    os.chdir(away)
+    document = json.loads(invoke("resume", "../runs/a", "--ntasks-per-node=2", "--env=COLOR=blue", "--json"))
+    assert document["run_dir"] == str(workdir / "runs/a")
+    invoke("wait", str(workdir / "runs/a"))
+    run = RunDir(workdir / "runs/a")
+    log = run.rank_log(1, 0).read_text()
+    assert "arguments ['--lr', '0.1'] world size 2 color blue" in log
+    assert JobSpec.load(run.spec).workdir == str(workdir)
+
+
+def refusal(*words: str) -> str:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+def test_resume_refuses_a_complete_run_without_changes(workdir: Path) -> None:
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
+    invoke("wait", "a")
+    run = RunDir(workdir / "runs/a")
+    run.metrics.write_text(json.dumps({"step": 40, "last_step": 40, "loss": 0.5}) + "\n")
+    for options in ((), ("--json",)):
+        assert "Run a is complete (step 40 of 40). Nothing to resume; raise max_steps" in refusal(
+            "resume", "a", *options
+        )
+    assert run.attempts() == [0]
+
+
+def test_resume_refuses_an_active_run(workdir: Path) -> None:
+    (workdir / "train.py").write_text("import time; time.sleep(60)")
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
+    try:
+        wait_for(lambda: RunDir(workdir / "runs/a").attempts(), 20, "the first attempt")
+        words = "Run a is still running. Cancel it first, or use `hpctrain requeue a`."
+        assert words in refusal("resume", "a")
+        assert words in refusal("resume", "a", "--nodes=2")
+    finally:
+        invoke("cancel", "a")
+        CliRunner().invoke(cli, ["wait", "a"])
+
+
+def test_resume_makes_no_wild_guess_for_an_unknown_option(workdir: Path) -> None:
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
+    invoke("wait", "a")
+    assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
+
+
+def test_resume_of_one_task_of_an_array(workdir: Path) -> None:
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "--array=0-1", "train.py")
+    invoke("wait", "a")
+    invoke("resume", "runs/a/task-1", "--env=COLOR=blue")
+    invoke("wait", "a")
+    assert [max(RunDir(workdir / f"runs/a/task-{index}").attempts()) for index in (0, 1)] == [0, 1]
+
+
+def test_new_runs_are_created_in_runs_dir(workdir: Path) -> None:
+    document = json.loads(invoke("submit", "--backend=local", "--runs-dir=experiments", "--json", "train.py"))
+    assert Path(document["run_dir"]).parent == workdir / "experiments"
+    invoke("wait", "--runs-dir=experiments", document["run_id"])
+
+
+def test_a_run_and_its_folder_have_a_short_repr() -> None:
+    run = Run(RunDir(Path("runs/x")), {"TOKEN": "secret"})
+    assert (repr(run), repr(run.dir), str(run.dir)) == ("Run('runs/x')", "RunDir('runs/x')", "runs/x")

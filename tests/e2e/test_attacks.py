@@ -1,0 +1,105 @@
+"""Another user of the node attacks a run: no code of theirs is run, and the run goes on to its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from e2e_runs import JOB, Run
+from helpers import assert_no_process_left, run_processes, wait_for
+
+from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
+
+ATTACKER = Path(__file__).with_name("attacker.py")
+SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
+
+
+@contextmanager
+def attacker(how: str, file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of the user `nobody`, if this one may start any."""
+    with subprocess.Popen(
+        [sys.executable, ATTACKER, how, file],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env={"PATH": os.environ["PATH"], "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def of_a_rank(run: Run, variable: str) -> str:
+    """A variable of the ranks' environment, as soon as one of them has been started."""
+
+    def find() -> str | None:
+        return next((p.environ[variable] for p in run_processes(run.path) if variable in p.environ), None)
+
+    return wait_for(find, 60, f"a rank with {variable}", 0.01)
+
+
+@pytest.mark.parametrize("how", ["store", "addresses", pytest.param("group", marks=pytest.mark.long)])
+def test_a_stranger_in_the_place_of_a_rank_runs_no_code_and_the_run_goes_on(tmp_path_factory, how):
+    folder = tmp_path_factory.mktemp("evil")
+    evil = folder / "evil"
+    folder.chmod(0o777)
+    run = Run(tmp_path_factory.mktemp("run") / "run", {})
+    with attacker(how, evil) as process:
+        run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), "--epochs", "1")
+        assert process.stdin is not None
+        process.stdin.write(f"{of_a_rank(run, 'MASTER_PORT')}\n")
+        process.stdin.flush()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sent\n"
+        assert run.wait() == 0
+    assert not evil.exists()
+    assert run.events("finished")[0]["state"] == "COMPLETED"
+    failures = run.events("failure")
+    if how == "store":
+        (failure,) = failures
+        assert failure["class"] == "unauthenticated"
+        assert "was written by a process that does not have the secret of this run" in failure["cause"]
+        assert "store at 127.0.0.1:" in failure["cause"]
+        if os.geteuid() == 0:
+            assert "users connected to it from this node: nobody (uid 65534)" in failure["cause"]
+    if how == "addresses":
+        (failure,) = failures
+        assert failure["class"] == "unauthenticated"
+        assert "the store's entry 'hpctrain/0/0//cpu//0/" in failure["cause"]
+    # Either process may win the race for the place in the group.
+    assert {failure["class"] for failure in failures} <= {"unauthenticated", "nccl", "signal", "hang"}
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+def test_hangs_are_found_after_a_stranger_has_talked_to_the_supervisor(tmp_path):
+    run = Run(tmp_path / "run", {})
+    options = ["--hang-timeout", "3", "--run-dir", str(run.path)]
+    job = [str(JOB), "--hang", "loop", "--checkpoint-every", "100", "--epochs", "1"]
+    run.hpctrain("submit", *SHAPE, *options, *job)
+    address, port, _ = of_a_rank(run, SUPERVISOR_ADDRESS_VARIABLE).rsplit(":", 2)
+    strangers = []
+    for data in (b"[" * 60_000 + b"\n", b"x" * 1_000_000, b'{"token": ', *[b""] * 300):
+        connection = socket.create_connection((address, int(port)), timeout=10)
+        with suppress(OSError):
+            connection.sendall(data)
+        strangers.append(connection)
+    time.sleep(0.1)
+    assert run.wait() == 0
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["rank"]) == ("hang", 1)
+    assert "was refused: a line of more than" in run.dir.supervisor_log.read_text()
+    for connection in strangers:
+        connection.close()
+    assert_no_process_left(run.path)

@@ -1,0 +1,152 @@
+"""Clocks jump by minutes and hours, forward and backward, while a run trains and between its attempts.
+
+The clock of the machine stays as it is: processes of the run get another `time.time` and `time.monotonic`.
+Times of files do not follow, as on a file server with a clock of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_runs import JOB, Run, assert_undisturbed, submit
+from helpers import assert_no_process_left, environment, run_command
+
+CLOCKS = Path(__file__).with_name("clocks")
+REPOSITORY = Path(__file__).parents[2]
+SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
+HOUR_S = 3600.0
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Clock:
+    """The wall clock of the processes that run under `env`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "clock"
+        self.env = {
+            "TEST_CLOCK": str(self._path),
+            "PYTHONPATH": os.pathsep.join(map(str, (CLOCKS, REPOSITORY))),
+        }
+        self.set(0)
+
+    def set(self, seconds: float) -> None:
+        new = self._path.with_name("clock.new")
+        new.write_text(str(seconds))
+        new.rename(self._path)
+
+
+@pytest.fixture
+def clock(tmp_path) -> Clock:
+    return Clock(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", {}, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+def assert_accounted(run: Run) -> None:
+    """The report accounts for all of the time, and no part of it is negative."""
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    parts = [part["us"] for part in report["ledger"]]
+    assert min(parts) >= 0
+    assert sum(parts) == report["wall_us"]
+    assert 0 <= report["ettr"] <= 1
+
+
+def look(run: Run) -> None:
+    """Each command that shows the run works, whatever its own clock says."""
+    for words in (
+        ["status", str(run.path)],
+        ["list"],
+        ["logs", str(run.path)],
+        ["checkpoints", str(run.path)],
+    ):
+        run.hpctrain(*words)
+    run.hpctrain("top", "--once", str(run.path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "jumps", [(90, -90, 300), (3 * HOUR_S, -2 * HOUR_S, 0), (-24 * HOUR_S, 48 * HOUR_S, -1)]
+)
+def test_the_wall_clock_jumps_while_a_run_trains(reference, clock, tmp_path, jumps):
+    options = ["--hang-timeout", "20"]
+    run = submit(tmp_path / "run", clock.env, SHAPE, options=options, step_s=0.15, slow_attempts=2)
+    for step, seconds in zip((8, 16, 30), jumps, strict=True):
+        run.wait_for_step(step)
+        clock.set(seconds)
+        look(run)
+        if step == 16:
+            run.kill_rank(1)
+    assert run.wait() == 0
+    assert_undisturbed(run, reference)
+    (failure,) = run.events("failure")
+    assert failure["rank"] == 1
+    assert "SIGKILL" in failure["cause"]
+    assert len(run.events("restart")) == 1
+    look(run)
+    assert_accounted(run)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [-5 * HOUR_S, 5 * HOUR_S])
+def test_the_wall_clock_jumps_between_two_submissions(reference, clock, tmp_path, seconds):
+    run = submit(tmp_path / "run", clock.env, SHAPE, step_s=0.1)
+    run.wait_for_step(14)
+    run.hpctrain("cancel", str(run.path))
+    run.wait()
+    clock.set(seconds)
+    assert run.status()["state"] == "CANCELLED"
+    submit(run.path, clock.env, SHAPE, step_s=0.0)
+    assert run.wait() == 0
+    assert run.status()["state"] == "COMPLETED"
+    assert_undisturbed(run, reference)
+    assert_accounted(run)
+
+
+@pytest.mark.long
+def test_a_hang_is_found_between_hosts_with_other_monotonic_clocks(clock, tmp_path):
+    """And only that; a host counts its monotonic clock from its own start."""
+    run = Run(tmp_path / "run", clock.env)
+    options = [*SHAPE, "--hang-timeout", "3", "--run-dir", str(run.path), str(JOB)]
+    run.hpctrain("submit", *options, "--checkpoint-every", "6", "--hang", "loop", "--epochs", "2")
+    run.wait_for_step(4)
+    clock.set(-HOUR_S)
+    assert run.wait() == 0
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["rank"]) == ("hang", 1)
+
+
+@pytest.fixture
+def later_boot() -> Iterator[list[str]]:
+    """Words that run a command in a namespace whose monotonic clock is a week ahead."""
+    words = ["unshare", "--time", "--monotonic", "604800", "--boottime", "604800", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*words, "true"], capture_output=True).returncode:
+        pytest.skip("no time namespace can be made here")
+    return words
+
+
+@pytest.mark.long
+def test_a_run_goes_on_after_a_boot(reference, later_boot, tmp_path):
+    """Another boot is another monotonic clock, for each process of the second submission."""
+    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
+    run.wait_for_step(14)
+    run.hpctrain("cancel", str(run.path))
+    run.wait()
+    words = ["submit", *SHAPE, "--run-dir", str(run.path), str(JOB), "--checkpoint-every", "6"]
+    run_command([*later_boot, sys.executable, "-m", "hpctrain", *words], environment())
+    assert run.wait() == 0
+    assert_undisturbed(run, reference)
+    assert_accounted(run)

@@ -1,0 +1,204 @@
+"""Fork bombs, no room for temporary files, few file descriptors, a closed terminal, a deleted script."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from e2e_runs import Run
+from helpers import assert_no_process_left, environment, mounted_disk, run_command, run_processes, wait_for
+
+OPTIONS = ["--backend", "local", "--ntasks-per-node", "1", "--no-code-snapshot"]
+#: Processes and threads that a namespace of a test has room for.
+_MOST_PROCESSES = 450
+
+BOMB = """
+import os, sys, time
+children = 0
+try:
+    for children in range(500):
+        if os.fork() == 0:
+            if sys.argv[1] == "sessions":
+                os.setsid()
+            time.sleep(600)
+            os._exit(0)
+except BlockingIOError:
+    print("no child after", children, flush=True)
+    if sys.argv[1] == "raises":
+        raise
+open(os.environ["HPCTRAIN_RUN_DIR"] + "/full", "w").close()
+time.sleep(2 if sys.argv[1] == "ends" else 600)
+"""
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
+
+
+def started(
+    folder: Path, script: str, *words: str, env: dict[str, str] | None = None, name: str = "run"
+) -> Run:
+    """A run of a script, which was submitted."""
+    (folder / "train.py").write_text(script)
+    run = Run(folder / name, env or {})
+    run.hpctrain("submit", *OPTIONS, "--run-dir", str(run.path), str(folder / "train.py"), *words)
+    return run
+
+
+@contextmanager
+def few_processes(folder: Path, script: str, *words: str) -> Iterator[Run]:
+    """A run in a namespace of its own, with little room for processes, all of which end with the block."""
+    if os.geteuid():
+        pytest.skip("a namespace of processes takes root")
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    limit = f"echo {_MOST_PROCESSES} > /proc/sys/kernel/pid_max"
+    before = Path("/proc/sys/kernel/pid_max").read_text()
+    probe = [*inside, "sh", "-c", f"{limit} && cat /proc/sys/kernel/pid_max"]
+    # Kernels before 6.14 have one such limit for all: it is not to be touched there.
+    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) < (6, 14):
+        pytest.skip("this kernel has no limit on the processes of a namespace")
+    done = run_command(probe, check=False)
+    assert Path("/proc/sys/kernel/pid_max").read_text() == before
+    if done.returncode:
+        pytest.skip(f"no namespace of processes can be made here: {done.stderr}")
+    (folder / "train.py").write_text(script)
+    run = Run(folder / "run", {})
+    # The namespace's own processes are not to look like those of the run.
+    submit = [sys.executable, "-m", "hpctrain", "submit", *OPTIONS, "--run-dir", "run", "train.py", *words]
+    # The shell also reaps the orphans of the namespace, as any init does.
+    line = f'{limit}; "$@"; sleep 600; true'
+    with subprocess.Popen(
+        [*inside, "sh", "-c", line, "sh", *submit], env=environment(), cwd=folder
+    ) as process:
+        try:
+            yield run
+        finally:
+            process.kill()
+
+
+def supervisor(run: Run) -> int:
+    (found,) = (process.pid for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv)
+    return found
+
+
+def test_a_bomb_that_hits_the_limit_is_the_cause(tmp_path):
+    with few_processes(tmp_path, BOMB, "raises") as run:
+        wait_for(lambda: run.events("finished"), 300, "the end of the run")
+        (finished,) = run.events("finished")
+        assert finished["state"] == "FAILED"
+        assert "BlockingIOError" in finished["cause"]
+        assert_no_process_left(run.path)
+        assert run.status()["state"] == "FAILED"
+
+
+@pytest.mark.parametrize("how", ["stays", "sessions"])
+def test_a_run_is_cancelled_when_no_process_can_be_started(tmp_path, how):
+    """Also children that have left the session of their rank."""
+    with few_processes(tmp_path, BOMB, how) as run:
+        wait_for((run.path / "full").exists, 150, "all processes")
+        assert "no child after" in run.dir.rank_log(0, 0).read_text()
+        os.kill(supervisor(run), signal.SIGTERM)
+        wait_for(lambda: run.events("finished"), 300, "the end of the run")
+        assert_no_process_left(run.path)
+        assert run.events("finished")[-1]["state"] == "CANCELLED"
+        assert "Traceback" not in run.dir.supervisor_log.read_text()
+
+
+def test_children_of_a_script_that_has_ended_are_gone(tmp_path):
+    run = started(tmp_path, BOMB, "ends")
+    assert run.wait() == 0
+    assert_no_process_left(run.path)
+    assert run.status()["state"] == "COMPLETED"
+
+
+NAP = "import time\nfor i in range(40):\n    print('line', i, flush=True)\n    time.sleep(0.1)\n"
+
+
+def test_a_terminal_that_is_closed_while_it_follows_leaves_the_run_alone(tmp_path):
+    (tmp_path / "train.py").write_text(NAP)
+    run = Run(tmp_path / "run", {})
+    words = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "submit",
+        *OPTIONS,
+        "--follow",
+        "--run-dir",
+        str(run.path),
+        "train.py",
+    ]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(words[0], words, environment())
+    said = b""
+    while b"line 3" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0], 30, "the end of the command")
+    assert run.wait() == 0
+    assert "line 39" in run.dir.rank_log(0, 0).read_text()
+    assert_no_process_left(run.path)
+
+
+def test_a_script_that_is_deleted_after_it_was_submitted(tmp_path):
+    run = started(tmp_path, NAP)
+    (tmp_path / "train.py").unlink()
+    code = run.wait()
+    status = run.status()
+    if code:  # It was gone before it was read.
+        assert "train.py" in status["cause"]
+    again = run.hpctrain(
+        "submit", *OPTIONS, "--run-dir", str(run.path), str(tmp_path / "train.py"), check=False
+    )
+    assert again.returncode == 2
+    assert "train.py" in again.stderr
+    assert_no_process_left(run.path)
+
+
+def test_a_copied_script_outlives_its_deletion(tmp_path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "train.py").write_text(NAP)
+    run_command(["git", "init", "--quiet", repository])
+    run = Run(tmp_path / "run", {})
+    options = [*OPTIONS[:-1], "--run-dir", str(run.path), str(repository / "train.py")]
+    run.hpctrain("submit", *options)
+    shutil.rmtree(repository)
+    assert run.wait() == 0, run.story()
+
+
+def test_a_full_folder_for_temporary_files(tmp_path):
+    with mounted_disk(tmp_path / "tmp", "size=64k") as disk:
+        with suppress(OSError):
+            (disk / "filler").write_bytes(bytes(1 << 17))
+        assert shutil.disk_usage(disk).free == 0
+        run = started(tmp_path, NAP, env={"TMPDIR": str(disk)})
+        assert run.wait() == 0, run.story()
+        run.hpctrain("report", str(run.path), "--json")
+        assert_no_process_left(run.path)
+
+
+def test_few_file_descriptors(tmp_path):
+    (tmp_path / "train.py").write_text(NAP)
+    run = Run(tmp_path / "run", {})
+    submit = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "submit",
+        *OPTIONS,
+        "--run-dir",
+        run.path,
+        tmp_path / "train.py",
+    ]
+    run_command(["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *submit])
+    assert run.wait() == 0, run.story()
+    assert_no_process_left(run.path)

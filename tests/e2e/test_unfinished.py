@@ -1,0 +1,107 @@
+"""COMPLETED means complete: a run whose training began and did not return is continued, or has failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_runs import Run, preempt
+from helpers import assert_no_process_left
+
+SCRIPT = Path(__file__).with_name("ends_early.py")
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def end_of(path: Path, how: str, tasks: int = 1) -> Run:
+    run = Run(path / "run", {})
+    shape = ["--backend", "local", "--no-code-snapshot", "--ntasks-per-node", str(tasks)]
+    run.hpctrain("submit", *shape, "--run-dir", str(run.path), str(SCRIPT), how)
+    run.wait()
+    assert_no_process_left(run.path)
+    return run
+
+
+def finished(run: Run) -> tuple[str, str | None]:
+    (event,) = run.events("finished")
+    return event["state"], event["cause"]
+
+
+def test_a_script_that_swallows_the_stop_is_continued(tmp_path):
+    run = end_of(tmp_path, "swallowed", tasks=2)
+    assert finished(run) == ("COMPLETED", None)
+    assert [stop["saved"] for stop in run.events("signal")] == [True]
+    assert len(run.events("requeue")) == 1
+    assert sorted(run.losses()) == list(range(1, 11))
+
+
+def test_a_script_that_leaves_without_python_has_failed(tmp_path):
+    run = end_of(tmp_path, "os._exit")
+    state, cause = finished(run)
+    assert state == "FAILED"
+    assert "exit code 0 before Trainer.fit() returned, after step " in cause
+    assert " of 10: To end a training early" in cause
+    assert [event["class"] for event in run.events("failure")] == ["unfinished"]
+    assert run.events("restart") == []
+    assert list((run.path / "unfinished").iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["sys.exit", "os._exit of rank 1", "break"])
+def test_a_script_that_ends_in_its_training_has_failed(tmp_path, how):
+    run = end_of(tmp_path, how, tasks=2)
+    state, cause = finished(run)
+    assert state == "FAILED"
+    assert "exit code 0 before " in cause
+    assert {event["class"] for event in run.events("failure")} == {"unfinished"}
+    assert ("rank 1 " in cause) or how != "os._exit of rank 1"
+
+
+@pytest.mark.long
+def test_an_exception_that_the_script_caught_is_treated_as_if_it_had_not(tmp_path):
+    run = end_of(tmp_path, "caught")
+    state, cause = finished(run)
+    assert state == "FAILED"
+    assert "ValueError: bad data (the script caught this; " in cause
+    assert [event["class"] for event in run.events("failure")] == ["python", "python"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["end", "validate", "loop"])
+def test_a_training_that_returns_is_complete_and_so_is_a_script_without_one(tmp_path, how):
+    run = end_of(tmp_path, how)
+    assert finished(run) == ("COMPLETED", None)
+    if how != "validate":
+        # Nothing is left to train.
+        run.hpctrain(
+            *("submit", "--backend", "local", "--no-code-snapshot", "--ntasks-per-node", "1"),
+            *("--run-dir", str(run.path), str(SCRIPT), how),
+        )
+        run.wait()
+        assert [event["state"] for event in run.events("finished")] == ["COMPLETED"] * 2
+
+
+@pytest.mark.long
+def test_a_script_that_swallows_a_preemption_by_slurm_is_continued(slurm, tmp_path):
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain(
+        *("submit", "--nodes", "2", "--ntasks-per-node", "1", "--no-code-snapshot", "--time", "30"),
+        *("--run-dir", str(run.path), str(SCRIPT), "slow and swallowed"),
+    )
+    run.wait_for_step(3)
+    preempt(run.env)
+    assert run.wait() == 0
+    assert finished(run) == ("COMPLETED", None)
+    assert run.events("signal")
+    assert sorted(run.losses()) == list(range(1, 11))
+
+
+@pytest.mark.long
+def test_a_script_that_leaves_without_python_on_slurm_has_failed(slurm, tmp_path):
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain(
+        *("submit", "--nodes", "2", "--ntasks-per-node", "1", "--no-code-snapshot", "--time", "30"),
+        *("--run-dir", str(run.path), str(SCRIPT), "os._exit"),
+    )
+    assert run.wait() == 4
+    assert "exit code 0 before Trainer.fit() returned, after step " in finished(run)[1]

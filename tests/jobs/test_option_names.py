@@ -1,0 +1,120 @@
+"""Options of `submit` under the names of sbatch, torchrun and submitit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.main import cli
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.extra_directives import explain_foreign
+from hpctrain.jobs.options.resolved_options import resolve_options
+from hpctrain.jobs.options.table import all_options, option_aliases
+
+
+def settle(tmp_path: Path, given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    environ = {"HOME": str(tmp_path), "HPCTRAIN_SITE_CONFIG": ""}
+    return dict(resolve_options(given, cwd=tmp_path, environ=environ, **more).options)
+
+
+def test_no_alias_is_the_name_of_an_option_or_used_twice() -> None:
+    given = [alias for option in all_options().values() for alias in option.about.aliases]
+    assert len(given) == len(set(given))
+    assert not option_aliases().keys() & all_options().keys()
+
+
+@pytest.mark.parametrize("words", [["-N", "2"], ["--nnodes", "2"], ["--num-nodes=2"], ["--nodes", "2"]])
+def test_aliases_work_on_the_command_line(words: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    result = CliRunner().invoke(cli, ["submit", "--backend=local", *words, "--dry-run", str(script)])
+    assert result.exit_code == 0, result.output
+    assert "#SBATCH --nodes=2\n" in result.stdout
+
+
+def test_aliases_work_in_python_and_files(tmp_path: Path) -> None:
+    (tmp_path / "hpctrain.yaml").write_text("walltime: 30\nhang_limit: 60\n")
+    found = settle(
+        tmp_path, {"tasks_per_node": 2}, assignments=["warm_workers=never", "restart.oom.retries=3"]
+    )
+    assert found["ntasks_per_node"] == 2
+    assert int(found["time"]) == 30
+    assert found["hang_timeout"] == 60
+    assert found["standby_workers"] == "never"
+    assert found["restart_policy"] == {"oom.retries": "3"}
+
+
+def test_a_negated_alias_is_the_option(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    result = CliRunner().invoke(cli, ["submit", "--no-snapshot", "--show-config", str(script)])
+    assert "code_snapshot  " in result.output
+    assert "false" in next(line for line in result.output.splitlines() if line.startswith("code_snapshot "))
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"),
+    [
+        ("--gpus", "Use --gpus-per-node"),
+        ("-G", "Use --gpus-per-node"),
+        ("--output", "--run-dir"),
+        ("--hint", "Use --sbatch hint=VALUE"),
+        ("--hold", "Use --sbatch hold."),
+        ("-m", "No such option '-m'. Modules are not supported yet; give the path of the script."),
+        ("--wandb", "loggers='wandb'"),
+        ("--master-port", "hpctrain chooses"),
+    ],
+)
+def test_foreign_options_are_explained_before_any_guess(flag: str, advice: str) -> None:
+    result = CliRunner().invoke(cli, ["submit", flag, "1", "train.py"])
+    assert result.exit_code == 2
+    assert advice in result.output
+    assert "Did you mean" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--bogus", "`hpctrain submit --help` lists the options."),
+        ("--gpu-per-node", "Did you mean '--gpus-per-node'?"),
+    ],
+)
+def test_only_a_close_option_is_suggested(flag: str, hint: str) -> None:
+    result = CliRunner().invoke(cli, ["submit", flag, "1", "train.py"])
+    assert result.exit_code == 2
+    assert result.output.endswith(f"Error: No such option {flag!r}. {hint}\n")
+
+
+@pytest.mark.parametrize("flag", ["--ntasks_per_node", "--nproc_per_node"])
+def test_options_may_have_underscores(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["submit", "--show-config", "--json", f"{flag}=3", "--name=a_b", "train_it.py"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    values = {row["option"]: row["value"] for row in json.loads(result.stdout)}
+    assert (str(values["ntasks_per_node"]), values["name"]) == ("3", "a_b")
+
+
+def test_a_command_is_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["submit", "--backend=local", "--", "env", "train.py"])
+    assert result.exit_code == 2
+    assert "'env' is a command. Commands are not supported yet; give the path of the script." in result.output
+
+
+def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"no option 'gpus_per_task'. Use --gpus-per-node: each rank has one GPU"
+    ):
+        settle(tmp_path, {"gpus_per_task": 1})
+    assert explain_foreign("no-such-option") == ""
+
+
+@pytest.mark.parametrize(("alias", "command"), [("ls", "list"), ("stop", "cancel"), ("tail", "logs")])
+def test_commands_have_aliases(alias: str, command: str) -> None:
+    result = CliRunner().invoke(cli, [alias, "--help"])
+    assert result.output.startswith(f"Usage: cli {command} ")

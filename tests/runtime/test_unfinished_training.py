@@ -1,0 +1,161 @@
+"""A script that ends with exit code 0 while a training is under way is not complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import environment
+
+from hpctrain.rundir import RunDir
+from hpctrain.runtime import unfinished_training
+from hpctrain.runtime.unfinished_training import TrainingMarker
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURMD_NODENAME": "n1",
+    "HPCTRAIN_ATTEMPT": "4",
+}
+HEAD = """
+import os, sys
+from hpctrain.runtime.unfinished_training import TrainingMarker
+training = TrainingMarker("Trainer.fit()", "/data", os.environ)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_has_begun(monkeypatch):
+    monkeypatch.setattr(unfinished_training, "_unfinished", {})
+    monkeypatch.setattr(unfinished_training, "_has_left", False)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
+def variables(run: RunDir) -> dict[str, str]:
+    return {"HPCTRAIN_RUN_DIR": str(run.path), "HPCTRAIN_ATTEMPT": "4", "RANK": "1"}
+
+
+def of(run: RunDir, folder: str = "/data") -> TrainingMarker:
+    return TrainingMarker("Trainer.fit()", folder, variables(run))
+
+
+def end_of(run: RunDir, text: str) -> int:
+    script = run.path.parent / "script.py"
+    script.write_text(HEAD + text)
+    command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps([str(script)])]
+    env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path)})
+    return subprocess.run(command, env=env, timeout=60).returncode
+
+
+def failure(run: RunDir) -> dict:
+    return json.loads(run.failure(4, 1).read_text())
+
+
+def test_a_training_has_a_file_until_it_returns(run):
+    with of(run) as training:
+        training.ends_at(10)
+        (path,) = run.unfinished_files(4)
+        assert json.loads(path.read_text()) == {"what": "Trainer.fit()", "last_step": 10}
+        assert unfinished_training.find_unfinished_training() is not None
+    assert run.unfinished_files(4) == []
+    assert unfinished_training.find_unfinished_training() is None
+
+
+def test_an_exception_leaves_the_file_and_what_it_said(run):
+    training = of(run)
+    training.step, training.last_step = 4, 10
+    with pytest.raises(ValueError, match="bad"), training:
+        raise ValueError("bad data")
+    assert len(run.unfinished_files(4)) == 1
+    record = unfinished_training.find_unfinished_training()
+    assert (record["kind"], record["error"]) == ("exception", "ValueError")
+    assert record["message"].startswith("bad data (the script caught this; ")
+    assert record["message"].endswith("before Trainer.fit() returned, after step 4 of 10)")
+
+
+def test_a_second_try_in_the_same_folder_takes_the_place_of_the_first(run):
+    with pytest.raises(MemoryError), of(run):
+        raise MemoryError
+    with of(run):
+        pass
+    assert unfinished_training.find_unfinished_training() is None
+    assert run.unfinished_files(4) == []
+
+
+def test_a_training_in_another_folder_settles_nothing(run):
+    with pytest.raises(MemoryError), of(run):
+        raise MemoryError
+    with of(run, "/other"):
+        pass
+    assert unfinished_training.find_unfinished_training()["error"] == "MemoryError"
+    assert len(run.unfinished_files(4)) == 1
+
+
+def test_after_a_stop_no_further_training_begins(run):
+    with pytest.raises(SystemExit), of(run):
+        raise SystemExit(75)
+    assert unfinished_training.has_left()
+    with pytest.raises(SystemExit) as leaving, of(run, "/other"):
+        pytest.fail("it has begun")
+    assert leaving.value.code == 75
+
+
+def test_without_a_run_there_is_no_file_and_a_stop_ends_one_training_only(tmp_path):
+    for _ in range(2):
+        with pytest.raises(SystemExit), TrainingMarker("Trainer.fit()", tmp_path, {}):
+            raise SystemExit(75)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_takes_no_file_ends_no_training(run):
+    (run.path / "unfinished").write_text("in the way")
+    with of(run) as training:
+        training.ends_at(3)
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit()"])
+def test_a_script_that_ends_in_a_training_has_failed(run, ends):
+    text = f"with training:\n    training.step = 4\n    training.ends_at(10)\n    {ends}"
+    assert end_of(run, text) == 1
+    assert failure(run)["kind"] == "unfinished"
+    assert failure(run)["error"].endswith("before Trainer.fit() returned, after step 4 of 10")
+    assert "call end() of the trainer" in failure(run)["message"]
+    assert "before Trainer.fit() returned" in run.rank_log(4, 1).read_text()
+
+
+def test_a_script_that_caught_the_exception_has_failed_of_it(run):
+    text = "try:\n    with training:\n        raise KeyError('x')\nexcept KeyError:\n    pass"
+    assert end_of(run, text) == 1
+    assert (failure(run)["kind"], failure(run)["error"]) == ("exception", "KeyError")
+    assert "raise KeyError('x')" in failure(run)["traceback"]
+
+
+@pytest.mark.parametrize("ends", ["", "sys.exit(0)", "sys.exit(1)", "raise ValueError('late')"])
+def test_a_script_that_swallowed_a_stop_is_continued(run, ends):
+    text = f"try:\n    with training:\n        sys.exit(75)\nexcept BaseException:\n    pass\n{ends}"
+    assert end_of(run, text) == 75
+    assert not run.failure(4, 1).exists()
+
+
+def test_a_training_that_returned_is_complete(run):
+    assert end_of(run, "with training:\n    pass") == 0
+    assert run.unfinished_files(4) == []
+
+
+def test_what_runs_no_python_at_its_end_leaves_the_file(run):
+    assert end_of(run, "with training:\n    os._exit(0)") == 0
+    assert len(run.unfinished_files(4)) == 1

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
+
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
+VALUES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=50)
+PRINT = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.dictionaries(NAMES.filter(lambda name: name != "LC_CTYPE"), VALUES, max_size=8))
+def test_every_variable_arrives_as_it_was_and_no_value_is_a_word(env):
+    command = [sys.executable, "-I", "-S", "-c", PRINT]
+    words = with_own_names(command, env)
+    hidden = {name.encode(): os.fsencode(value) for name, value in prefixed(env).items()}
+    done = subprocess.run(words, env=hidden, capture_output=True, check=True)
+    seen = json.loads(done.stdout)
+    seen.pop("LC_CTYPE", None)  # set by Python
+    assert seen == env
+    assert words[-len(command) :] == command

@@ -1,0 +1,68 @@
+"""Where hpctrain unpickles: only files and pipes that its own user has written, each place listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import hpctrain
+
+PACKAGE = Path(hpctrain.__file__).parent
+
+#: By file: how often it unpickles, and from what. Never from a socket, or a store that ranks share.
+LISTED = {
+    "serialization.py": (2, "the call in the run folder, which the user has submitted"),
+    "jobs/executor/function_runs.py": (2, "results and exceptions in the run folder"),
+    "telemetry/loggers/process.py": (2, "the pipe from the rank that has started the process"),
+    "training/loop/spawn.py": (3, "files in a temporary folder that only its owner can read"),
+}
+#: These unpickle what peers send.
+REFUSED = {
+    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    *("send_object_list", "recv_object_list", "broadcast_object", "allgather_object", "PGTransport"),
+}
+MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+#: The options that keep these from unpickling all that they find.
+SAFE_WITH = {
+    "torch.load": ("weights_only", "True"),
+    **dict.fromkeys(("np.load", "numpy.load"), ("allow_pickle", "False")),
+}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """What a module calls, by dotted names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def unpickles(name: str) -> bool:
+    module, _, function = name.rpartition(".")
+    return module in MODULES and function in ("load", "loads", "Unpickler", "open")
+
+
+def test_every_place_that_unpickles_is_listed():
+    found = Counter(
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for name, _ in calls(ast.parse(path.read_text(encoding="utf-8")))
+        if unpickles(name)
+    )
+    assert found == {path: count for path, (count, _) in LISTED.items()}
+
+
+def test_nothing_is_unpickled_from_peers():
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+                # Imported by name, a call could not be found.
+                assert not {alias.name for alias in node.names} & {"load", "loads", "Unpickler"}, path
+        for name, call in calls(tree):
+            assert name.rpartition(".")[2] not in REFUSED, f"{path}: {name} unpickles what peers send"
+            if name in SAFE_WITH:
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                option, value = SAFE_WITH[name]
+                assert options.get(option) == value, f"{path}: {name} without {option}={value}"
