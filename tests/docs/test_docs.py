@@ -30,7 +30,7 @@ LONG = {
     f"docs/{name}.md"
     for name in (
         *("algorithms", "checkpoints", "cluster", "index", "loggers", "loop", "notifications", "python"),
-        *("report", "restart", "sandbox", "strategies", "telemetry", "templates", "training"),
+        *("report", "restart", "sandbox", "strategies", "telemetry", "templates", "training", "porting"),
     )
 }
 

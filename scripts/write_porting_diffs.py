@@ -1,0 +1,32 @@
+"""Write the diffs of `examples/porting/` into docs/porting.md."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "porting.md"
+SCRIPTS = REPOSITORY / "examples" / "porting"
+
+_DIFF = re.compile(r"(<!-- diff: (?P<name>\w+) -->\n```diff\n).*?(^```$)", re.MULTILINE | re.DOTALL)
+
+
+def make_diff(name: str) -> str:
+    """Return the unified diff from `NAME_before.py` to `NAME_after.py`, without their docstrings."""
+    before, after = (
+        (SCRIPTS / f"{name}_{side}.py").read_text().splitlines(keepends=True)[2:]
+        for side in ("before", "after")
+    )
+    lines = list(difflib.unified_diff(before, after, n=2))
+    return "".join(line for line in lines[2:] if not line.startswith("@@"))
+
+
+def update_page(text: str) -> str:
+    """Return the page with each diff replaced by the present one."""
+    return _DIFF.sub(lambda found: f"{found[1]}{make_diff(found['name'])}{found[3]}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(update_page(PAGE.read_text()))
