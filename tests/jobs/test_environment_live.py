@@ -9,6 +9,9 @@ import sys
 import pytest
 from helpers import run_command, wait_for
 
+#: Slurm may delay a job by two minutes.
+pytestmark = pytest.mark.timeout(400)
+
 DUMP = """
 import json, os
 if os.environ["RANK"] == "1":
@@ -71,7 +74,12 @@ def environs(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
     found = {}
     for name in ("from outside", "from a step of an array", "from a rank"):
         run = folder / name
-        wait_for((run / "events.jsonl").exists, 60, f"the submission {name}")
+        try:
+            wait_for((run / "events.jsonl").exists, 180, f"the submission {name}")
+        except AssertionError as error:
+            queue = run_command(["scontrol", "show", "job"], slurm.env).stdout
+            log = (folder / "outer.log").read_text() if (folder / "outer.log").exists() else "no log"
+            raise AssertionError(f"{error}\n{log}\n{queue}") from None
         run_command([*hpctrain, "wait", run], slurm.env)
         found[name] = json.loads((run / "environ.json").read_text())
     return found
