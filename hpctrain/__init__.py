@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpctrain._version import __version__ as __version__
 from hpctrain.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from hpctrain.training.data.sample_seeds import sample_generator
     from hpctrain.training.loop.session import session
     from hpctrain.training.strategies import Strategy, register_strategy
-
-__version__ = "0.1.0"
 
 __all__ = [
     # on the login node

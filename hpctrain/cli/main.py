@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from hpctrain import __version__
+from hpctrain._version import __version__
 from hpctrain.errors import HpctrainError
 from hpctrain.text import suggest
 

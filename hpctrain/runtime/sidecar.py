@@ -7,8 +7,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import hpctrain
-
 #: In a container the package is outside of the interpreter's search path. It is added last, so that its
 #: neighbours shadow nothing. The low priority leaves the cores to the ranks.
 _BOOT = (
@@ -30,7 +28,7 @@ class Sidecar:
         Raises:
             OSError: no process can be started.
         """
-        package = Path(hpctrain.__file__).resolve().parents[1]
+        package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hpctrain
+from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
 from hpctrain.spec.directives import all_directives, directive_lines
@@ -63,7 +63,7 @@ def _written(spec: JobSpec, asked: str) -> str:
     folder = shipped_templates()
     if any(zlib.crc32((folder / name).read_bytes()) != known for name, known in sums.items()):
         return ""  # The installed template was changed.
-    return "".join(script(spec, directive_lines(all_directives(spec)), asked, hpctrain.__version__))
+    return "".join(script(spec, directive_lines(all_directives(spec)), asked, __version__))
 
 
 def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
@@ -83,7 +83,7 @@ def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
             spec=spec,
             directives=directive_lines(all_directives(spec)),
             template=asked,
-            version=hpctrain.__version__,
+            version=__version__,
         )
     except jinja2.TemplateSyntaxError as error:
         words = str(error.message).rstrip(".")

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpctrain import __version__
+from hpctrain._version import __version__
 from hpctrain.text import format_time
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpctrain import __version__
+from hpctrain._version import __version__
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.trainer_config import TrainerConfig
 
