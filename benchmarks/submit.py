@@ -147,7 +147,7 @@ def costs(box: sandbox.Sandbox, rounds: int, torchx: str | None) -> dict[str, li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--limit", type=float, default=1.0)
+    parser.add_argument("--limit", type=float, default=1.3)
     parser.add_argument("--torchx", help="the program, where it is not on the PATH", default="torchx")
     options = parser.parse_args()
     torchx = shutil.which(options.torchx)

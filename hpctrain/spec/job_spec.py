@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hpctrain.errors import SpecError
-from hpctrain.files import read_regular, write_atomic
+from hpctrain.files import read_regular
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.code_ref import CodeRef
 from hpctrain.spec.container import Container
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
-from hpctrain.spec.plain_yaml import to_yaml
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.validation import check_spec
@@ -185,21 +184,17 @@ class JobSpec:
         """Return the specifications of all array tasks; none for a single run."""
         return [self.task(index) for index in JobArray.parse(self.array).indices] if self.array else []
 
-    def save(self, path: Path, *, durable: bool = True) -> None:
-        """Write the specification to `path` as YAML. See `write_atomic`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        write_atomic(path, self.text(), durable=durable, private=True)
-
     def text(self) -> str:
         """Return the specification as YAML."""
-        return to_yaml(asdict(self))
+        import yaml
+
+        # libyaml, if PyYAML was built with it: an array may have thousands of tasks.
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+        return str(yaml.dump(asdict(self), Dumper=dumper, sort_keys=False))
 
     @classmethod
     def load(cls, path: Path) -> JobSpec:
-        """Read a specification that `save` wrote.
+        """Read a specification from its YAML.
 
         Raises:
             SpecError: the file is missing or invalid.

@@ -9,11 +9,8 @@ from helpers import REPOSITORY, run_command
 
 # Each takes longer to import than the rest of a dry run together, or is a sign that something does.
 HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}
-#: A submission that reads no file of options and takes a shipped template needs none of these, either.
+#: Modules that a dry run does not need.
 MOST_OF_ALL = {
-    "jinja2",
-    "yaml",
-    "logging",
     "socket",
     "hpctrain.jobs.runs.run_status",
     "hpctrain.jobs.runs.status_poller",

@@ -18,7 +18,7 @@ def resolve(tmp_path, make_spec) -> Callable[[str], tuple[str, list[str]]]:
         # By their ids, and one by its folder.
         run = RunDir(tmp_path / name if name == "going" else tmp_path / "runs" / name)
         run.path.mkdir(parents=True)
-        make_spec(run_dir=str(run.path)).save(run.spec)
+        run.spec.write_text(make_spec(run_dir=str(run.path)).text())
         if name != "never":
             run.log_event("submitted", 0, job_id="17", backend="local" if name == "here" else "slurm")
         if name.isupper():

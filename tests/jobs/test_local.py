@@ -207,7 +207,7 @@ def test_what_cannot_be_looked_at_is_no_run(look):
 def test_a_folder_without_a_submission_claims_nothing(prepared, tmp_path):
     submission = prepared(run_dir="r")
     (tmp_path / "r").mkdir()
-    submission.spec.save(tmp_path / "r" / "spec.yaml")
+    (tmp_path / "r" / "spec.yaml").write_text(submission.spec.text())
     run = find_run("r", tmp_path, {})
     assert run.status().state is RunState.UNKNOWN
     with pytest.raises(RunNotFound, match="never been submitted"):

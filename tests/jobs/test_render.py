@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import sysconfig
@@ -12,12 +11,11 @@ from helpers import REPOSITORY, environment, run_command
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.submit.render import TEMPLATE_SUFFIX, render, rendered_by_jinja, shipped_templates
-from hpctrain.jobs.submit.shipped_scripts import SCRIPTS
+from hpctrain.jobs.submit.render import TEMPLATE_SUFFIX, render, shipped_templates
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.shell_setup import ShellSetup
-from jobs.golden_scripts import FOLDER, JOBS, golden_file, golden_spec, golden_text
+from jobs.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 HOSTILE = [
     "a b",
@@ -69,44 +67,6 @@ def test_by_hand_means_the_backend_of_the_run(make_spec):
     text = render(make_spec(backend="local"))
     assert "# By hand:  bash job.sbatch " in text
     assert "sbatch job.sbatch" not in text.replace(" bash job.sbatch", "")
-
-
-def test_the_shipped_templates_are_translated_as_they_are_now():
-    module = runpy.run_path(str(REPOSITORY / "scripts" / "compile_templates.py"))
-    there = (REPOSITORY / "hpctrain" / "jobs" / "submit" / "shipped_scripts.py").read_text()
-    assert there == module["text"](), "run .venv/bin/python scripts/compile_templates.py"
-    assert {"cpu", "ddp"} <= set(SCRIPTS)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_a_translated_template_gives_what_jinja_gives(name):
-    spec = golden_spec(name)
-    asked = spec.template or ("torchrun" if spec.torchrun else "ddp" if spec.gpus_per_node else "cpu")
-    assert rendered_by_jinja(spec, asked) == render(spec)
-
-
-def test_most_jobs_do_without_jinja():
-    assert "jinja2" not in modules_after("render(golden_spec('ddp')), render(golden_spec('cpu'))")
-    assert "jinja2" in modules_after("render(golden_spec('torchrun'))")
-
-
-def modules_after(code):
-    lines = [
-        "import sys",
-        "from jobs.golden_scripts import golden_spec",
-        "from hpctrain.jobs.submit.render import render",
-        code,
-        "print(*sys.modules)",
-    ]
-    environ = {**environment(), "PYTHONPATH": str(REPOSITORY / "tests")}
-    return run_command([sys.executable, "-c", "\n".join(lines)], environ).stdout.split()
-
-
-def test_a_shipped_template_that_somebody_changed_counts(make_spec, monkeypatch, tmp_path):
-    for path in shipped_templates().glob(f"*{TEMPLATE_SUFFIX}"):
-        (tmp_path / path.name).write_text(path.read_text().replace("pipefail", "pipefail -u"))
-    monkeypatch.setattr("hpctrain.jobs.submit.render.shipped_templates", lambda: tmp_path)
-    assert "set -eo pipefail -u\n" in render(make_spec())
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -287,7 +247,7 @@ def test_a_template_runs_no_python_and_changes_nothing(make_spec, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ spec.save('x') }}", "{{ 1 + 'a' }}"]
+    "source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ spec.text(1) }}", "{{ 1 + 'a' }}"]
 )
 def test_a_template_with_a_wrong_expression_is_named(make_spec, tmp_path, source):
     (tmp_path / "mine.j2").write_text(source)

@@ -11,6 +11,7 @@ from hpctrain.errors import SpecError
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.restart_policy import parse_rule_changes
+from hpctrain.spec.shell_setup import ShellSetup
 
 # What a process can be given: everything but NUL and lone surrogates.
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
@@ -34,7 +35,7 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "spec.yaml")
-        spec.save(path)
+        path.write_text(spec.text())
         assert JobSpec.load(path) == spec
 
 
@@ -132,3 +133,23 @@ def test_a_damaged_specification_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(SpecError, match=r"spec\.yaml"):
         JobSpec.load(path)
+
+
+def test_reads_a_specification_of_an_earlier_version(make_spec, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        'script: "/home/me/train.py"\n'
+        'args: ["a", "\\U000000e9 \\U0001f600"]\n'
+        'env:\n  "NO": "1e3"\n'
+        'name: "train"\nrun_id: "train-1"\nrun_dir: "/home/me/runs/train-1"\nbackend: "slurm"\n'
+        "nodes: 1\ntasks_per_node: 2\ntime_limit_s: 1.0e+18\n"
+        'python: "/usr/bin/python3"\nworkdir: "/home/me"\n'
+        'shell:\n  "modules": []\n  "conda": null\n  "venv": null\n  "setup": ["a"]\n'
+    )
+    assert JobSpec.load(path) == make_spec(
+        args=("a", "é 😀"),
+        env={"NO": "1e3"},
+        ntasks_per_node=2,
+        time_limit_s=1e18,
+        shell=ShellSetup(setup=("a",)),
+    )

@@ -146,7 +146,7 @@ def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceb
         workdir=str(tmp_path),
         ntasks_per_node=1,
     )
-    spec.save(run.spec)
+    run.spec.write_text(spec.text())
     run.lock.touch()
     said = tmp_path / "said"
     with open(said, "wb") as errors, open(disk / "output", "ab") as output:

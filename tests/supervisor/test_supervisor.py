@@ -771,7 +771,7 @@ def test_ranks_that_agreed_to_stop_and_ended_with_0_are_continued(run):
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
 def test_a_run_whose_records_are_no_files_is_refused(tmp_path, name, capsys):
-    spec_of(RunDir(tmp_path)).save(RunDir(tmp_path).spec)
+    RunDir(tmp_path).spec.write_text(spec_of(RunDir(tmp_path)).text())
     (tmp_path / name).mkdir()
     assert main([str(tmp_path)], {}) == 2
     assert f"Error: {tmp_path / name} is not a regular file" in capsys.readouterr().err

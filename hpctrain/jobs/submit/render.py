@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import zlib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
@@ -16,9 +17,6 @@ from hpctrain.spec.directives import all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.text import suggest
-
-if TYPE_CHECKING:
-    import jinja2
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Exceptions of a wrong expression in a template.
@@ -43,42 +41,21 @@ def render(spec: JobSpec) -> str:
         SpecError: there is no such template, it cannot be rendered, or it leaves out a requested setting.
     """
     asked = spec.template or _fitting(spec)
-    text = _written(spec, asked) or rendered_by_jinja(spec, asked)
+    text = _render_template(spec, asked)
     _check_preparations(spec.shell, text, asked)
     if spec.template is not None:
         check_rendered_script(text, directive_lines(all_directives(spec)), asked)
     return text
 
 
-def _written(spec: JobSpec, asked: str) -> str:
-    """Return the script from the Python version of a shipped template; empty if there is none.
-
-    Most jobs use such a template, and importing Jinja takes longer than the whole submission (ADR 6).
-    """
-    from hpctrain.jobs.submit.shipped_scripts import SCRIPTS
-
-    if asked not in SCRIPTS:
-        return ""
-    script, sums = SCRIPTS[asked]
-    folder = shipped_templates()
-    if any(zlib.crc32((folder / name).read_bytes()) != known for name, known in sums.items()):
-        return ""  # The installed template was changed.
-    return "".join(script(spec, directive_lines(all_directives(spec)), asked, __version__))
-
-
-def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
-    """Return the script from the template `asked`, a name or a path, without checks of the result.
-
-    Raises:
-        SpecError: there is no such template, or it cannot be rendered.
-    """
-    import jinja2
-
+def _render_template(spec: JobSpec, asked: str) -> str:
+    """Return the script from the template `asked`, a name or a path, without checks of the result."""
     folder, file_name = _locate(asked)
-    environment = jinja_environment(folder)
+    environment = _jinja_environment(folder)
     environment.globals["need"] = partial(_need, asked)
     try:
-        check_blocks(environment, file_name)
+        if spec.template is not None:
+            check_blocks(environment, file_name)
         return environment.get_template(file_name).render(
             spec=spec,
             directives=directive_lines(all_directives(spec)),
@@ -100,14 +77,11 @@ def rendered_by_jinja(spec: JobSpec, asked: str) -> str:
         raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {words}.") from error
 
 
-def jinja_environment(folder: Path) -> jinja2.Environment:
+def _jinja_environment(folder: Path) -> jinja2.Environment:
     """Return a Jinja environment for shipped templates and those in `folder`.
 
     Neither kind can run Python or change the request: a template may come from a cloned repository.
     """
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     environment = ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader([folder, shipped_templates()]),
         undefined=jinja2.StrictUndefined,
@@ -116,7 +90,7 @@ def jinja_environment(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["quote"] = shell_quote
+    environment.filters["quote"] = _shell_quote
     return environment
 
 
@@ -127,7 +101,7 @@ def _fitting(spec: JobSpec) -> str:
     return "ddp" if spec.gpus_per_node else "cpu"
 
 
-def shell_quote(value: object) -> str:
+def _shell_quote(value: object) -> str:
     """Return the value as one shell word, whatever characters it contains."""
     return shlex.quote(str(value))
 
@@ -141,9 +115,9 @@ def _need(template: str, value: object, option: str) -> None:
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
     """Check that a user's own template has not left out requested preparations."""
     asked = {
-        "--module": [shell_quote(module) for module in shell.modules],
-        "--conda": [shell_quote(shell.conda)] if shell.conda else [],
-        "--venv": [shell_quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
+        "--module": [_shell_quote(module) for module in shell.modules],
+        "--conda": [_shell_quote(shell.conda)] if shell.conda else [],
+        "--venv": [_shell_quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
         "--setup": shell.setup,
     }
     for option, words in asked.items():
