@@ -12,17 +12,9 @@ import torch
 import xxhash
 
 from hpctrain.checkpoint.format.staged_file import StagedFile, allocate_memory
-from hpctrain.checkpoint.format.state_tree import split_tree
+from hpctrain.checkpoint.format.state_tree import STATE_KEY, rank_key, split_tree
 from hpctrain.checkpoint.format.write_plan import WriteItem, plan_writes, slice_item
 from hpctrain.checkpoint.io.coordination import RankCoordinator
-
-#: Key prefix of the tensors of the state; `rank_key` gives the prefix of one rank's own tensors.
-STATE_KEY = "state"
-
-
-def rank_key(rank: int) -> str:
-    """Return the key prefix of a rank's own tensors."""
-    return f"rank-{rank:05d}/"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,15 @@ import torch
 
 from hpctrain.errors import CheckpointError
 
+#: Key prefix of the tensors of the state; `rank_key` gives the prefix of one rank's own tensors.
+STATE_KEY = "state"
+
 _TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
+
+
+def rank_key(rank: int) -> str:
+    """Return the key prefix of a rank's own tensors."""
+    return f"rank-{rank:05d}/"
 
 
 def split_tree(tree: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:

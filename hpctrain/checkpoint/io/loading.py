@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
 from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
-from hpctrain.checkpoint.format.state_tree import join_tree, split_tree
+from hpctrain.checkpoint.format.state_tree import STATE_KEY, join_tree, rank_key, split_tree
 from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
-from hpctrain.checkpoint.staging import STATE_KEY, rank_key
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
