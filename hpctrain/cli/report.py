@@ -83,7 +83,9 @@ def _default_output(runs: Sequence[str], facts: list[RunData]) -> Path:
 def _render(facts: list[RunData], form: str) -> str:
     several = len(facts) > 1
     if form == "json":
-        documents = [one.document() for one in facts]
+        from hpctrain.telemetry.report.json_report import json_report
+
+        documents = [json_report(one) for one in facts]
         return json_text(documents if several else documents[0], default=str) + "\n"
     if form == "md":
         from hpctrain.telemetry.report.markdown_report import markdown_comparison, markdown_report

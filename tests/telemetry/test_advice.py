@@ -12,6 +12,7 @@ from test_report_page import facts_of
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
+from hpctrain.telemetry.report.json_report import json_report
 from hpctrain.telemetry.report.markdown_report import markdown_report
 from hpctrain.telemetry.report.run_page import render_run_page
 from hpctrain.telemetry.report.summary import key_figures
@@ -37,7 +38,7 @@ def told(run: RunDir) -> list[Advice]:
     facts = facts_of(run)
     page, text = render_run_page(facts), markdown_report(facts)
     advice = advise(facts)
-    assert facts.document()["advice"] == [{"what": one.what, "evidence": one.evidence} for one in advice]
+    assert json_report(facts)["advice"] == [{"what": one.what, "evidence": one.evidence} for one in advice]
     assert page.count("<dt>") - page.count("<dt>Steps") > 0
     assert ('id="advice"' in page) == ("## Recommendations" in text) == bool(advice)
     return advice
@@ -98,7 +99,7 @@ def test_a_loss_that_is_no_number_any_more(tmp_path):
     assert advice.evidence == "The loss is infinite or not a number in 21 steps, from step 10 on."
     assert ("Loss", "NaN", "since step 10; lowest 0.11111 at step 9") in key_figures(facts)
     assert "The loss is NaN from step 10 on." in " ".join(sentences(facts))
-    assert facts.document()["loss_is_no_number_since"] == 10
+    assert json_report(facts)["loss_is_no_number_since"] == 10
 
 
 def test_a_short_run_says_little(tmp_path):
@@ -247,7 +248,7 @@ def test_what_opens_doors_is_not_shown(tmp_path):
         tmp_path / "run", submitted(0).steps(1, 5, every=1), script="t.py", env=env, notify=notify
     )
     facts = facts_of(run)
-    for text in (render_run_page(facts), markdown_report(facts), json.dumps(facts.document())):
+    for text in (render_run_page(facts), markdown_report(facts), json.dumps(json_report(facts))):
         assert "sesame" not in text
     assert "NCCL_DEBUG" in render_run_page(facts)
     assert "hooks.example.org/…" in render_run_page(facts)

@@ -12,6 +12,7 @@ from run_stories import START, Story, disturbed, submitted, write_run
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.comparison_page import render_comparison
+from hpctrain.telemetry.report.json_report import json_report
 from hpctrain.telemetry.report.markdown_report import markdown_comparison, markdown_report
 from hpctrain.telemetry.report.run_data import RunContext, RunData, read_run_data
 from hpctrain.telemetry.report.run_page import render_run_page
@@ -86,7 +87,7 @@ def test_what_was_done_on_purpose_is_told_as_such(tmp_path):
 
 def test_figures_are_those_of_the_run_folder(run):
     facts = facts_of(run)
-    document = facts.document()
+    document = json_report(facts)
     last = json.loads(run.metrics.read_text().splitlines()[-1])
     assert (document["step"], document["loss"]) == (last["step"], last["loss"])
     assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == facts.ledger.wall_us
@@ -214,7 +215,7 @@ def test_a_damaged_folder_is_told_of(tmp_path, damage):
     assert sum(facts.ledger.totals_us.values()) == facts.ledger.wall_us
     data_of(render_run_page(facts))
     markdown_report(facts)
-    json.dumps(facts.document())
+    json.dumps(json_report(facts))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
         assert "0 s lost" not in view
         assert f"not known: {why}" in view
     assert "| lost work | – | – | not measured, and part of training |" in text
-    document = facts.document()
+    document = json_report(facts)
     unknown = ("lost_steps", "ettr", "training", "step")
     assert [document[name] for name in unknown] == [None] * 4
     assert document["reports_steps"] is False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.redaction import redact_environment, redact_spec
@@ -12,7 +12,6 @@ from hpctrain.rundir import RunDir, is_event
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,
     CodeVersion,
@@ -97,61 +96,6 @@ class RunData:
     def interruptions(self) -> list[Attempt]:
         """Attempts that ended before the run did."""
         return [attempt for attempt in self.attempts if attempt.interrupted]
-
-    def document(self) -> dict[str, Any]:
-        """Return the document that `--format json` prints."""
-        ledger = self.ledger
-        lowest = self.curves.lowest("loss")
-        return {
-            "run_id": self.run_id,
-            "folder": self.folder,
-            "state": self.state,
-            "cause": self.cause,
-            "start": self.start,
-            "end": self.end,
-            "wall_us": ledger.wall_us,
-            "reports_steps": self.reports_steps,
-            "step": self.step,
-            "loss": self.curves.last("loss"),
-            "loss_is_no_number_since": self.curves.no_number_since("loss"),
-            "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
-            "last": {name: self.curves.last(name) for name in self.curves.names},
-            "steps_per_s": self.steps_per_s,
-            "lost_steps": ledger.lost_steps,
-            "ledger": [
-                {
-                    "what": what.value,
-                    "us": us if (known := what in ledger.measured) else None,
-                    "measured": known,
-                }
-                for what, us in ledger.totals_us.items()
-            ],
-            **asdict(self.goodput),
-            "attempts": [
-                {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in self.attempts
-            ],
-            "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
-            "gpus": [
-                {"gpu": row, **{each.quantity.field: each.means[index] for each in self.devices.maps}}
-                for index, row in enumerate(self.devices.rows)
-            ],
-            "nodes": [
-                {
-                    **asdict(node),
-                    **{each.quantity.field: each.means[index] for each in self.devices.node_maps},
-                }
-                for index, node in enumerate(self.devices.nodes)
-            ],
-            "advice": [asdict(one) for one in advise(self)],
-            "environment": self.environment,
-            "spec": self.spec,
-            "code": [
-                {"commit": code.commit, "changed": code.changed, "new_files": code.new_files}
-                for code in self.codes
-            ],
-            "again": self.again,
-            "notes": self.notes,
-        }
 
 
 @gc_disabled()
