@@ -24,8 +24,8 @@ from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.cluster.rendezvous import rendezvous
 from hpctrain.errors import RendezvousError, Unauthenticated
 from hpctrain.runtime.device_assignment import assign_device, choose_device
-from hpctrain.runtime.signed_store import SignedStore
-from hpctrain.runtime.stopping.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 #: Time limit for all ranks to start: they import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0

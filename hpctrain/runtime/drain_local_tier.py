@@ -27,7 +27,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
     from hpctrain import messages
     from hpctrain.checkpoint.store import CheckpointStore
-    from hpctrain.runtime.signed_store import SignedStore
+    from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
     run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[1])
     limit = timedelta(seconds=limit_s)

@@ -111,7 +111,7 @@ def _take_place(failure: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from hpctrain.runtime.signed_store import SignedStore
+        from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         tcp_store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)

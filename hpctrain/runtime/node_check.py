@@ -29,7 +29,7 @@ from hpctrain.telemetry.sampling.gpu_reading import GpuReading
 from hpctrain.telemetry.sampling.nvml import GpuReader
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.signed_store import SignedStore
+    from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 #: Time limit for all ranks to check their own nodes.
 _PEERS_S = 40.0
@@ -201,7 +201,7 @@ def _key(rank: int) -> str:
 def _store(environ: Mapping[str, str]) -> SignedStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from hpctrain.runtime.signed_store import SignedStore
+    from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     limit = timedelta(seconds=_PEERS_S)

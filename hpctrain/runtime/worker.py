@@ -34,13 +34,13 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.runtime.failure_file import failure_of, print_failure, write_failure
+from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, report_diagnostics
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
-from hpctrain.runtime.stopping.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal, ignore_signals_at_exit, is_exiting
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat

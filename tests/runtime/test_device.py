@@ -18,7 +18,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import HpctrainError, RendezvousError, Unauthenticated
 from hpctrain.runtime import device_assignment as module
 from hpctrain.runtime.device_assignment import DeviceAssignment, assign_device, choose_device, visible_uuids
-from hpctrain.runtime.signed_store import SignedStore
+from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 
 def ranks(rank: int, world_size: int, **fields: object) -> Ranks:

@@ -9,7 +9,7 @@ import pytest
 
 EXCHANGES = """
 import atexit, torch, torch.distributed as dist
-from hpctrain.runtime.stopping.gloo_shutdown import shut_down_process_group, drain_gloo_threads
+from hpctrain.runtime.gloo_shutdown import shut_down_process_group, drain_gloo_threads
 {leave}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(100):
@@ -29,7 +29,7 @@ def test_tensors_that_only_the_exchange_still_holds_abort_nothing(leave):
 
 def test_without_torch_nothing_is_waited_for():
     script = (
-        "import sys; from hpctrain.runtime.stopping.gloo_shutdown import *\n"
+        "import sys; from hpctrain.runtime.gloo_shutdown import *\n"
         "shut_down_process_group(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -9,7 +9,7 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore
 
 from hpctrain.authentication import new_secret
 from hpctrain.errors import Unauthenticated
-from hpctrain.runtime.signed_store import SignedStore
+from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 SECRET = new_secret()
 

@@ -1,0 +1,1 @@
+"""Rendezvous of ranks and torchrun agents that prove the secret of their job."""
