@@ -11,8 +11,8 @@ from helpers import environment
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import resolve_options
+from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.jobs.site.mounts import find_mount, is_node_local
-from hpctrain.jobs.site.site_profile import write_profile
 from hpctrain.slurm import parsing
 from hpctrain.slurm.site_discovery import discover_site, parse_config
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, SlurmConfig

@@ -12,7 +12,7 @@ from hpctrain.errors import SpecError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.doctor.run_checks import DoctorReport
 from hpctrain.jobs.options.option_value import SITE_KEY
-from hpctrain.jobs.site.site_profile import write_profile
+from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site
 
 _GPU_DIRECTIVE = "gpu_request_style"

@@ -56,7 +56,7 @@ class ResolvedOptions:
         sections = [(file.path, node) for file in self.files for node in file.site]
         if not sections:
             return Site()
-        from hpctrain.jobs.site.site_profile import read_profile
+        from hpctrain.jobs.options.site_profile import read_profile
 
         return reduce(lambda site, section: read_profile(site, *section), sections, Site())
 
