@@ -32,11 +32,11 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     """
     from hpctrain.cli import submit
     from hpctrain.cli.resubmit_command import submit_arguments
-    from hpctrain.spec.job_spec import JobSpec
+    from hpctrain.spec.load_spec import load_spec
 
     opened = open_run(run, runs_dir)
     found = opened.dir
-    spec = JobSpec.load(found.spec)
+    spec = load_spec(found.spec)
     if found.function.exists():
         raise SpecError(
             f"Run {found.run_id} calls a function that was submitted from Python. "

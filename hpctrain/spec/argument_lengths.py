@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
 from hpctrain.rundir import ENV_PREFIX
-
-if TYPE_CHECKING:
-    from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.job_spec import JobSpec
 
 #: Linux takes 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
 _LONGEST_WORD_BYTES = 128 * 1024 - 1

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from hpctrain.errors import SpecError
-from hpctrain.files import read_regular
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.code_ref import CodeRef
@@ -18,7 +15,6 @@ from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.shell_setup import ShellSetup
-from hpctrain.spec.validation import check_spec
 
 BackendName = Literal["slurm", "local"]
 GpuRequestStyle = Literal["gres", "gpus-per-node"]
@@ -34,9 +30,7 @@ class JobSpec:
     """The request for a run, with all defaults filled in.
 
     Script, arguments and variables are passed in this value, never in the text of a shell script.
-
-    Raises:
-        SpecError: a value is out of range, contradicts another, or cannot be passed on unchanged.
+    `check_spec` checks the values.
     """
 
     script: str
@@ -169,11 +163,6 @@ class JobSpec:
             if self.time_limit_s is not None:
                 longest = min(longest, max(1, int(self.time_limit_s / 3)))
             object.__setattr__(self, "stop_before_limit_s", longest)
-        _check_choice("backend", self.backend, BackendName)
-        _check_choice("gpu-request-style", self.gpu_request_style, GpuRequestStyle)
-        _check_choice("node-check", self.node_check, NodeCheckMode)
-        _check_choice("resume-mode", self.resume_mode, ResumeMode)
-        check_spec(self)
 
     def task(self, index: int) -> JobSpec:
         """Return the specification of one task of this array."""
@@ -191,75 +180,3 @@ class JobSpec:
         # libyaml, if PyYAML was built with it: an array may have thousands of tasks.
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
         return str(yaml.dump(asdict(self), Dumper=dumper, sort_keys=False))
-
-    @classmethod
-    def load(cls, path: Path) -> JobSpec:
-        """Read a specification from its YAML.
-
-        Raises:
-            SpecError: the file is missing or invalid.
-        """
-        import yaml
-
-        try:
-            values: Any = yaml.safe_load(read_regular(path).decode("utf-8"))
-        except OSError as error:
-            raise SpecError(
-                f"The specification {path} cannot be read: {error.strerror}. Submit the run again."
-            ) from error
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise SpecError(
-                f"The specification {path} is not valid YAML: {error}. Submit the run again."
-            ) from error
-        if not isinstance(values, dict):
-            raise SpecError(f"The specification {path} holds no mapping of fields. Submit the run again.")
-        values = {_FORMER_NAMES.get(name, name): value for name, value in values.items()}
-        known = {entry.name for entry in fields(cls)}
-        if unknown := sorted(str(name) for name in values.keys() - known):
-            raise SpecError(
-                f"The specification {path} has unknown fields: {', '.join(unknown)}. Submit the run again."
-            )
-        try:
-            parts = {name: kind(**_listed(values[name])) for name, kind in _PARTS.items() if values.get(name)}
-            return cls(**{**_listed(values), **parts})
-        except SpecError:
-            raise
-        except (TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise SpecError(
-                f"The specification {path} is incomplete, or a value has the wrong type: {error}. "
-                "Submit the run again."
-            ) from error
-
-
-#: Former field names, in specifications of earlier versions.
-_FORMER_NAMES = {
-    "continue_by": "resume_mode",
-    "gpu_directive": "gpu_request_style",
-    "grow_after_s": "scale_up_after_s",
-    "hang_limit_s": "hang_timeout_s",
-    "restart": "restart_policy",
-    "signal_lead_s": "stop_before_limit_s",
-    "spares": "spare_nodes",
-    "tasks_per_node": "ntasks_per_node",
-    "warm_workers_s": "standby_workers_s",
-}
-
-#: Fields that are mappings in the file.
-_PARTS: dict[str, Callable[..., Any]] = {
-    "shell": ShellSetup,
-    "torchrun": TorchrunConfig,
-    "code": CodeRef,
-    "container": Container,
-    "notify": NotifyConfig,
-}
-
-
-def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with lists replaced by tuples, which YAML lacks."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _check_choice(option: str, value: str, choices: object) -> None:
-    known = get_args(choices)
-    if value not in known:
-        raise SpecError(f"There is no {option} {value!r} (--{option}). Take one of {', '.join(known)}.")

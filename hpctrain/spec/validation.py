@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import get_args
 
 from hpctrain.errors import SpecError
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.argument_lengths import check_argument_lengths
 from hpctrain.spec.directive_conflicts import check_directive_conflicts
+from hpctrain.spec.job_spec import BackendName, GpuRequestStyle, JobSpec, NodeCheckMode, ResumeMode
 from hpctrain.spec.restart_policy import RestartPolicy
-
-if TYPE_CHECKING:
-    from hpctrain.spec.job_spec import JobSpec
 
 #: Slurm stores the lead time of `--signal` in 16 bits.
 _LONGEST_SIGNAL_LEAD_S = 65535
@@ -37,6 +35,10 @@ def check_spec(spec: JobSpec) -> None:
     Raises:
         SpecError: a value is out of range, contradicts another, or cannot be passed on unchanged.
     """
+    _check_choice("backend", spec.backend, BackendName)
+    _check_choice("gpu-request-style", spec.gpu_request_style, GpuRequestStyle)
+    _check_choice("node-check", spec.node_check, NodeCheckMode)
+    _check_choice("resume-mode", spec.resume_mode, ResumeMode)
     _check_array(spec)
     _check_folder(spec)
     _check_shape(spec)
@@ -50,6 +52,12 @@ def check_spec(spec: JobSpec) -> None:
     spec.notify.check()
     _check_words(spec)
     check_argument_lengths(spec)
+
+
+def _check_choice(option: str, value: str, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise SpecError(f"There is no {option} {value!r} (--{option}). Take one of {', '.join(known)}.")
 
 
 def _check_array(spec: JobSpec) -> None:

@@ -15,6 +15,7 @@ from hpctrain.files import make_folder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
 from hpctrain.supervisor.buffered_rundir import BufferedLogHandler, BufferedRunDir, describe_disk_error
 from hpctrain.supervisor.job_control.local import LocalJobControl
@@ -44,7 +45,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     """
     run = BufferedRunDir(run_of_this_job(RunDir(Path(argv[0])), environ).path)
     try:
-        spec = JobSpec.load(run.spec)
+        spec = load_spec(run.spec)
         run.check_records()
         check_in_job(run, spec, environ)
     except HpctrainError as error:

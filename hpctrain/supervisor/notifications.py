@@ -23,7 +23,7 @@ from hpctrain.errors import SpecError
 from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.notify import NotifyConfig, is_address
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None
         environ: environment variables for commands.
     """
     try:
-        notify = JobSpec.load(run.spec).notify
+        notify = load_spec(run.spec).notify
     except SpecError:
         notify = NotifyConfig()  # Other code reports an invalid specification.
     if not notify.targets:

@@ -13,7 +13,7 @@ from helpers import wait_for
 from hpctrain.cli.main import cli
 from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 
 SCRIPT = """
 import os, sys
@@ -46,7 +46,7 @@ def test_resume_repeats_the_submission_with_changed_options(workdir: Path) -> No
     run = RunDir(workdir / "runs/a")
     log = run.rank_log(1, 0).read_text()
     assert "arguments ['--lr', '0.1'] world size 2 color blue" in log
-    assert JobSpec.load(run.spec).workdir == str(workdir)
+    assert load_spec(run.spec).workdir == str(workdir)
 
 
 def refusal(*words: str) -> str:

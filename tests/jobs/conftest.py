@@ -12,6 +12,7 @@ from helpers import environment
 
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.validation import check_spec
 from jobs.fake_slurm import FakeSlurm
 
 _SUPERVISOR = """#!{python}
@@ -19,12 +20,12 @@ import json, os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.acquire_run import run_of_this_job
 
 assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
 run = run_of_this_job(RunDir(Path(sys.argv[3])), os.environ)
-spec = JobSpec.load(run.spec)
+spec = load_spec(run.spec)
 if spec.array is not None:
     # Only the tasks of an array pretend.
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -125,6 +126,8 @@ def make_spec() -> Callable[..., JobSpec]:
             "python": "/usr/bin/python3",
             "workdir": "/home/me",
         }
-        return JobSpec(**(defaults | fields))
+        spec = JobSpec(**(defaults | fields))
+        check_spec(spec)
+        return spec
 
     return call

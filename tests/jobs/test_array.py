@@ -17,7 +17,7 @@ from hpctrain.jobs.runs.run_log_reader import LogText
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.telemetry.sampling import nvml
@@ -47,7 +47,7 @@ def test_tasks_run_in_their_own_folders_and_no_more_at_once_than_allowed(prepare
     assert most_at_once(run) == at_once
     assert run.dir.tasks() == list(range(len(run.tasks())))
     for index, task in enumerate(run.tasks()):
-        spec = JobSpec.load(task.dir.spec)
+        spec = load_spec(task.dir.spec)
         assert (spec.array, spec.array_task, spec.run_dir) == (None, index, str(task.dir.path))
         assert (task.job_id, task.status().attempt) == (f"{run.job_id}_{index}", 0)
     assert_no_process_left(run.dir.path)

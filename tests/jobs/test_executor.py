@@ -21,7 +21,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from hpctrain import Executor
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, UserError
 from hpctrain.files import is_locked
-from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.backends.local import LocalBackend
 from hpctrain.jobs.executor import Job, JobFailed, function_runs
 from hpctrain.jobs.executor.function_runs import FunctionFailure
@@ -29,6 +29,7 @@ from hpctrain.jobs.runs.run import find_run
 from hpctrain.rundir import RunDir
 from hpctrain.serialization import CallPayload
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def add(a, b=0):
 
 
 def spec_of(job: Job[object]) -> JobSpec:
-    return JobSpec.load(job.run.dir.spec)
+    return load_spec(job.run.dir.spec)
 
 
 def refuse(*_):
@@ -226,7 +227,7 @@ def test_functions_of_a_batch_may_differ(executor):
     executor.update_parameters(array_parallelism=2)
     jobs = executor.submit_array([lambda: 1, partial(add, 1)])
     assert spec_of(jobs[0]).name == "functions"
-    assert JobSpec.load(jobs[0].run.dir.path.parent / "spec.yaml").array == "0-1%2"
+    assert load_spec(jobs[0].run.dir.path.parent / "spec.yaml").array == "0-1%2"
     assert [job.submission().result() for job in jobs] == [1, 1]
     wait_for_array(jobs)
 

@@ -38,14 +38,14 @@ def test_a_run_completes_and_tells(prepared):
 
 
 def test_words_arrive_untouched(prepared, tmp_path):
-    from hpctrain.spec.job_spec import JobSpec
+    from hpctrain.spec.load_spec import load_spec
 
     folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
     script = tmp_path / "my $(touch pwned)\n.py"
     script.write_text("")
     run = submit_prepared(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
     run.wait(timeout=20)
-    spec = JobSpec.load(run.dir.spec)
+    spec = load_spec(run.dir.spec)
     assert spec.args == tuple(HOSTILE)
     assert spec.env == {"V": "\n".join(HOSTILE)}
     assert (spec.script, spec.name) == (str(script), "my $(touch pwned)-")

@@ -17,7 +17,7 @@ from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.directives import directive_lines, quote_directive
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 
 HOSTILE = [
     "a b",
@@ -77,7 +77,7 @@ def test_words_arrive_untouched(prepared, environ, tmp_path, word):
     )
     run = submit_prepared(submission)
     run.wait(timeout=30)
-    spec = JobSpec.load(run.dir.spec)
+    spec = load_spec(run.dir.spec)
     assert (spec.args, spec.env, spec.script, spec.name) == (tuple(HOSTILE), {"V": word}, str(script), word)
     seen = json.loads((run.dir.path / "seen.json").read_text())
     assert seen["argv"][3] == str(tmp_path / folder)

@@ -14,7 +14,7 @@ from helpers import environment, run_command, wait_for
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 
 NAMES = ["a b", "a'b", "$(touch pwned)", "é 😀", "new\nline", "-m"]
 
@@ -56,7 +56,7 @@ def copied(prepared, repo: Path, **options) -> Path:
     """The copy that a submission makes."""
     run = submit_prepared(prepared(script=repo / "train.py", **options))
     run.wait(timeout=20)
-    code = JobSpec.load(run.dir.spec).code
+    code = load_spec(run.dir.spec).code
     assert code is not None
     assert code.script == f"{code.copy}/train.py"
     return Path(code.copy)
@@ -184,9 +184,7 @@ def test_a_continued_run_gets_a_copy_of_its_own(prepared, repo):
 def test_tasks_of_an_array_share_one_copy(prepared, repo):
     run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
     run.wait(timeout=20)
-    codes = {JobSpec.load(run.dir.task(index).spec).code for index in (0, 1)} | {
-        JobSpec.load(run.dir.spec).code
-    }
+    codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
     (code,) = codes
     assert code is not None
     assert code.copy == str(run.dir.path / "code" / "submission-000")
@@ -196,7 +194,7 @@ def test_an_ignored_script_is_copied_all_the_same(prepared, repo):
     (repo / "data" / "train.py").touch()
     run = submit_prepared(prepared(script=repo / "data" / "train.py"))
     run.wait(timeout=20)
-    code = JobSpec.load(run.dir.spec).code
+    code = load_spec(run.dir.spec).code
     assert code is not None
     assert Path(code.script).read_text() == ""
     assert not (Path(code.copy) / "data" / "x.txt").exists()
@@ -209,7 +207,7 @@ def test_without_a_repository_it_is_said(prepared, script):
     assert "lies in no git repository" in note
     run = submit_prepared(submission)
     run.wait(timeout=20)
-    spec = JobSpec.load(run.dir.spec)
+    spec = load_spec(run.dir.spec)
     assert (spec.code, spec.entry) == (None, str(script))
     assert not (run.dir.path / "code").exists()
 

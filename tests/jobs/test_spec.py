@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import SpecError
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup
 
@@ -36,7 +37,7 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "spec.yaml")
         path.write_text(spec.text())
-        assert JobSpec.load(path) == spec
+        assert load_spec(path) == spec
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_damaged_specification_is_named(tmp_path, text):
     path = tmp_path / "spec.yaml"
     path.write_text(text)
     with pytest.raises(SpecError, match=r"spec\.yaml"):
-        JobSpec.load(path)
+        load_spec(path)
 
 
 def test_reads_a_specification_of_an_earlier_version(make_spec, tmp_path):
@@ -146,7 +147,7 @@ def test_reads_a_specification_of_an_earlier_version(make_spec, tmp_path):
         'python: "/usr/bin/python3"\nworkdir: "/home/me"\n'
         'shell:\n  "modules": []\n  "conda": null\n  "venv": null\n  "setup": ["a"]\n'
     )
-    assert JobSpec.load(path) == make_spec(
+    assert load_spec(path) == make_spec(
         args=("a", "é 😀"),
         env={"NO": "1e3"},
         ntasks_per_node=2,

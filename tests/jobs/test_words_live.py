@@ -21,7 +21,7 @@ _LAUNCHER = """#!{python}
 import json, os, queue, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 
 if sys.argv[1] == "-m":
@@ -29,7 +29,7 @@ if sys.argv[1] == "-m":
     from hpctrain.supervisor.launch.job_step import StepEnded
 
     run = RunDir(Path(sys.argv[3]))
-    spec = JobSpec.load(run.spec)
+    spec = load_spec(run.spec)
     events = queue.SimpleQueue()
     command = [spec.python, "rank", json.dumps([spec.script, *spec.args])]
     variables = {{"HPCTRAIN_ATTEMPT": "0", "OUT": str(run.path / "seen.json")}}

@@ -19,7 +19,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 
 log = logging.getLogger("hpctrain")
 
@@ -108,7 +108,7 @@ class Job(submitit.Job[R]):
         Raises:
             SpecError: the run has no specification.
         """
-        return cls(run.dir.path, run.job_id or "", range(JobSpec.load(run.dir.spec).world_size))
+        return cls(run.dir.path, run.job_id or "", range(load_spec(run.dir.spec).world_size))
 
     def submission(self) -> DelayedSubmission:
         call = read_call(self.run.dir)

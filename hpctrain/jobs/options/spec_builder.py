@@ -20,7 +20,7 @@ from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyConfig
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
-from hpctrain.spec.validation import CONTROL_CHARACTER
+from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
 
 #: Default parent of run folders, relative to the folder of the submission.
 RUNS_FOLDER = "runs"
@@ -62,7 +62,7 @@ def build_spec(
         directives["time"] = "UNLIMITED"
     nodes = _nodes(given.get("nodes", JobSpec.nodes))
     shell = _shell(given, cwd)
-    return JobSpec(
+    spec = JobSpec(
         script=os.path.normpath(path),
         args=tuple(map(str, args)),
         env=dict(given.get("env", {})),
@@ -103,6 +103,8 @@ def build_spec(
             stall_s=given.get("notify_stall_after", DEFAULT_STALL_S),
         ),
     )
+    check_spec(spec)
+    return spec
 
 
 def validate_option(name: str, value: object) -> None:

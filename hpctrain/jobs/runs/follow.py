@@ -13,7 +13,7 @@ from hpctrain.jobs.runs.status_poller import StatusPoller
 from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
 
 _POLL_S = 0.2
 #: Tasks of a job array per poll: reading thousands at once would overload the file system.
@@ -62,7 +62,7 @@ def _readings(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogReader]:
         return [RunLogReader(run.dir, shown, whole=whole)]
     if whole:
         # An array submitted again with other tasks still has the folders of the first ones.
-        tasks = JobArray.parse(JobSpec.load(run.dir.spec).array or "").indices
+        tasks = JobArray.parse(load_spec(run.dir.spec).array or "").indices
     width = len(f"[task-{max(tasks)}]")
     return [
         RunLogReader(run.dir.task(index), shown, whole=whole, label=f"{f'[task-{index}]':<{width}} ")

@@ -1,0 +1,85 @@
+"""Reads the specification of a run from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpctrain.errors import SpecError
+from hpctrain.files import read_regular
+from hpctrain.spec.code_ref import CodeRef
+from hpctrain.spec.container import Container
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.notify import NotifyConfig
+from hpctrain.spec.shell_setup import ShellSetup
+from hpctrain.spec.validation import check_spec
+
+#: Former field names, in specifications of earlier versions.
+_FORMER_NAMES = {
+    "continue_by": "resume_mode",
+    "gpu_directive": "gpu_request_style",
+    "grow_after_s": "scale_up_after_s",
+    "hang_limit_s": "hang_timeout_s",
+    "restart": "restart_policy",
+    "signal_lead_s": "stop_before_limit_s",
+    "spares": "spare_nodes",
+    "tasks_per_node": "ntasks_per_node",
+    "warm_workers_s": "standby_workers_s",
+}
+
+#: Fields that are mappings in the file.
+_PARTS: dict[str, Callable[..., Any]] = {
+    "shell": ShellSetup,
+    "torchrun": TorchrunConfig,
+    "code": CodeRef,
+    "container": Container,
+    "notify": NotifyConfig,
+}
+
+
+def load_spec(path: Path) -> JobSpec:
+    """Read and check a specification that was written as `JobSpec.text`.
+
+    Raises:
+        SpecError: the file is missing or invalid.
+    """
+    try:
+        values: Any = yaml.safe_load(read_regular(path).decode("utf-8"))
+    except OSError as error:
+        raise SpecError(
+            f"The specification {path} cannot be read: {error.strerror}. Submit the run again."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(
+            f"The specification {path} is not valid YAML: {error}. Submit the run again."
+        ) from error
+    if not isinstance(values, dict):
+        raise SpecError(f"The specification {path} holds no mapping of fields. Submit the run again.")
+    values = {_FORMER_NAMES.get(name, name): value for name, value in values.items()}
+    known = {entry.name for entry in fields(JobSpec)}
+    if unknown := sorted(str(name) for name in values.keys() - known):
+        raise SpecError(
+            f"The specification {path} has unknown fields: {', '.join(unknown)}. Submit the run again."
+        )
+    try:
+        parts = {name: kind(**_listed(values[name])) for name, kind in _PARTS.items() if values.get(name)}
+        spec = JobSpec(**{**_listed(values), **parts})
+        check_spec(spec)
+        return spec
+    except SpecError:
+        raise
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise SpecError(
+            f"The specification {path} is incomplete, or a value has the wrong type: {error}. "
+            "Submit the run again."
+        ) from error
+
+
+def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with lists replaced by tuples, which YAML lacks."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
