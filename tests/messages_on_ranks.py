@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hpctrain import detect, messages
 from hpctrain.errors import HpctrainError, Unauthenticated, UserError
 from hpctrain.runtime.distributed_context import init_distributed
-from hpctrain.runtime.signed_store import SignedStore
+from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 
 class Evil:

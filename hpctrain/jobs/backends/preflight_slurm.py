@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from hpctrain.jobs.backends import PreflightResult
+from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobs.site.forecast import (
     FORECAST_TIMEOUT_S,
     StartForecast,

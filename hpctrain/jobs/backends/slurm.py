@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.backends import PreflightResult, SubmissionUnconfirmed
+from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import COMMAND_LIMIT_S, is_answer_lost, list_rank_steps, run_all, run_slurm
 from hpctrain.slurm.environment import sbatch_env, strip_job_env

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import read_json, read_regular
-from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import named_as_in_python
 from hpctrain.jobs.options.spec_builder import new_run_id
 from hpctrain.jobs.options.table import SubmitOptions

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
 from hpctrain.files import write_atomic
-from hpctrain.jobs.backends import Backend, open_backend
+from hpctrain.jobs.backends import open_backend
+from hpctrain.jobs.backends.base import Backend
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller
 from hpctrain.records.run_record import JobRecord, read_run_record

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.files import make_folder, write_atomic
-from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
 from hpctrain.rundir import RunDir
 from hpctrain.spec.code_ref import CodeRef

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.backends import Backend, choose_backend
+from hpctrain.jobs.backends import choose_backend
+from hpctrain.jobs.backends.base import Backend
 from hpctrain.jobs.options.option_value import OptionSource
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec

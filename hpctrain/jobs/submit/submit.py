@@ -13,7 +13,7 @@ from typing import Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
-from hpctrain.jobs.backends import SubmissionUnconfirmed
+from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import named_as_in_python
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
@@ -21,6 +21,7 @@ from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.validation import check_spec
 
 #: Seconds: a supervisor that has recorded its end still has to exit, and checking the lock takes a moment.
 _LOCK_PATIENCE_S = 5.0
@@ -47,6 +48,7 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
             submission.snapshot.taken(folder) if submission.snapshot else nullcontext() as code,
         ):
             spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
+            check_spec(spec)
             function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
             for part in (*tasks, spec):
                 _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
