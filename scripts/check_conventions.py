@@ -1,4 +1,4 @@
-"""Checks of the house style that ruff does not have: docstrings, words, class names, folder sizes."""
+"""Checks of the house style that ruff does not have: docstrings, words, names, folder sizes, imports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hpctrain"
@@ -31,6 +33,7 @@ def main() -> int:
     problems = [
         *_class_names(modules),
         *_folder_sizes(),
+        *_imports_of_own_package(),
         *(problem for path, tree in modules.items() for problem in _docstrings(path, tree)),
         *(problem for path in modules for problem in _words(path)),
     ]
@@ -56,6 +59,18 @@ def _folder_sizes() -> Iterator[tuple[Path, int, str]]:
         count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
         if count > MAX_MODULES and folder not in UNLIMITED:
             yield folder, 1, f"{count} modules in one folder; at most {MAX_MODULES}: group them in packages"
+
+
+def _imports_of_own_package() -> Iterator[tuple[Path, int, str]]:
+    """Imports that close a cycle between a package and its module; import-linter compares only siblings."""
+    graph = grimp.build_graph(PACKAGE.name, exclude_type_checking_imports=False, cache_dir=None)
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            if module.startswith(f"{imported}."):
+                (detail, *_) = graph.get_import_details(importer=module, imported=imported)
+                path = ROOT / module.replace(".", "/")
+                path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                yield path, detail["line_number"], f"{module} imports its own package {imported}"
 
 
 def _docstrings(path: Path, tree: ast.Module) -> Iterator[tuple[Path, int, str]]:

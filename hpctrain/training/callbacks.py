@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hpctrain.errors import UserError
 from hpctrain.text import format_number
 
 if TYPE_CHECKING:
     from hpctrain.training.module import Module
-    from hpctrain.training.trainer import Trainer
+
+
+class TrainerHandle(Protocol):
+    """The part of a `Trainer` that callbacks use."""
+
+    step: int
+    metrics: dict[str, float]
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def end(self, reason: str = ...) -> None: ...
 
 
 class Callback:
@@ -22,16 +33,16 @@ class Callback:
     `state_dict`.
     """
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:
         """Run after the newest checkpoint, if any, is loaded; `trainer.step` steps are done."""
 
-    def on_step_end(self, trainer: Trainer, module: Module, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of step `trainer.step`, one step later, so that no step waits for them."""
 
-    def on_validation_end(self, trainer: Trainer, module: Module, metrics: Mapping[str, float]) -> None:
+    def on_validation_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
         """Run after the validation that follows step `trainer.step`."""
 
-    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_end(self, trainer: TrainerHandle, module: Module) -> None:
         """Run at the end of the training, but not at a stop that another job continues."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,13 +91,13 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:  # noqa: ARG002
         """End a training at once that had ended before, unless the patience is larger now."""
         self._end_if_due(trainer)
 
     def on_validation_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerHandle,
         module: Module,  # noqa: ARG002
         metrics: Mapping[str, float],
     ) -> None:
@@ -118,7 +129,7 @@ class EarlyStopping(Callback):
         gain = self.best - value if self.mode == "min" else value - self.best
         return gain > self.min_delta
 
-    def _end_if_due(self, trainer: Trainer) -> None:
+    def _end_if_due(self, trainer: TrainerHandle) -> None:
         if self.waited >= self.patience:
             reached = (
                 "was no number"

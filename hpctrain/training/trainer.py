@@ -25,6 +25,7 @@ from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
+from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Run folders set by the environment in which this process has trained.
@@ -45,6 +46,7 @@ class Trainer(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        resolve_strategy(self, os.environ)
         self.ranks: Ranks = detect(os.environ)
         self.step = 0
         self.metrics: dict[str, float] = {}

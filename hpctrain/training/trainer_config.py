@@ -14,14 +14,10 @@ import torch
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import UserError
 from hpctrain.telemetry.loggers import Logger, find_loggers
-from hpctrain.training.algorithms import Algorithm, find_algorithm
-from hpctrain.training.algorithms.base import AllReduce
 from hpctrain.training.base.device_selection import Devices, parse_devices
 from hpctrain.training.base.precision import canonical_precision
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.setting_names import canonical_settings
-from hpctrain.training.strategies import find_strategy
-from hpctrain.training.strategies.strategy_registry import resolve_auto
 
 #: In-memory folder of a node, on Linux.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,7 +46,7 @@ class _AcceptsAliases(type):
 
 @dataclass(kw_only=True)
 class TrainerConfig(metaclass=_AcceptsAliases):
-    """The settings of a `Trainer`.
+    """The settings of a `Trainer`. `resolve_strategy` checks those of its strategy and algorithm.
 
     Raises:
         UserError: a setting is out of its range or unknown, or neither or both of `max_steps` and
@@ -71,11 +67,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """
     strategy: str = "auto"
     """Name of the parallel strategy, from docs/strategies.md. `auto` uses the job's choice, or else `ddp`."""
-    algorithm: str | Algorithm = "allreduce"
+    algorithm: str | Any = "allreduce"
     """Gradient synchronization of `ddp`.
 
     `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`, `decentralized`,
-    `low_precision_decentralized`, `async`, `local_sgd`; one with arguments; or your own.
+    `low_precision_decentralized`, `async`, `local_sgd`; one with arguments; or an `Algorithm`.
     """
     bucket_cap_mb: float | None = None
     """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`.
@@ -230,32 +226,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         self.loggers = find_loggers(self.loggers)
-        if self.strategy == "auto":
-            find_strategy(self.strategy, os.environ)
-            self.strategy = resolve_auto(os.environ)
         if self.devices is not None:
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
-        strategy = find_strategy(self.strategy, os.environ)
-        strategy.check(self)
-        if self.bucket_cap_mb is not None and not strategy.has_buckets:
-            raise UserError(
-                f"bucket_cap_mb is {self.bucket_cap_mb!r}, which is for strategies 'ddp', 'ddp_spawn', "
-                f"'ddp2' and 'zero1', but strategy is {self.strategy!r}: it sends gradients in its own way."
-            )
-        if self.static_graph and (not strategy.has_buckets or self.find_unused_parameters):
-            raise UserError(
-                f"static_graph is True, strategy is {self.strategy!r} and find_unused_parameters is "
-                f"{self.find_unused_parameters}: it is for 'ddp', 'ddp_spawn', 'ddp2' and 'zero1', where no "
-                "step leaves parameters out."
-            )
-        algorithm = find_algorithm(self.algorithm)
-        if type(algorithm) is not AllReduce and not strategy.has_algorithms:
-            raise UserError(
-                f"algorithm is {self.algorithm!r}, which is for strategies 'ddp' and 'ddp_spawn', but "
-                f"strategy is {self.strategy!r}: it has its own way to bring gradients together."
-            )
-        algorithm.check(self)
 
     @property
     def retention(self) -> Retention:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-from hpctrain.training.data.loader_config import map_tensors
+from hpctrain.training.base.tensor_tree import map_tensors
 
 _AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": None}
 PRECISIONS = tuple(_AUTOCAST)

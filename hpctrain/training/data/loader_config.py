@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.fetcher import BatchOrder, Collate, Fetcher
 from hpctrain.training.data.loader_workers import LoaderWorkers
 
@@ -85,19 +86,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def pin_batch(batch: Any) -> Any:
     """Return `batch` with every CPU tensor in pinned memory, for asynchronous copies to a GPU."""
     return map_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
-
-
-def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `batch` with `change` applied to every tensor in its tuples, lists and dicts."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(value, change) for value in batch)
-    return batch
 
 
 class _ByOrder:

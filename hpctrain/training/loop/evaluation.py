@@ -10,9 +10,10 @@ import torch
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.precision import cast_batch, forward_context
+from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_validation_set
-from hpctrain.training.data.loader_config import make_loader_config, map_tensors, to_device
+from hpctrain.training.data.loader_config import make_loader_config, to_device
 from hpctrain.training.data.lockstep import pad_to_longest
 from hpctrain.training.loop.validation import eval_mode, run_validation
 from hpctrain.training.module import Module

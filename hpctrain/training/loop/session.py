@@ -26,6 +26,7 @@ from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import LRScheduler
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.
@@ -198,6 +199,7 @@ class Session:
         settings = TrainerConfig(
             max_steps=max_steps, max_epochs=max_epochs, global_batch_size=global_batch_size, **self._options
         )
+        resolve_strategy(settings, os.environ)
         fit = self._fit = TrainingLoop(
             settings=settings,
             module=self._whole,

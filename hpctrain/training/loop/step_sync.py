@@ -19,22 +19,11 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.loop.message_batcher import MessageBatcher
 from hpctrain.training.observe.metrics_file import RESERVED_FIELDS
+from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timer import TimingSample
 
 #: Maximum number of ranks with several steps per message. With more ranks, such short steps are rare.
 _FEW = 32
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one step, summed over all ranks; the same on every rank except for `ended`."""
-
-    step: int
-    epoch: int
-    scalars: dict[str, float]
-    """Means over the global batch, including `loss`. `num_tokens`, if present, is a sum."""
-    ended: TimingSample | None
-    """Time sample of the step, if this rank logs it."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hpctrain.training.data.batch_plan import DataRank, RankBatch
 from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
 from hpctrain.training.data.step_source import StepData, StopCondition
-from hpctrain.training.loop.step_sync import StepFlags, StepResult, StepSync
+from hpctrain.training.loop.step_sync import StepFlags, StepSync
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validation import run_validation
 from hpctrain.training.module import Module, takes_optimizer_idx
@@ -35,7 +35,7 @@ from hpctrain.training.observe.dataloader_hints import (
 from hpctrain.training.observe.environment_info import collect_environment
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.progress import format_scalars, make_progress
-from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.observe.run_writer import RunWriter, StepResult
 from hpctrain.training.observe.step_timer import StepTimer
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.micro_batch_size import (

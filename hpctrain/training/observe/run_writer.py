@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.loop.step_sync import StepResult
 from hpctrain.training.observe.metrics_file import MetricsFile, SamplesFile
 from hpctrain.training.observe.step_timer import StepTimer, TimingSample
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one step, summed over all ranks; the same on every rank except for `ended`."""
+
+    step: int
+    epoch: int
+    scalars: dict[str, float]
+    """Means over the global batch, including `loss`. `num_tokens`, if present, is a sum."""
+    ended: TimingSample | None
+    """Time sample of the step, if this rank logs it."""
 
 
 class RunWriter:

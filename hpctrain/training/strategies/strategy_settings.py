@@ -1,0 +1,41 @@
+"""Checks of a training's settings by its strategy and its algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.errors import UserError
+from hpctrain.training.algorithms import find_algorithm
+from hpctrain.training.algorithms.base import AllReduce
+from hpctrain.training.strategies.strategy_registry import find_strategy, resolve_auto
+from hpctrain.training.trainer_config import TrainerConfig
+
+
+def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> None:
+    """Replace the strategy "auto", and check all settings that depend on strategy and algorithm.
+
+    Raises:
+        UserError: a name is unknown, or a setting contradicts the strategy or the algorithm.
+    """
+    strategy = find_strategy(settings.strategy, environ)
+    if settings.strategy == "auto":
+        settings.strategy = resolve_auto(environ)
+    strategy.check(settings)
+    if settings.bucket_cap_mb is not None and not strategy.has_buckets:
+        raise UserError(
+            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, which is for strategies 'ddp', 'ddp_spawn', "
+            f"'ddp2' and 'zero1', but strategy is {settings.strategy!r}: it sends gradients in its own way."
+        )
+    if settings.static_graph and (not strategy.has_buckets or settings.find_unused_parameters):
+        raise UserError(
+            f"static_graph is True, strategy is {settings.strategy!r} and find_unused_parameters is "
+            f"{settings.find_unused_parameters}: it is for 'ddp', 'ddp_spawn', 'ddp2' and 'zero1', where no "
+            "step leaves parameters out."
+        )
+    algorithm = find_algorithm(settings.algorithm)
+    if type(algorithm) is not AllReduce and not strategy.has_algorithms:
+        raise UserError(
+            f"algorithm is {settings.algorithm!r}, which is for strategies 'ddp' and 'ddp_spawn', but "
+            f"strategy is {settings.strategy!r}: it has its own way to bring gradients together."
+        )
+    algorithm.check(settings)
