@@ -323,16 +323,16 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
     [
         ([], History()),
         ([FAILURE, AGAIN], History((P1, P2), (K, K))),
-        ([FAILURE, event("checkpoint", step=5), AGAIN], History((P2,), (K,), has_checkpoint=True)),
+        ([FAILURE, event("checkpoint", step=5), AGAIN], History((P2,), (K,))),
         (
             [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), AGAIN],
-            History((P1, P2), (K, K), has_checkpoint=True),
+            History((P1, P2), (K, K)),
         ),
         ([REQUEUE, REQUEUE, FAILURE], History((P1,), (K,), (T, T))),
         # Of a script's own checkpoints only that there is a new one is known.
         (
             [FAILURE, REQUEUE, event("checkpoint", step=None), AGAIN],
-            History((P2,), (K, K), has_checkpoint=True),
+            History((P2,), (K, K)),
         ),
         ([FAILURE, REQUEUE, event("excluded", hosts=["n1"]), event("submitted")], History()),
         ([FAILURE, REQUEUE, event("submitted", after="7")], History((P1,), (K,), (T,))),
@@ -343,7 +343,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ([*NO_PROGRESS, event("started")], History((), (), (T,))),
         (
             [*NO_PROGRESS, event("checkpoint", step=5), *NO_PROGRESS[1:]],
-            History(has_checkpoint=True, agreed=True),
+            History(agreed=True),
         ),
         (
             [event("signal"), event("requeue", seconds=3600.0, **{"class": "preempted"})],

@@ -77,8 +77,6 @@ class HangDetected:
     rank: int
     """The rank that the others wait for; the first one if unknown."""
     host: str
-    absent: tuple[int, ...]
-    """All ranks that the others wait for; empty if unknown."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,6 @@ class History:
     """Nodes found to slow down the others, once per finding."""
     excluded: frozenset[str] = frozenset()
     """Nodes that are excluded."""
-    has_checkpoint: bool = False
-    """True if the run has ever had a checkpoint to continue from."""
     agreed: bool = False
     """True if the ranks of the newest attempt agreed to stop, so that all their checkpoints are known."""
 
@@ -60,7 +58,7 @@ class History:
         stops: list[EndKind] = []
         slow: list[str] = []
         excluded: set[str] = set()
-        newest, saved, progressed, agreed = 0, False, False, False
+        newest, progressed, agreed = 0, False, False
         for event in events:
             match event.get("kind"):
                 case "submitted" if "after" not in event:
@@ -71,7 +69,6 @@ class History:
                 case "signal":
                     agreed = True
                 case "checkpoint":
-                    saved = True
                     if (step := event.get("step")) is None or step > newest:
                         progressed = True
                         failures.clear()
@@ -79,8 +76,6 @@ class History:
                     if step is not None and step > newest:
                         newest = step
                         crashes.clear()
-                case "resumed":
-                    saved = True
                 case "failure" if event.get("rank") is not None:
                     past = _past(event)
                     failures.append(past)
@@ -97,7 +92,7 @@ class History:
                         stops.append(kind)
                     progressed = False
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*kept, saved, agreed)
+        return cls(*kept, agreed)
 
     def num_alike(self) -> int:
         """Count the identical failures in a row, up to the last one."""

@@ -198,7 +198,7 @@ class RankMonitor:
         missing = blocking_ranks(inquiry.told, silent)
         cause = describe_hang(inquiry.overdue, inquiry.told, silent, missing, self._host_of)
         rank = (missing or sorted(self._liveness.ranks) or [0])[0]
-        self._emit(HangDetected(cause, rank, self._host_of(rank), tuple(missing)))
+        self._emit(HangDetected(cause, rank, self._host_of(rank)))
 
     def _name_stragglers(self, now: float) -> None:
         for slow, times in self._stragglers.look(now):
