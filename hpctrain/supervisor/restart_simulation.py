@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind, RestartPolicy
 from hpctrain.supervisor.policy.decide import (
     Action,
@@ -25,12 +26,10 @@ from hpctrain.supervisor.policy.decide import (
     suspect_nodes,
 )
 from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.scale_up import REQUEUE_HOLD_S, START_S
 
 DAY_S = 86_400.0
-#: Slurm's hold of a requeued job, and the time of a start of the ranks, both in seconds.
-_HOLD_S, _START_S = 120.0, 60.0
-_LEAD_S = 120.0
-_MAX_FAILURES = 3
+_LEAD_S, _MAX_FAILURES = float(JobSpec.stop_before_limit_s), JobSpec.max_failures
 #: Frequency of each kind of interruption, in percent: faults of machines, of the environment, and of the
 #: user.
 _FAULTS = {
@@ -200,7 +199,7 @@ class Simulation:
         run.starts_since_save += 1
         most = self.report.most_starts_without_progress
         self.report.most_starts_without_progress = max(most, run.starts_since_save)
-        run.begun = self._now + _START_S
+        run.begun = self._now + START_S
         faulty = sum(100 if host in self._bad else 1 for host in run.hosts)
         ends = {
             EndKind.DONE: (run.needs_s - run.trained_s) / run.speed,
@@ -256,7 +255,7 @@ class Simulation:
             run.starts_since_save = 0
             run.events.append({"kind": "checkpoint", "step": int(run.trained_s * 1000)})
         self.report.trained_s += kept * run.nodes
-        self.report.lost_s += (trained - kept) * run.nodes + _START_S * len(run.hosts)
+        self.report.lost_s += (trained - kept) * run.nodes + START_S * len(run.hosts)
 
     def _record(self, run: SimulatedRun, kind: EndKind) -> dict[str, str]:
         """Record the failure, and take a lost node out of service. Returns the lost node."""
@@ -288,11 +287,11 @@ class Simulation:
                 run.hosts, run.spare = decision.hosts, spare
                 self._start(run)
             case Action.REQUEUE:
-                seconds = self._now - run.begun + _START_S
+                seconds = self._now - run.begun + START_S
                 kind = "requeue"
                 run.events.append({"kind": kind, "seconds": seconds, "class": self._kind_of(run, cause)})
                 self._end_job(run, "waits")
-                self._at(self._now + _HOLD_S, run, "queued")
+                self._at(self._now + REQUEUE_HOLD_S, run, "queued")
             case Action.COMPLETE:
                 self._end_job(run, "complete")
             case _:

@@ -33,10 +33,12 @@ from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
     JobDisposition,
     JobIntent,
+    OwnershipDecision,
+    OwnershipState,
     continuation_methods,
+    decide_ownership,
     resolve_intent,
 )
-from hpctrain.supervisor.policy.job_ownership import OwnershipDecision, OwnershipState, decide_ownership
 
 POLICY = RestartPolicy.of({}, max_failures=3)
 FOUR = ("n1", "n2", "n3", "n4")
@@ -242,7 +244,7 @@ def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
 
 
 @pytest.mark.parametrize(
-    ("cancelled", "fate", "resume_mode", "will"),
+    ("cancelled", "disposition", "resume_mode", "will"),
     [
         (True, JobDisposition.STAYS, "auto", JobIntent.CANCEL),
         (True, JobDisposition.EVICTED, "auto", JobIntent.CANCEL),
@@ -255,8 +257,8 @@ def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
         (False, JobDisposition.ENDS, "successor", JobIntent.LEAVE),
     ],
 )
-def test_what_is_wanted_with_the_job(cancelled, fate, resume_mode, will):
-    assert resolve_intent(cancelled=cancelled, fate=fate, resume_mode=resume_mode) is will
+def test_what_is_wanted_with_the_job(cancelled, disposition, resume_mode, will):
+    assert resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=resume_mode) is will
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify, is_deterministic
+from hpctrain.supervisor.failures.classify import classify, gpu_faults, is_deterministic
 from hpctrain.supervisor.failures.failure_files import RankFailure, collect_failures, root_cause
-from hpctrain.supervisor.failures.gpu_faults import gpu_faults
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl
+from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
@@ -45,9 +44,9 @@ class FailureAnalyzer:
 
     run: RunDir
     spec: JobSpec
-    scheduler: JobControl
+    job: JobControl
 
-    def look(self, ended: AttemptResult, hosts: list[str]) -> Diagnosis:
+    def diagnose(self, ended: AttemptResult, hosts: list[str]) -> Diagnosis:
         """Diagnose an attempt on `hosts`."""
         left_early = self._left_early(ended, len(hosts) * self.spec.ntasks_per_node)
         match ended.outcome:
@@ -99,10 +98,7 @@ class FailureAnalyzer:
                 return EndKind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else EndKind.PREEMPTED
             if event.get("kind") == "started":
                 break
-        try:
-            left = self.scheduler.seconds_left()
-        except SchedulerError:
-            left = None
+        left = known_seconds_left(self.job)
         near = left is not None and left <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
 
@@ -196,10 +192,10 @@ class FailureAnalyzer:
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
         """Return lost nodes with the reason; empty if this cannot be determined."""
-        if len(hosts) == 1:
+        if len(hosts) == 1 or self.job.nodes is None:
             return {}
         try:
-            return self.scheduler.lost_nodes(hosts)
+            return self.job.nodes.lost(hosts)
         except SchedulerError as error:
             log.warning("Whether a node was lost cannot be told: %s", error)
             return {}
