@@ -17,7 +17,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.environment import own_job_id
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
-from hpctrain.supervisor.buffered_rundir import BufferedLogHandler, BufferedRunDir, describe_disk_error
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.local import LocalLauncher
@@ -44,7 +44,9 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         environ: variables of the job's script.
         deaths: number of supervisors of this job that were killed before.
     """
-    run = BufferedRunDir(run_of_this_job(RunDir(Path(argv[0])), environ).path)
+    path = run_of_this_job(RunDir(Path(argv[0])), environ).path
+    storage = BufferedStorage(path)
+    run = RunDir(path, storage)
     try:
         spec = JobSpec.load(run.spec)
         run.check_records()
@@ -55,7 +57,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         return error.exit_code
     with suppress(OSError):
         make_folder(run.logs)
-    run.keep_room()
+    storage.keep_room()
     log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]
@@ -64,7 +66,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         with send_notifications(run, environ):
             return _supervise(run, spec, environ, deaths)
     finally:
-        run.settle()
+        storage.settle()
         log_file.lines.flush()
 
 

@@ -27,7 +27,9 @@ def finish_run(
     cause: str | None = None,
     note: str | None = None,
 ) -> Exit:
-    """Record the end of a run, with its last attempt."""
+    """Record the end of a run, with its last attempt. The cause of a failure includes trouble of the disk."""
+    if state == "FAILED":
+        cause = "; ".join(filter(None, [cause, run.storage.trouble])) or None
     exit_code = RunFailed.exit_code if state == "FAILED" else 0
     more = {"note": note} if note else {}
     attempt = max(run.attempts(), default=0)

@@ -1,4 +1,4 @@
-"""A run folder that buffers writes in memory while its disk is full or unreachable, and writes them later."""
+"""Storage that buffers the writes of a run while its disk is full or unreachable, and repeats them later."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.errors import HpctrainError
-from hpctrain.files import own_file
-from hpctrain.rundir import EventKind, RunDir, event_record
+from hpctrain.files import IsValid, own_file
+from hpctrain.rundir import RunDir, RunStorage
 
 log = logging.getLogger(__name__)
 
@@ -53,57 +52,44 @@ class BufferedLogHandler(logging.Handler):
         self.lines.append_line(self.format(record))
 
 
-@dataclass(frozen=True)
-class BufferedRunDir(RunDir):
-    """A run folder that buffers failed writes, treats them as written, and retries them."""
+class BufferedStorage(RunStorage):
+    """Buffers failed writes of a run and its tasks, treats them as written, and retries them."""
 
-    _events: BufferedLineWriter = field(init=False, repr=False, compare=False)
-    _files: dict[Path, str] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _tasks: dict[str, BufferedRunDir] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _attempts: set[int] = field(init=False, repr=False, compare=False, default_factory=set)
-    _retrying: threading.Lock = field(init=False, repr=False, compare=False, default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_events", BufferedLineWriter(self.events, log.warning))
+    def __init__(self, folder: Path) -> None:
+        """Write into the run folder `folder`."""
+        self._run = RunDir(folder)
+        self._lines: dict[Path, BufferedLineWriter] = {}
+        self._files: dict[Path, str] = {}
+        self._folders: set[Path] = set()
+        self._retrying = threading.Lock()
 
     @property
-    def trouble(self) -> str | None:
+    def trouble(self) -> str | None:  # type: ignore[override]
         """Reason why data waits to be written; None if nothing waits."""
-        error = self._events.trouble
-        return (
-            None
-            if error is None
-            else describe_disk_error(error, self.path) or f"{self.path}: {error.strerror}"
-        )
+        for path, lines in self._lines.items():
+            if (error := lines.trouble) is not None:
+                return describe_disk_error(error, path.parent) or f"{path.parent}: {error.strerror}"
+        return None
 
-    def task(self, index: int | str) -> BufferedRunDir:
-        """Return the buffered run folder of a task of a job array."""
-        return self._tasks.setdefault(str(index), BufferedRunDir(super().task(index).path))
-
-    def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
-        """Append an event to the record, now or later.
-
-        A failed run's last event includes the disk error, if any.
-        """
-        if kind == "finished" and fields.get("state") == "FAILED" and (trouble := self.trouble):
-            fields["cause"] = "; ".join(filter(None, [fields.get("cause"), trouble]))
-        self._events.append(event_record(kind, attempt, **fields))
+    def append(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Append a JSON line, now or later."""
+        self._lines.setdefault(path, BufferedLineWriter(path, log.warning)).append(record)
         self._keep_trying()
 
-    def read_events(self) -> Iterator[dict[str, Any]]:
-        """Read the record, including events that wait to be written."""
-        if not self._events.is_waiting:
-            return super().read_events()
-        with self._events.waiting() as waiting:
+    def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
+        """Yield the JSON lines of a file, including those that wait to be written."""
+        if (lines := self._lines.get(path)) is None or not lines.is_waiting:
+            return super().read(path, is_valid)
+        with lines.waiting() as waiting:
             try:
-                written = list(super().read_events())
+                written = list(super().read(path, is_valid))
             except OSError as error:
-                log.warning("%s cannot be read: %s", self.events, error)
+                log.warning("%s cannot be read: %s", path, error)
                 written = []
         return iter([*written, *map(json.loads, waiting)])
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file of the run, now or later."""
+        """Write a file, now or later."""
         try:
             super().write(path, content)
         except OSError as error:
@@ -111,29 +97,30 @@ class BufferedRunDir(RunDir):
             self._files[path] = content
             self._keep_trying()
 
-    def new_attempt(self) -> int:
-        """Claim the number of a new attempt, even if its folder cannot be made.
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that does not exist yet, if possible.
 
         Raises:
+            FileExistsError: it exists.
             HpctrainError: the run folder no longer exists.
         """
-        self._wait_for_folder()
+        self._wait_for_run()
         try:
-            attempt = super().new_attempt()
+            super().make_folder(path)
+        except FileExistsError:
+            raise
         except OSError as error:
-            log.warning("the folder for logs cannot be made: %s", error)
-            attempt = max({*self.attempts(), *self._attempts}, default=-1) + 1
-        self._attempts.add(attempt)
-        return attempt
+            log.warning("the folder %s cannot be made: %s", path, error)
+        self._folders.add(path)
 
-    def attempts(self) -> list[int]:
-        """Return the numbers of all attempts, including those without a folder."""
-        return sorted({*super().attempts(), *self._attempts})
+    def names(self, folder: Path) -> list[str]:
+        """Return the names in a folder, including those of folders that could not be made."""
+        return [*{*super().names(folder), *(path.name for path in self._folders if path.parent == folder)}]
 
     @property
     def reserve(self) -> Path:
         """File that reserves disk space for the run's last records."""
-        return self.path / ".reserve"
+        return self._run.path / ".reserve"
 
     def keep_room(self) -> None:
         """Reserve the disk space that the run's last records need if the disk is full by then."""
@@ -141,43 +128,52 @@ class BufferedRunDir(RunDir):
             file.write(bytes(_RESERVE_BYTES))
 
     def settle(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Write what waits for at most `limit_s` seconds; print the events that still wait after that."""
+        """Write what waits for at most `limit_s` seconds; print the lines that still wait after that."""
         deadline = time.monotonic() + limit_s
         with suppress(OSError):
             self.reserve.unlink(missing_ok=True)
         while not self._flush():
             if time.monotonic() > deadline:
-                with self._events.waiting() as waiting:
-                    for line in waiting:
-                        print(f"hpctrain: could not be written to {self.events}: {line}", file=sys.stderr)
+                self._print_waiting()
                 return
             time.sleep(min(_RETRY_EVERY_S, limit_s))
 
-    def _wait_for_folder(self) -> None:
+    def _print_waiting(self) -> None:
+        for path, lines in self._lines.items():
+            with lines.waiting() as waiting:
+                for line in waiting:
+                    print(f"hpctrain: could not be written to {path}: {line}", file=sys.stderr)
+
+    def _wait_for_run(self) -> None:
         """Wait for the run folder: without it, ranks would start over and write to the wrong place."""
         deadline = time.monotonic() + _VANISHED_LIMIT_S
-        while not _is_there(self.spec):
+        while not _is_there(self._run.spec):
             if time.monotonic() > deadline:
                 raise HpctrainError(
-                    f"The run's folder {str(self.path)!r} has vanished, or {self.spec.name} in it. "
+                    f"The run's folder {str(self._run)!r} has vanished, or {self._run.spec.name} in it. "
                     "Its disk may be gone. Bring it back, and submit the run again."
                 )
             time.sleep(min(_RETRY_EVERY_S, _VANISHED_LIMIT_S))
 
+    @property
+    def _is_waiting(self) -> bool:
+        return bool(self._files) or any(lines.is_waiting for lines in list(self._lines.values()))
+
     def _flush(self) -> bool:
         """Write what waits, as far as possible. Returns True if nothing waits any more."""
-        self._events.flush()
+        for lines in list(self._lines.values()):
+            lines.flush()
         for path, content in list(self._files.items()):
             try:
                 super().write(path, content)
             except OSError:
                 return False
             self._files.pop(path, None)
-        return not self._events.is_waiting and all(task._flush() for task in list(self._tasks.values()))
+        return not self._is_waiting
 
     def _keep_trying(self) -> None:
         """Start a thread that retries while something waits."""
-        if (self._events.is_waiting or self._files) and self._retrying.acquire(blocking=False):
+        if self._is_waiting and self._retrying.acquire(blocking=False):
             threading.Thread(target=self._try_until_written, name="hpctrain-record", daemon=True).start()
 
     def _try_until_written(self) -> None:
