@@ -23,15 +23,10 @@ from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.processes import processes
 from hpctrain.spec.notify import NotifyConfig
-from hpctrain.supervisor import notifications
-from hpctrain.supervisor.notifications import (
-    Notifier,
-    StallDetector,
-    notification_message,
-    post_json,
-    run_notification_command,
-    send_notifications,
-)
+from hpctrain.supervisor import notification_targets, notifications
+from hpctrain.supervisor.notification_targets import post_json, run_notification_command
+from hpctrain.supervisor.notifications import Notifier, notification_message, send_notifications
+from hpctrain.supervisor.workers.stall_detection import StallDetector
 
 TRAINING = """
 import json, os, sys, time
@@ -123,7 +118,7 @@ def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(ho
 
 
 def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook, monkeypatch):
-    monkeypatch.setattr("hpctrain.supervisor.notifications._PAUSE_S", 0.01)
+    monkeypatch.setattr("hpctrain.supervisor.notification_targets._PAUSE_S", 0.01)
     hook.answers = [503, 429]
     post_json(hook.address, {"text": "a"})
     assert hook.got == [{"text": "a"}]
@@ -135,7 +130,7 @@ def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook
 
 
 def test_a_command_that_does_not_end_is_ended_with_its_children(monkeypatch, tmp_path):
-    monkeypatch.setattr("hpctrain.supervisor.notifications._TARGET_LIMIT_S", 0.5)
+    monkeypatch.setattr("hpctrain.supervisor.notification_targets._TARGET_LIMIT_S", 0.5)
     message = notification_message(RunDir(tmp_path), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="longer than"):
         run_notification_command("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
@@ -200,7 +195,7 @@ def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, 
 def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_up(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(notifications, "_MOST_WAITING", 2)
+    monkeypatch.setattr(notification_targets, "_MOST_WAITING", 2)
     monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
     run, told = RunDir(tmp_path), tmp_path / "told"
     notifier = Notifier(run, NotifyConfig((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
