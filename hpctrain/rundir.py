@@ -133,7 +133,7 @@ _LEASE = re.compile(r"(\d{6,})")
 class RunStorage:
     """Writes the files of a run. The supervisor has one that outlasts a full disk."""
 
-    trouble: str | None = None
+    pending_reason: str | None = None
     """Reason why data waits to be written; None if nothing waits."""
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class Lease:
         self._number: int | None = None
         self._over = threading.Event()
 
-    def take(self, predecessor: str | None = None, deaths: int = 0) -> None:
+    def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Take the lease, and renew it from now on.
 
         Args:

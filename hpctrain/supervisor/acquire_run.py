@@ -68,13 +68,13 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
     return task if task.spec.exists() else run
 
 
-def acquire_run(run: RunDir, spec: JobSpec, job: JobControl, deaths: int = 0) -> Continue | Exit:
+def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
     """Decide if this job must train, and if so make it the newest in the run's record.
 
     Args:
         run: the run.
         spec: its job specification.
-        job: control of this job. Its lease is held from now on if this job is to train.
+        job_control: control of this job. Its lease is held from now on if this job is to train.
         deaths: number of supervisors of this job that were killed before.
 
     Returns:
@@ -83,9 +83,9 @@ def acquire_run(run: RunDir, spec: JobSpec, job: JobControl, deaths: int = 0) ->
     Raises:
         NotInJob: the script was started by hand while the run is active, or before it was cancelled.
     """
-    state = _ownership_state(run, job)
+    state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
-    log.info("job %s: %s; %s", job.job_id, decision.value, state)
+    log.info("job %s: %s; %s", job_control.job_id, decision.value, state)
     match decision:
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
@@ -93,34 +93,34 @@ def acquire_run(run: RunDir, spec: JobSpec, job: JobControl, deaths: int = 0) ->
             return Exit(int((read_run_record(run).finished or {}).get("exit_code", 0)))
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
-    if job.successors is not None:
-        _hold(run, job.successors, deaths)
+    if job_control.successors is not None:
+        _lock_run_folder(run, job_control.successors, deaths)
     if state.predecessor is None:
-        return register_job(run, spec, job.job_id, job.successors)
-    if state.newest != job.job_id:
+        return register_job(run, spec, job_control.job_id, job_control.successors)
+    if state.newest != job_control.job_id:
         # The predecessor was killed before it could record this job.
-        record_successor(run, job.job_id, state.predecessor)
+        record_successor(run, job_control.job_id, state.predecessor)
     return Continue()
 
 
-def _ownership_state(run: RunDir, job: JobControl) -> OwnershipState:
+def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
     record = read_run_record(run)
-    predecessor = job.successors.predecessor if job.successors is not None else None
+    predecessor = job_control.successors.predecessor if job_control.successors is not None else None
     return OwnershipState(
-        job.job_id,
+        job_control.job_id,
         newest=record.job_id,
         ended=(record.finished or {}).get("state"),
         cancelled=run.cancel_request.exists(),
         predecessor=predecessor,
-        heir=claim_successor(run, job.job_id, predecessor) if predecessor else None,
-        successor=_successor(run, record, job),
+        claimed_by=claim_successor(run, job_control.job_id, predecessor) if predecessor else None,
+        successor=_successor(run, record, job_control),
     )
 
 
-def _hold(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
+def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
     """Hold the run folder, so that no other process trains there, whatever the record contains."""
     try:
-        jobs.lease.take(jobs.predecessor, deaths)
+        jobs.lease.acquire(jobs.predecessor, deaths)
     except LeaseHeld as taken:
         it = taken.holder
         raise RunActive(
@@ -132,16 +132,16 @@ def _hold(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
         log.warning("the run's folder cannot be held: %s", error)
 
 
-def _successor(run: RunDir, record: RunRecord, job: JobControl) -> str | None:
+def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
     """Return the job that was to continue this one, if Slurm requeued this one afterwards."""
-    job_id = job.job_id
+    job_id = job_control.job_id
     for event in run.read_events():
         if event["kind"] == "submitted" and event.get("after") == job_id:
             return str(event["job_id"])
-    if record.job_id != job_id or record.handover is None or job.successors is None:
+    if record.job_id != job_id or record.handover is None or job_control.successors is None:
         return None
     try:
-        successor = job.successors.find()
+        successor = job_control.successors.find()
     except SchedulerError as error:
         # If a successor exists, it waits for the end of this job and then finds the run over.
         log.warning("whether job %s has a successor cannot be told: %s", job_id, error)

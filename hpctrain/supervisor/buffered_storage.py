@@ -64,7 +64,7 @@ class BufferedStorage(RunStorage):
         self._retrying = threading.Lock()
 
     @property
-    def trouble(self) -> str | None:  # type: ignore[override]
+    def pending_reason(self) -> str | None:  # type: ignore[override]
         """Reason why data waits to be written; None if nothing waits."""
         for path, lines in self._lines.items():
             if (error := lines.trouble) is not None:
@@ -74,7 +74,7 @@ class BufferedStorage(RunStorage):
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         """Append a JSON line, now or later."""
         self._lines.setdefault(path, BufferedLineWriter(path, log.warning)).append(record)
-        self._keep_trying()
+        self._start_retrying()
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
         """Yield the JSON lines of a file, including those that wait to be written."""
@@ -95,7 +95,7 @@ class BufferedStorage(RunStorage):
         except OSError as error:
             log.warning("%s cannot be written yet: %s", path, error)
             self._files[path] = content
-            self._keep_trying()
+            self._start_retrying()
 
     def make_folder(self, path: Path) -> None:
         """Make a folder that does not exist yet, if possible.
@@ -118,20 +118,20 @@ class BufferedStorage(RunStorage):
         return [*{*super().names(folder), *(path.name for path in self._folders if path.parent == folder)}]
 
     @property
-    def reserve(self) -> Path:
+    def reserve_file(self) -> Path:
         """File that reserves disk space for the run's last records."""
         return self._run.path / ".reserve"
 
-    def keep_room(self) -> None:
+    def reserve_space(self) -> None:
         """Reserve the disk space that the run's last records need if the disk is full by then."""
-        with suppress(OSError), open(self.reserve, "wb", opener=own_file) as file:
+        with suppress(OSError), open(self.reserve_file, "wb", opener=own_file) as file:
             file.write(bytes(_RESERVE_BYTES))
 
-    def settle(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
+    def flush_pending(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
         """Write what waits for at most `limit_s` seconds; print the lines that still wait after that."""
         deadline = time.monotonic() + limit_s
         with suppress(OSError):
-            self.reserve.unlink(missing_ok=True)
+            self.reserve_file.unlink(missing_ok=True)
         while not self._flush():
             if time.monotonic() > deadline:
                 self._print_waiting()
@@ -171,12 +171,12 @@ class BufferedStorage(RunStorage):
             self._files.pop(path, None)
         return not self._is_waiting
 
-    def _keep_trying(self) -> None:
+    def _start_retrying(self) -> None:
         """Start a thread that retries while something waits."""
         if self._is_waiting and self._retrying.acquire(blocking=False):
-            threading.Thread(target=self._try_until_written, name="hpctrain-record", daemon=True).start()
+            threading.Thread(target=self._retry_until_written, name="hpctrain-record", daemon=True).start()
 
-    def _try_until_written(self) -> None:
+    def _retry_until_written(self) -> None:
         try:
             while not self._flush():
                 time.sleep(_RETRY_EVERY_S)

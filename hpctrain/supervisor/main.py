@@ -57,7 +57,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         return error.exit_code
     with suppress(OSError):
         make_folder(run.logs)
-    storage.keep_room()
+    storage.reserve_space()
     log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]
@@ -66,7 +66,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         with send_notifications(run, environ):
             return _supervise(run, spec, environ, deaths)
     finally:
-        storage.settle()
+        storage.flush_pending()
         log_file.lines.flush()
 
 
@@ -81,7 +81,7 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         job = SlurmJobControl(run, spec, environ)
         try:
             supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace)
-            signal.signal(ORPHANED_SIGNAL, supervisor.leave_orphaned)
+            signal.signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             return supervisor.run(deaths)
         finally:
             job.successors.lease.release()

@@ -29,7 +29,7 @@ class NodeChoice:
 
     def leave_out_excluded(self) -> None:
         """Start on nodes that are not excluded, if the allocation has enough of them."""
-        excluded = History.of(self.run.read_events()).excluded
+        excluded = History.from_events(self.run.read_events()).excluded
         nodes = Allocation(tuple(self.launcher.hosts), tuple(self.launcher.spares))
         hosts = list(nodes.usable(excluded))
         if len(hosts) >= self.spec.min_nodes:
@@ -43,9 +43,9 @@ class NodeChoice:
             in_use=tuple(self.launcher.hosts),
             spare=tuple(self.launcher.spares),
             lost=lost,
-            least=self.spec.min_nodes,
-            others_fit=bool(
-                found and self.control and self.control.others_fit(history.excluded.union(found))
+            min_nodes=self.spec.min_nodes,
+            can_reallocate=bool(
+                found and self.control and self.control.can_reallocate(history.excluded.union(found))
             ),
         )
 
@@ -65,7 +65,7 @@ class NodeChoice:
         spares = [host for host in self.launcher.spares if host not in hosts and host not in gone]
         if lost and self.control is not None:
             try:
-                self.control.keep([*hosts, *spares])
+                self.control.shrink_to([*hosts, *spares])
             except SchedulerError as error:
                 log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
         self.launcher.hosts, self.launcher.spares = hosts, spares

@@ -35,10 +35,10 @@ class NotificationTarget:
         self._target, self._environ = target, environ
         self._running: subprocess.Popen[bytes] | None = None
         self._messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="hpctrain-notification", daemon=True)
+        self._thread = threading.Thread(target=self._deliver_all, name="hpctrain-notification", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def enqueue(self, message: Mapping[str, Any]) -> None:
         """Send a message soon; drop it if too many wait."""
         if self._messages.qsize() < _MOST_WAITING:
             self._messages.put(message)
@@ -49,7 +49,7 @@ class NotificationTarget:
         """Accept no further messages."""
         self._messages.put(None)
 
-    def end(self, deadline: float) -> None:
+    def wait(self, deadline: float) -> None:
         """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
         self._thread.join(max(0.05, deadline - time.monotonic()))
         if self._thread.is_alive():
@@ -58,16 +58,16 @@ class NotificationTarget:
                 _kill(process)
                 self._thread.join(0.2)
 
-    def _note(self, process: subprocess.Popen[bytes]) -> None:
+    def _set_process(self, process: subprocess.Popen[bytes]) -> None:
         self._running = process
 
-    def _work(self) -> None:
+    def _deliver_all(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
                 if is_address(self._target):
                     post_json(self._target, message)
                 else:
-                    run_notification_command(self._target, message, self._environ, self._note)
+                    run_notification_command(self._target, message, self._environ, self._set_process)
             except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
                 log.warning(
                     "a notification of %s did not arrive: %s: %s",
@@ -79,7 +79,7 @@ class NotificationTarget:
                 log.info("told of %s", message["occasion"])
 
 
-class _Limited(http.client.HTTPConnection):
+class _DeadlineConnection(http.client.HTTPConnection):
     """A connection with a time limit on the whole answer; a socket's timeout restarts with each byte."""
 
     def getresponse(self) -> http.client.HTTPResponse:
@@ -97,7 +97,7 @@ class _Limited(http.client.HTTPConnection):
             timer.cancel()
 
 
-class _LimitedTls(_Limited, http.client.HTTPSConnection):
+class _DeadlineTlsConnection(_DeadlineConnection, http.client.HTTPSConnection):
     """The same over TLS."""
 
 
@@ -109,10 +109,10 @@ def _shut_down(connection: socket.socket) -> None:
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Limited, req)
+        return self.do_open(_DeadlineConnection, req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_LimitedTls, req)
+        return self.do_open(_DeadlineTlsConnection, req)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -61,8 +61,8 @@ class Notifier:
         self._run, self._notify = run, notify
         self._targets = [NotificationTarget(target, environ) for target in notify.targets]
         self._events, self._logged_bytes = RecordTail(run.events, is_event), file_size(run.metrics)
-        self._said: str | None = None
-        self._has_told_of_disk = False
+        self._last_error: str | None = None
+        self._disk_reported = False
         self._not_before = 0.0
         try:
             while self._events.read():
@@ -75,55 +75,55 @@ class Notifier:
     def run(self) -> None:
         """Send notifications until the block has ended and all are delivered, or the time limit is over."""
         while not self.ended.wait(_LOOK_EVERY_S):
-            self._look_patiently()
-        self._look_patiently()
+            self._check_with_retries()
+        self._check_with_retries()
         deadline = time.monotonic() + _LAST_LIMIT_S
         for target in self._targets:
             target.close()
         for target in self._targets:
-            target.end(deadline)
+            target.wait(deadline)
 
-    def _look_patiently(self) -> None:
+    def _check_with_retries(self) -> None:
         """Check the records; if a file cannot be read, for example on a disk error, retry later."""
         try:
-            self._look()
+            self._check_records()
         except OSError as error:
-            if self._said != str(error):
-                self._said = str(error)
+            if self._last_error != str(error):
+                self._last_error = str(error)
                 log.warning("what happens cannot be read, and nobody is told of it: %s", error)
         else:
-            self._said = None
+            self._last_error = None
 
-    def _look(self) -> None:
+    def _check_records(self) -> None:
         size = file_size(self._run.metrics)
         logged_by = self._newest_attempt() if size != self._logged_bytes else None
         self._logged_bytes = size
         now = time.monotonic()
-        self._look_at_disk()
+        self._check_disk()
         for event in self._events.read():
             if event.get("time", 0.0) < self._not_before:
                 continue
-            self._stall.hear(event, now)
+            self._stall.on_event(event, now)
             if (occasion := notification_kind(event)) is not None:
-                self._tell(occasion, event)
-        if (seconds := self._stall.look(now, logged_by)) is not None:
-            self._tell("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
+                self._send(occasion, event)
+        if (seconds := self._stall.find_stall(now, logged_by)) is not None:
+            self._send("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
 
-    def _look_at_disk(self) -> None:
+    def _check_disk(self) -> None:
         """Report a full disk, once. The run cannot write an event for it."""
-        if not self._has_told_of_disk and (full := full_disk(self._run)) is not None:
-            self._has_told_of_disk = True
-            self._tell("stall", {"cause": f"{full}: nothing can be saved until there is room"})
+        if not self._disk_reported and (full := full_disk(self._run)) is not None:
+            self._disk_reported = True
+            self._send("stall", {"cause": f"{full}: nothing can be saved until there is room"})
 
     def _newest_attempt(self) -> object:
         """Return the attempt that logged the last step."""
         return next(read_last_records(self._run.metrics), {}).get("attempt")
 
-    def _tell(self, occasion: str, event: Mapping[str, Any]) -> None:
+    def _send(self, occasion: str, event: Mapping[str, Any]) -> None:
         if occasion in self._notify.on:
             message = notification_message(self._run, occasion, event)
             for target in self._targets:
-                target.tell(message)
+                target.enqueue(message)
 
 
 def notification_kind(event: Mapping[str, Any]) -> str | None:

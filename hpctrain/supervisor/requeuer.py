@@ -41,7 +41,7 @@ class RequeueRefused:
     """No other allocation is available."""
 
     cause: str
-    may_pass: bool
+    is_transient: bool
     """True if the only problem is that the controller is unreachable."""
 
 
@@ -51,10 +51,10 @@ class Requeuer:
 
     run: RunDir
     spec: JobSpec
-    job: JobControl
+    job_control: JobControl
     events: queue.SimpleQueue[StepEvent]
 
-    def move(
+    def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, left_out: Collection[str]
     ) -> Continue | Exit | RequeueRefused:
         """Release the allocation and request another.
@@ -66,12 +66,12 @@ class Requeuer:
             left_out: nodes to exclude.
             seconds: duration of the attempt.
         """
-        ways = self._methods(intent)
-        self.run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value, **{"class": kind})
+        methods = self._methods(intent)
+        self.run.log_event("requeue", attempt, seconds=seconds, by=methods[0].value, **{"class": kind})
         deadline = time.monotonic() + _OUT_OF_REACH_S
         while True:
-            moved = self._try(ways, attempt, left_out)
-            if not (isinstance(moved, RequeueRefused) and moved.may_pass) or time.monotonic() > deadline:
+            moved = self._try_methods(methods, attempt, left_out)
+            if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
             log.warning("the controller is out of reach; asking again in %.0f s", _PAUSE_S)
             # Any signal means that Slurm ends this job, so there is no more time to wait.
@@ -79,27 +79,27 @@ class Requeuer:
                 self.events.get(timeout=_PAUSE_S)
 
     def _methods(self, intent: JobIntent) -> Sequence[ContinuationMethod]:
-        if self.job.successors is None:
+        if self.job_control.successors is None:
             return (ContinuationMethod.REQUEUE,)
-        return continuation_methods(self.spec.resume_mode, intent, requeues=self._requeues())
+        return continuation_methods(self.spec.resume_mode, intent, requeues=self._can_requeue())
 
-    def _try(
-        self, ways: Sequence[ContinuationMethod], attempt: int, left_out: Collection[str]
+    def _try_methods(
+        self, methods: Sequence[ContinuationMethod], attempt: int, left_out: Collection[str]
     ) -> Continue | Exit | RequeueRefused:
-        """Try each method once. See `move`."""
+        """Try each method once. See `relocate`."""
         refusals, may_pass = [], False
-        for way in ways:
+        for method in methods:
             try:
-                if way is ContinuationMethod.REQUEUE:
+                if method is ContinuationMethod.REQUEUE:
                     return self._requeue(left_out)
-                assert self.job.successors is not None
-                log.info("job %s continues the run", self.job.successors.submit(attempt, left_out))
+                assert self.job_control.successors is not None
+                log.info("job %s continues the run", self.job_control.successors.submit(attempt, left_out))
                 return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
-                if self.intent() is JobIntent.LEAVE:
+                if self.intent() is JobIntent.YIELD:
                     return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
-                log.warning("no %s: %s", way.value, error)
-                refusals.append(f"the {way.value} failed: {error}")
+                log.warning("no %s: %s", method.value, error)
+                refusals.append(f"the {method.value} failed: {error}")
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
@@ -109,21 +109,21 @@ class Requeuer:
         Raises:
             SchedulerError: the scheduler refused.
         """
-        if not self.job.requeue():
+        if not self.job_control.requeue():
             return Continue()
         self._exclude(left_out)
         self._wait_for_the_end()
         return Exit(EXIT_CONTINUE)
 
-    def save_run(self) -> None:
+    def requeue_orphaned(self) -> None:
         """Continue the run in another job although Slurm is about to end this process."""
         attempt = max(self.run.attempts(), default=0)
-        ways: list[Callable[[], object]] = [self.job.requeue]
-        if self.job.successors is not None:
-            ways.append(partial(self.job.successors.submit, attempt))
-        for way in ways:
+        methods: list[Callable[[], object]] = [self.job_control.requeue]
+        if self.job_control.successors is not None:
+            methods.append(partial(self.job_control.successors.submit, attempt))
+        for method in methods:
             try:
-                way()
+                method()
                 log.warning("the batch script was killed: the run goes on in another job")
                 return
             except SchedulerError as error:
@@ -131,28 +131,30 @@ class Requeuer:
 
     def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
         """Return the intent for the job, given the signals that its supervisor received."""
-        cancelled = self.run.cancel_request.exists() or bool(self.job.cancels.intersection(signals))
+        cancelled = self.run.cancel_request.exists() or bool(
+            self.job_control.cancel_signals.intersection(signals)
+        )
         disposition = JobDisposition.STAYS
         if not cancelled:
             try:
-                disposition = self.job.disposition()
+                disposition = self.job_control.disposition()
             except SchedulerError as error:
                 log.warning("%s Taking the job for one that goes on.", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
-    def _requeues(self) -> bool:
+    def _can_requeue(self) -> bool:
         try:
-            return self.job.requeues()
+            return self.job_control.can_requeue()
         except SchedulerError as error:
             log.warning("%s Taking the site for one that requeues.", error)
             return True
 
     def _exclude(self, left_out: Collection[str]) -> None:
         """Exclude nodes from the requeued job; on failure, the next start avoids them if it gets them."""
-        if not left_out or self.job.nodes is None:
+        if not left_out or self.job_control.nodes is None:
             return
         try:
-            self.job.nodes.exclude(left_out)
+            self.job_control.nodes.exclude(left_out)
         except SchedulerError as error:
             log.warning("The job may start again on %s: %s", ", ".join(left_out), error)
 

@@ -2,7 +2,7 @@
 
 Everything around the decision is a model. Nodes fail as a Poisson process, some of them far more often than
 others. Runs wait for free nodes in order of submission, save at fixed times, and end after enough training.
-The events of a run's record are generated; `History.of` and `decide` process them as in a real run.
+The events of a run's record are generated; `History.from_events` and `decide` process them as in a real run.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Simulation:
     def _start_waiting(self) -> None:
         """Start waiting runs, first come, first served; a run that fits overtakes one that does not."""
         for run in list(self._waiting):
-            left_out = History.of(run.events).excluded
+            left_out = History.from_events(run.events).excluded
             fit = sorted(self._free - left_out)
             if len(fit) >= (run.least if run.least < run.nodes else run.nodes + run.spares):
                 granted = fit[: run.nodes + run.spares]
@@ -223,12 +223,14 @@ class Simulation:
         self.report.ends[kind] += 1
         self._keep(run, self._now - run.begun, whole=kind is EndKind.DONE or kind.is_stop)
         lost = self._record(run, kind)
-        history = History.of(run.events)
+        history = History.from_events(run.events)
         found = suspect_nodes(self._policy, history)
         state = RunSituation(
             self._policy,
             history,
-            nodes=Allocation(run.hosts, run.spare, lost, run.least, self._others_fit(run, history, found)),
+            nodes=Allocation(
+                run.hosts, run.spare, lost, run.least, self._can_reallocate(run, history, found)
+            ),
             ends_at=run.job_ends,
             lead_s=_LEAD_S,
         )
@@ -239,7 +241,7 @@ class Simulation:
             run.events.append({"kind": "excluded", "hosts": list(decision.exclude)})
         self._act(run, decision, cause, lost)
 
-    def _others_fit(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
+    def _can_reallocate(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
         return (
             bool(found) and self._its.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
         )
@@ -295,7 +297,7 @@ class Simulation:
             case Action.COMPLETE:
                 self._end_job(run, "complete")
             case _:
-                run.why = "; ".join(filter(None, [cause, decision.why]))
+                run.why = "; ".join(filter(None, [cause, decision.reason]))
                 self._end_job(run, "failed")
 
     def _kind_of(self, run: SimulatedRun, cause: str | None) -> EndKind:

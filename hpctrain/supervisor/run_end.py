@@ -29,7 +29,7 @@ def finish_run(
 ) -> Exit:
     """Record the end of a run, with its last attempt. The cause of a failure includes trouble of the disk."""
     if state == "FAILED":
-        cause = "; ".join(filter(None, [cause, run.storage.trouble])) or None
+        cause = "; ".join(filter(None, [cause, run.storage.pending_reason])) or None
     exit_code = RunFailed.exit_code if state == "FAILED" else 0
     more = {"note": note} if note else {}
     attempt = max(run.attempts(), default=0)
@@ -45,7 +45,7 @@ def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) ->
 
 def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
     # With agents, the ranks meet at the store of an agent.
-    if result is None or result.world_size == 1 or result.ranks_met or spec.torchrun is not None:
+    if result is None or result.world_size == 1 or result.store_used or spec.torchrun is not None:
         return None
     return (
         f"none of the {result.world_size} ranks made a process group. "

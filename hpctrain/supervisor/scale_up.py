@@ -47,19 +47,19 @@ class ScaleUpMonitor:
 
     run: RunDir
     spec: JobSpec
-    job: JobControl
+    job_control: JobControl
     attempt: int
     num_nodes: int
     """Nodes that train now."""
 
     def __post_init__(self) -> None:
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         is_wanted = self.spec.scale_up_after_s > 0 and self.num_nodes < self.spec.nodes
-        if is_wanted and self.job.nodes is not None:
+        if is_wanted and self.job_control.nodes is not None:
             watch = threading.Thread(
-                target=self._watch, args=(self.job.nodes,), name="hpctrain-scale-up", daemon=True
+                target=self._watch, args=(self.job_control.nodes,), name="hpctrain-scale-up", daemon=True
             )
             watch.start()
         return self
@@ -67,27 +67,27 @@ class ScaleUpMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _watch(self, nodes: AllocatedNodes) -> None:
         wait_s = float(self.spec.scale_up_after_s)
-        while not self._over.wait(wait_s):
+        while not self._stopped.wait(wait_s):
             wait_s = min(_LOOK_EVERY_S, float(self.spec.scale_up_after_s))
             try:
-                if self._scale_up(nodes):
+                if self._try_scale_up(nodes):
                     return
             except HpctrainError as error:
                 log.warning("whether there are more nodes cannot be told: %s", error)
 
-    def _scale_up(self, nodes: AllocatedNodes) -> bool:
+    def _try_scale_up(self, nodes: AllocatedNodes) -> bool:
         """Requeue the run if more nodes are worth it. Returns True if the monitor can stop."""
-        excluded = History.of(self.run.read_events()).excluded
+        excluded = History.from_events(self.run.read_events()).excluded
         then = min(self.spec.nodes, self.num_nodes + nodes.num_free(excluded))
-        left_s = self.job.seconds_left()
+        left_s = self.job_control.seconds_left()
         pause_s = START_S + (0.0 if self.spec.resume_mode == "successor" else REQUEUE_HOLD_S)
         if not should_scale_up(self.num_nodes, then, _HORIZON_S if left_s is None else left_s, pause_s):
             return False
-        if self._over.is_set():
+        if self._stopped.is_set():
             return True
         log.info("requeueing, to grow from %s to %d", pluralize(self.num_nodes, "node"), then)
         # Record the reason before the ranks record their stop.

@@ -64,17 +64,19 @@ class Supervisor:
         run: RunDir,
         spec: JobSpec,
         launcher: Launcher,
-        job: JobControl,
+        job_control: JobControl,
         grace: Mapping[str, str] | None = None,
     ) -> None:
-        self._run, self._spec, self._launcher, self._job = run, spec, launcher, job
+        self._run, self._spec, self._launcher, self._job_control = run, spec, launcher, job_control
         self._events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()
-        self._workers = WorkerGroup(run, spec, launcher)
-        self._attempts = AttemptRunner(run, spec, launcher, job, self._events, self._workers, grace or {})
-        self._analyzer = FailureAnalyzer(run, spec, job)
+        self._worker_group = WorkerGroup(run, spec, launcher)
+        self._attempt_runner = AttemptRunner(
+            run, spec, launcher, job_control, self._events, self._worker_group, grace or {}
+        )
+        self._failure_analyzer = FailureAnalyzer(run, spec, job_control)
         self._node_check = NodeCheckRunner(run, spec, launcher)
-        self._nodes = NodeChoice(run, spec, launcher, job.nodes)
-        self._requeuer = Requeuer(run, spec, job, self._events)
+        self._nodes = NodeChoice(run, spec, launcher, job_control.nodes)
+        self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
         """Start the workers as often as needed. Returns the exit code of the job.
@@ -82,16 +84,16 @@ class Supervisor:
         Args:
             deaths: number of supervisors of this job that were killed before.
         """
-        for number in self._job.on_signal:
-            signal.signal(number, self._note_signal)
-        next_step = acquire_run(self._run, self._spec, self._job, deaths)
+        for number in self._job_control.on_signal:
+            signal.signal(number, self._on_signal)
+        next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
         if isinstance(next_step, Exit):
             log.info("the run is complete; nothing is left to do")
             return next_step.code
         self._nodes.leave_out_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
             return next_step.code
-        with self._workers:
+        with self._worker_group:
             return self._run_attempts()
 
     def _run_attempts(self) -> int:
@@ -109,34 +111,34 @@ class Supervisor:
         """Check the nodes if that is due. Returns None if the workers can start on them."""
         if not node_check_is_due(self._spec, last):
             return None
-        found = self._node_check.look(attempt)
+        found = self._node_check.run_check(attempt)
         if found.stopped:
-            end = AttemptEnd(self._analyzer.kind_of_stop(attempt))
-        elif found.bad:
-            end = self._analyzer.nodes_at_fault(attempt, found.bad, self._launcher.hosts)
+            end = AttemptEnd(self._failure_analyzer.stop_kind(attempt))
+        elif found.bad_nodes:
+            end = self._failure_analyzer.record_bad_nodes(attempt, found.bad_nodes, self._launcher.hosts)
         else:
             return None
         return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
         """Start the workers, monitor them to their end, and find its cause."""
-        with ScaleUpMonitor(self._run, self._spec, self._job, attempt, len(self._launcher.hosts)):
-            result = self._attempts.start(attempt)
+        with ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)):
+            result = self._attempt_runner.start(attempt)
         # The ranks of the next attempt kill orphans on the other hosts.
         kill_orphans(str(self._run.path), attempt + 1)
-        diagnosis = self._analyzer.diagnose(result, self._launcher.hosts)
-        return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.watch.signals), result)
+        diagnosis = self._failure_analyzer.analyze(result, self._launcher.hosts)
+        return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.monitor.signals), result)
 
     def _take_over(self) -> Continue | Exit:
         """Continue after a killed supervisor, whose ranks may still run."""
         if not (attempts := self._run.attempts()):
             return Continue()
         attempt = attempts[-1]
-        if self._job.nodes is not None:
-            self._job.nodes.end_steps()
+        if self._job_control.nodes is not None:
+            self._job_control.nodes.kill_steps()
         kill_orphans(str(self._run.path), attempt + 1)
-        stop = self._analyzer.stop_on_record(attempt)
-        end = self._analyzer.supervisor_killed(attempt)
+        stop = self._failure_analyzer.recorded_stop(attempt)
+        end = self._failure_analyzer.record_supervisor_death(attempt)
         # If the supervisor was killed after the ranks had left, complete what it had recorded.
         end = end if stop is None else AttemptEnd(stop)
         ended = FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
@@ -149,18 +151,18 @@ class Supervisor:
 
     def _situation(self, ended: FinishedAttempt) -> RunSituation:
         """Return the state of the run; query the controller only if the decision needs it."""
-        history, policy = History.of(self._run.read_events()), self._spec.policy
+        history, policy = History.from_events(self._run.read_events()), self._spec.policy
         known = RunSituation(
-            policy if self._job.nodes is not None else policy.without_exclusions(),
+            policy if self._job_control.nodes is not None else policy.without_exclusions(),
             history,
             ended.intent,
             lead_s=self._spec.stop_before_limit_s,
             seconds=ended.seconds,
         )
-        if ended.intent in (JobIntent.CANCEL, JobIntent.LEAVE) or ended.kind is EndKind.DONE:
+        if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
             return known
         nodes = self._nodes.allocation(history, ended.diagnosis.lost)
-        left_s = None if ended.kind.is_stop else known_seconds_left(self._job)
+        left_s = None if ended.kind.is_stop else known_seconds_left(self._job_control)
         return replace(known, nodes=nodes, ends_at=None if left_s is None else time.monotonic() + left_s)
 
     def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
@@ -187,21 +189,21 @@ class Supervisor:
             case Action.CANCEL:
                 return finish_run(self._run, "CANCELLED")
             case Action.FAIL:
-                note = decision.why if end.cause else None
-                return finish_run(self._run, "FAILED", end.cause or decision.why, note)
+                note = decision.reason if end.cause else None
+                return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
 
     def _requeue(self, ended: FinishedAttempt) -> Continue | Exit:
         """Continue in another allocation: by a requeue, or in a successor job."""
-        excluded = History.of(self._run.read_events()).excluded
-        moved = self._requeuer.move(ended.number, ended.intent, ended.kind, ended.seconds, excluded)
+        excluded = History.from_events(self._run.read_events()).excluded
+        moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, excluded)
         if isinstance(moved, RequeueRefused):
             return finish_run(self._run, "FAILED", f"the state is saved, but {moved.cause}")
         return moved
 
-    def leave_orphaned(self, _number: int, _frame: FrameType | None) -> None:
+    def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:
         """Continue the run in another job: the batch script was killed, and Slurm ends this one."""
-        threading.Thread(target=self._requeuer.save_run, name="hpctrain-orphaned").start()
+        threading.Thread(target=self._requeuer.requeue_orphaned, name="hpctrain-orphaned").start()
 
-    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put is reentrant, as a signal handler requires.
         self._events.put(SignalReceived(signal.Signals(number)))

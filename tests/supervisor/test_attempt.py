@@ -57,7 +57,9 @@ def watch(*happened, job=None, stubborn=False, ends_in=None, lead=0.1):
         events.put(event)
     step = PretendStep(events, stubborn)
     ends_at = None if ends_in is None else time.monotonic() + ends_in
-    watching = AttemptMonitor(events=events, job=job or Local(), ends_at=ends_at, stop_before_limit_s=lead)
+    watching = AttemptMonitor(
+        events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead
+    )
     return watching.until_end(step), step, watching
 
 
@@ -104,7 +106,9 @@ def test_slurms_own_signal_is_not_passed_on(tmp_path):
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
     )
     job = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
-    outcome, step, watching = watch(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
+    outcome, step, watching = watch(
+        SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job
+    )
     assert step.signals == []
     assert not step.killed
     assert outcome is AttemptOutcome.STOPPED

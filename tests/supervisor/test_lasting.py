@@ -75,11 +75,11 @@ def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
     assert run.attempts() == [0, 1, 2]
     assert kinds(run) == ["started"] + ["failure"] * 300, "what waits counts"
     assert len(kinds(RunDir(disk))) < 100, "the disk was full"
-    assert "disk full at" in str(run.storage.trouble)
+    assert "disk full at" in str(run.storage.pending_reason)
     free(disk)
     wait_for(lambda: len(kinds(RunDir(disk))) == 301, 10, "what waits to be written")
     wait_for(run.failure(0, 0).exists, 10, "the file that waits")
-    assert run.storage.trouble is None
+    assert run.storage.pending_reason is None
     assert run.events.stat().st_size > before
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(d
     run.log_event("started", 0)
     finish_run(run, "FAILED", "rank 1 died")
     begun = time.monotonic()
-    run.storage.settle(0.3)
+    run.storage.flush_pending(0.3)
     assert time.monotonic() - begun < 5
     lost = [line.partition(": {")[2] for line in capsys.readouterr().err.splitlines() if '"finished"' in line]
     assert json.loads("{" + lost[0])["cause"].startswith("rank 1 died; disk full at ")
@@ -97,15 +97,15 @@ def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(d
 
 def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(disk):
     run = RunDir(disk, BufferedStorage(disk))
-    run.storage.keep_room()
+    run.storage.reserve_space()
     fill(disk)
     run.log_event("failure", 0, rank=1, cause="rank 1 died")
     finish_run(run, "FAILED", "rank 1 died")
-    run.storage.settle(5)
+    run.storage.flush_pending(5)
     failure, finished = RunDir(disk).read_events()
     assert failure["cause"] == "rank 1 died"
     assert "disk full at" in finished["cause"]
-    assert not run.storage.reserve.exists()
+    assert not run.storage.reserve_file.exists()
 
 
 def test_the_log_waits_too(disk, capsys):

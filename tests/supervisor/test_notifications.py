@@ -237,20 +237,20 @@ def test_what_was_written_before_is_not_told_again(tmp_path):
 
 def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
     stall = StallDetector(10)
-    stall.hear({"kind": "started", "attempt": 1}, 0)
-    assert stall.look(50, 0) is None  # of the attempt before
-    assert stall.look(100, None) is None
-    assert stall.look(101, 1) is None
-    assert stall.look(110.5, None) is None
-    stall.hear({"kind": "checkpoint"}, 111)
-    assert stall.look(120, None) is None
-    assert stall.look(121, None) == 10
-    assert stall.look(200, None) is None
-    assert stall.look(201, 1) is None
-    assert stall.look(300, None) == 99
-    stall.hear({"kind": "finished"}, 301)
-    assert stall.look(302, 1) is None
-    assert stall.look(400, None) is None
+    stall.on_event({"kind": "started", "attempt": 1}, 0)
+    assert stall.find_stall(50, 0) is None  # of the attempt before
+    assert stall.find_stall(100, None) is None
+    assert stall.find_stall(101, 1) is None
+    assert stall.find_stall(110.5, None) is None
+    stall.on_event({"kind": "checkpoint"}, 111)
+    assert stall.find_stall(120, None) is None
+    assert stall.find_stall(121, None) == 10
+    assert stall.find_stall(200, None) is None
+    assert stall.find_stall(201, 1) is None
+    assert stall.find_stall(300, None) == 99
+    stall.on_event({"kind": "finished"}, 301)
+    assert stall.find_stall(302, 1) is None
+    assert stall.find_stall(400, None) is None
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class PretendJob:
     job_id = "7"
     ends_job_at = None
     on_signal: ClassVar = {}
-    cancels = frozenset()
+    cancel_signals = frozenset()
     nodes = successors = None
 
     def __init__(
@@ -75,7 +75,7 @@ class PretendJob:
         is_over = self.num_requeues or self.later_disposition is JobDisposition.EVICTED
         return self.later_disposition if is_over else JobDisposition.STAYS
 
-    def requeues(self):
+    def can_requeue(self):
         return self.site_requeues
 
     def seconds_left(self):
@@ -95,20 +95,20 @@ class PretendNodes:
     def lost(self, hosts):
         return {host: why for host, why in self.lost_ones.items() if host in hosts}
 
-    def others_fit(self, left_out):
+    def can_reallocate(self, left_out):
         return self.fits
 
-    def keep(self, hosts):
+    def shrink_to(self, hosts):
         self.kept.append(hosts)
         if not self.shrinks:
             raise SchedulerError("scontrol says: Job shrink disabled")
 
-    def end_steps(self):
+    def kill_steps(self):
         pass
 
 
 class PretendSuccessors:
-    lease = SimpleNamespace(take=lambda predecessor, deaths: None)
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
 
     def __init__(self, successor=None, predecessor=None):
         self.successor, self.predecessor, self.continued = successor, predecessor, []

@@ -26,7 +26,7 @@ class JobTime(Protocol):
     #: Signals to the supervisor, each with the one to forward to the ranks; None if they already have it.
     on_signal: Mapping[signal.Signals, signal.Signals | None]
     #: Signals with which the user, not the scheduler, ends the job.
-    cancels: frozenset[signal.Signals]
+    cancel_signals: frozenset[signal.Signals]
 
     @property
     def ends_job_at(self) -> float | None:
@@ -54,10 +54,10 @@ class AllocatedNodes(Protocol):
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
         """Return the job's nodes that can no longer run anything, with the reason."""
 
-    def keep(self, hosts: Sequence[str]) -> None:
+    def shrink_to(self, hosts: Sequence[str]) -> None:
         """Release all other nodes of the job, so that their loss does not end it."""
 
-    def others_fit(self, left_out: Collection[str]) -> bool:
+    def can_reallocate(self, left_out: Collection[str]) -> bool:
         """True if the site could start the job on nodes other than these."""
 
     def num_free(self, left_out: Collection[str]) -> int:
@@ -69,7 +69,7 @@ class AllocatedNodes(Protocol):
     def stop_ranks(self) -> None:
         """Send the ranks the signal of a preemption."""
 
-    def end_steps(self) -> None:
+    def kill_steps(self) -> None:
         """End the tasks left by a killed supervisor of this job. Waits, for a bounded time."""
 
 
@@ -124,5 +124,5 @@ class JobControl(JobTime, Protocol):
             SchedulerError: the scheduler refused.
         """
 
-    def requeues(self) -> bool:
+    def can_requeue(self) -> bool:
         """True if the site requeues jobs, and would requeue this one."""

@@ -19,7 +19,7 @@ class LocalJobControl:
         signal.SIGTERM: signal.SIGTERM,
         signal.SIGINT: signal.SIGTERM,
     }
-    cancels = frozenset({signal.SIGTERM, signal.SIGINT})
+    cancel_signals = frozenset({signal.SIGTERM, signal.SIGINT})
     nodes = successors = None
 
     def __init__(self, spec: JobSpec) -> None:
@@ -46,6 +46,6 @@ class LocalJobControl:
         self._begun = time.monotonic()
         return False
 
-    def requeues(self) -> bool:
+    def can_requeue(self) -> bool:
         """Return True: a requeue is always possible."""
         return True

@@ -42,7 +42,7 @@ class SlurmJobControl:
     ends_job_at: float | None = None
     # Slurm signals the steps itself; SIGTERM to the batch script means that it is ending the job.
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
-    cancels: frozenset[signal.Signals] = frozenset()
+    cancel_signals: frozenset[signal.Signals] = frozenset()
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.job_id = own_job_id(environ)
@@ -79,8 +79,8 @@ class SlurmJobControl:
         requeue_job(self.job_id, self._environ)
         return True
 
-    def requeues(self) -> bool:
-        """Read the job's record and the configuration. See `JobControl.requeues`."""
+    def can_requeue(self) -> bool:
+        """Read the job's record and the configuration. See `JobControl.can_requeue`."""
         return query_job(self.job_id, self._environ).requeues and query_config(self._environ).job_requeue
 
     def _log(self) -> str:
@@ -146,9 +146,9 @@ def start_soon(environ: Mapping[str, str]) -> None:
         print(f"hpctrain: Slurm delays the next start by two minutes: {error}", file=sys.stderr, flush=True)
 
 
-def _leave(heir: LeaseHolder) -> None:
+def _leave(claimed_by: LeaseHolder) -> None:
     """Exit at once, which ends the job: another one trains in the folder now."""
-    words = f"Job {heir.job_id} has taken over the run: this one was silent for too long. It ends here."
+    words = f"Job {claimed_by.job_id} has taken over the run: this one was silent for too long. It ends here."
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)
     os._exit(SpecError.exit_code)

@@ -52,12 +52,12 @@ class SlurmNodes:
             troubles = pool.map(node_trouble, nodes)
             return {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
 
-    def keep(self, hosts: Sequence[str]) -> None:
-        """Shrink the running job with `scontrol`. See `AllocatedNodes.keep`."""
+    def shrink_to(self, hosts: Sequence[str]) -> None:
+        """Shrink the running job with `scontrol`. See `AllocatedNodes.shrink_to`."""
         shrink_job(self._job_id, hosts, self._environ)
 
-    def others_fit(self, left_out: Collection[str]) -> bool:
-        """Ask `sbatch --test-only`. See `AllocatedNodes.others_fit`."""
+    def can_reallocate(self, left_out: Collection[str]) -> bool:
+        """Ask `sbatch --test-only`. See `AllocatedNodes.can_reallocate`."""
         return can_start_without(self._run, self._spec, left_out, self._batch_environ)
 
     def num_free(self, left_out: Collection[str]) -> int:
@@ -80,8 +80,8 @@ class SlurmNodes:
         """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""
         signal_ranks([self._job_id], signal.SIGTERM, self._environ)
 
-    def end_steps(self) -> None:
-        """Kill the steps with `scancel`. See `AllocatedNodes.end_steps`."""
+    def kill_steps(self) -> None:
+        """Kill the steps with `scancel`. See `AllocatedNodes.kill_steps`."""
         deadline = time.monotonic() + _STEPS_END_S
         try:
             while (steps := list_rank_steps([self._job_id], self._environ)) and time.monotonic() < deadline:

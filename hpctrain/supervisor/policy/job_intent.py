@@ -13,7 +13,7 @@ class JobDisposition(Enum):
 
     STAYS = "stays"
     REQUEUED = "requeued"
-    """It is being ended and will start again."""
+    """It is being ended and intent start again."""
     EVICTED = "evicted"
     """It is being ended for good, though not by request: preemption, or a lost node."""
     ENDS = "ends"
@@ -23,12 +23,12 @@ class JobDisposition(Enum):
 class JobIntent(Enum):
     """Intent of the user and the scheduler for the job."""
 
-    GO_ON = "go on"
+    CONTINUE = "go on"
     CANCEL = "cancel"
     """The user asked to end it."""
-    LEAVE = "leave"
+    YIELD = "leave"
     """The scheduler is ending it and decides what follows."""
-    MOVE = "move"
+    RELOCATE = "move"
     """The scheduler is ending it for good, and the run must continue in another job."""
 
 
@@ -38,11 +38,11 @@ def resolve_intent(*, cancelled: bool, disposition: JobDisposition, resume_mode:
         return JobIntent.CANCEL
     match disposition:
         case JobDisposition.STAYS:
-            return JobIntent.GO_ON
+            return JobIntent.CONTINUE
         case JobDisposition.EVICTED if resume_mode != "requeue":
-            return JobIntent.MOVE
+            return JobIntent.RELOCATE
         case JobDisposition.REQUEUED | JobDisposition.EVICTED | JobDisposition.ENDS:
-            return JobIntent.LEAVE
+            return JobIntent.YIELD
 
 
 class ContinuationMethod(Enum):
@@ -55,16 +55,16 @@ class ContinuationMethod(Enum):
 
 
 def continuation_methods(
-    resume_mode: ResumeMode, will: JobIntent, *, requeues: bool
+    resume_mode: ResumeMode, intent: JobIntent, *, requeues: bool
 ) -> tuple[ContinuationMethod, ...]:
     """Return the methods to try in order, each after the scheduler refuses the one before.
 
     Args:
         resume_mode: the user's preference.
-        will: the intent for the job.
+        intent: the intent for the job.
         requeues: True if the site requeues jobs, and would requeue this one.
     """
-    if will is JobIntent.MOVE:
+    if intent is JobIntent.RELOCATE:
         return (ContinuationMethod.SUCCESSOR,)
     match resume_mode:
         case "requeue":
@@ -99,7 +99,7 @@ class OwnershipState:
     cancelled: bool = False
     predecessor: str | None = None
     """The job that this one was submitted to continue; None if the user submitted it."""
-    heir: str | None = None
+    claimed_by: str | None = None
     """The job that has taken over from the predecessor: this one, unless another was faster."""
     successor: str | None = None
     """A job that was submitted to continue this one, although Slurm then requeued this one."""
@@ -109,20 +109,20 @@ class OwnershipState:
             "newest job on record": self.newest,
             "run ended as": self.ended,
             "continues job": self.predecessor,
-            "which was taken over by job": self.heir,
+            "which was taken over by job": self.claimed_by,
             "is continued by job": self.successor,
         }
         parts = [f"{name} {value}" for name, value in facts.items() if value is not None]
         return ", ".join([*parts, *(["run cancelled"] if self.cancelled else [])]) or "first job of the run"
 
 
-def decide_ownership(standing: OwnershipState) -> OwnershipDecision:
+def decide_ownership(state: OwnershipState) -> OwnershipDecision:
     """Decide what a starting job does: of several jobs of a run, one trains."""
-    it = standing
+    it = state
     if it.successor is not None:
         return OwnershipDecision.SUPERSEDED
     if it.predecessor is not None:
-        if it.heir != it.job_id or it.newest not in (it.job_id, it.predecessor):
+        if it.claimed_by != it.job_id or it.newest not in (it.job_id, it.predecessor):
             return OwnershipDecision.SUPERSEDED
         if it.ended is not None:
             return OwnershipDecision.OVER
