@@ -106,9 +106,7 @@ def test_slurms_own_signal_is_not_passed_on(tmp_path):
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
     )
     job = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
-    outcome, step, watching = watch(
-        SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job
-    )
+    outcome, step, watching = watch(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
     assert step.signals == []
     assert not step.killed
     assert outcome is AttemptOutcome.STOPPED
