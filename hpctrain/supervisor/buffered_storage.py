@@ -66,7 +66,7 @@ class BufferedStorage(RunStorage):
     @property
     def pending_reason(self) -> str | None:  # type: ignore[override]
         """Reason why data waits to be written; None if nothing waits."""
-        for path, lines in self._lines.items():
+        for path, lines in list(self._lines.items()):
             if (error := lines.trouble) is not None:
                 return describe_disk_error(error, path.parent) or f"{path.parent}: {error.strerror}"
         return None
@@ -139,7 +139,7 @@ class BufferedStorage(RunStorage):
             time.sleep(min(_RETRY_EVERY_S, limit_s))
 
     def _print_waiting(self) -> None:
-        for path, lines in self._lines.items():
+        for path, lines in list(self._lines.items()):
             with lines.waiting() as waiting:
                 for line in waiting:
                     print(f"hpctrain: could not be written to {path}: {line}", file=sys.stderr)

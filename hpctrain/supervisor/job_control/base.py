@@ -33,7 +33,11 @@ class JobTime(Protocol):
         """When the supervisor must end the job, on the monotonic clock; None if the scheduler does."""
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the job's limit; None if unlimited or unknown."""
+        """Return the seconds until the job's limit; None if unlimited or unknown.
+
+        Raises:
+            SchedulerError: the scheduler does not answer.
+        """
 
 
 def known_seconds_left(job: JobTime) -> float | None:
