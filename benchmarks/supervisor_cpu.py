@@ -120,13 +120,13 @@ def over_pretended_ranks(count: int, seconds: float, folder: Path) -> float:
         python="python",
         workdir="/",
     )
-    scheduler = LocalJobControl(spec)
-    scheduler.on_signal = {}
-    run.log_event("submitted", 0, job_id=scheduler.job_id, backend="local")
+    job = LocalJobControl(spec)
+    job.on_signal = {}
+    run.log_event("submitted", 0, job_id=job.job_id, backend="local")
     launcher = PretendLauncher(count // 8, count, min(60.0, seconds / 2), time.monotonic() + seconds)
     begun, before = time.monotonic(), time.process_time()
     with contextlib.suppress(SchedulerError):
-        Supervisor(run, spec, launcher, scheduler).run()
+        Supervisor(run, spec, launcher, job).run()
     return (time.process_time() - before) / (time.monotonic() - begun)
 
 

@@ -97,3 +97,12 @@ class Signed:
         if not isinstance(message, dict):
             raise Unauthenticated("a line was received that is no JSON object")
         return message
+
+
+def sign_connection(key: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[Signed, Signed]:
+    """Return the directions to the server and back, after both sides have sent a fresh nonce.
+
+    The first line that opens proves that its sender has the key: it depends on the nonce of the receiver.
+    """
+    up, down = (Signed(key, direction, server_nonce, client_nonce) for direction in ("up", "down"))
+    return up, down

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
-from hpctrain.files import append_json_line, make_folder, read_json_lines, read_regular, write_atomic
+from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lines, read_regular, write_atomic
 
 EventKind = Literal[
     "submitted",
@@ -130,11 +130,44 @@ _TASK_FOLDER = re.compile(r"task-(\d+)")
 _LEASE = re.compile(r"(\d{6,})")
 
 
+class RunStorage:
+    """Writes the files of a run. The supervisor has one that outlasts a full disk."""
+
+    pending_reason: str | None = None
+    """Reason why data waits to be written; None if nothing waits."""
+
+    def append(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Append a JSON line."""
+        append_json_line(path, record)
+
+    def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
+        """Yield the JSON lines of a file. Damaged lines are skipped with a warning."""
+        return read_json_lines(path, is_valid)
+
+    def write(self, path: Path, content: str) -> None:
+        """Write a file, and make its folder if needed."""
+        make_folder(path.parent)
+        write_atomic(path, content)
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that does not exist yet; else raise `FileExistsError`."""
+        make_folder(path.parent)
+        path.mkdir(0o755)
+
+    def names(self, folder: Path) -> list[str]:
+        """Return the names in a folder; none if it does not exist."""
+        try:
+            return [entry.name for entry in folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one run. Holds paths only; no property creates a file."""
 
     path: Path
+    storage: RunStorage = field(default=RunStorage(), compare=False)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -148,7 +181,8 @@ class RunDir:
     @property
     def array(self) -> RunDir | None:
         """The folder of the job array that this task belongs to; None if this is not a task."""
-        return RunDir(self.path.parent) if _TASK_FOLDER.fullmatch(self.path.name) else None
+        is_task = _TASK_FOLDER.fullmatch(self.path.name)
+        return RunDir(self.path.parent, self.storage) if is_task else None
 
     @property
     def run_id(self) -> str:
@@ -362,7 +396,7 @@ class RunDir:
         Args:
             index: the task's number, or a placeholder for it.
         """
-        return RunDir(self.path / f"task-{index}")
+        return RunDir(self.path / f"task-{index}", self.storage)
 
     def tasks(self) -> list[int]:
         """Return the task numbers of a job array, ascending; none if this is a single run."""
@@ -370,7 +404,7 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Return the numbers of all attempts so far, ascending."""
-        return _numbered(self.logs, _ATTEMPT_FOLDER)
+        return _numbers(self.storage.names(self.logs), _ATTEMPT_FOLDER)
 
     def new_attempt(self) -> int:
         """Reserve the number of a new attempt by making its log folder.
@@ -378,12 +412,10 @@ class RunDir:
         Raises:
             OSError: the folder cannot be made.
         """
-        make_folder(self.path)
-        make_folder(self.logs)
         attempt = max(self.attempts(), default=-1) + 1
         while True:
             try:
-                self.attempt_logs(attempt).mkdir(0o755)
+                self.storage.make_folder(self.attempt_logs(attempt))
             except FileExistsError:
                 attempt += 1
             else:
@@ -391,7 +423,7 @@ class RunDir:
 
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
         """Append an event to the run's event log, with the time in seconds since the epoch."""
-        append_json_line(self.events, event_record(kind, attempt, **fields))
+        self.storage.append(self.events, event_record(kind, attempt, **fields))
 
     def write(self, path: Path, content: str) -> None:
         """Write a file of the run, and make its folder if needed.
@@ -399,8 +431,7 @@ class RunDir:
         Raises:
             OSError: it cannot be written.
         """
-        make_folder(path.parent)
-        write_atomic(path, content)
+        self.storage.write(path, content)
 
     def check_records(self) -> None:
         """Check that the run's events and metrics can be recorded.
@@ -417,7 +448,7 @@ class RunDir:
 
     def read_events(self) -> Iterator[dict[str, Any]]:
         """Yield the recorded events. Damaged lines are skipped with a warning."""
-        return read_json_lines(self.events, is_event)
+        return self.storage.read(self.events, is_event)
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:
@@ -436,8 +467,8 @@ def list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[int]:
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return _numbers(RunStorage().names(folder), pattern)
+
+
+def _numbers(names: Iterable[str], pattern: re.Pattern[str]) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))

@@ -26,7 +26,7 @@ from pathlib import Path
 from hpctrain.errors import SchedulerError
 from hpctrain.files import make_folder, open_regular, own_file
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.command import query_job_fields
+from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.states import RunState, parse_job_state
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Lease:
         self._number: int | None = None
         self._over = threading.Event()
 
-    def take(self, predecessor: str | None = None, deaths: int = 0) -> None:
+    def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Take the lease, and renew it from now on.
 
         Args:
@@ -205,7 +205,7 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
     if held.holder.released:
         return False
     try:
-        state = parse_job_state(query_job_fields(held.holder.job_id, environ).get("JobState", ""))
+        state = parse_job_state(query_job(held.holder.job_id, environ).state)
     except SchedulerError as error:
         log.info("what has become of job %s cannot be told: %s", held.holder.job_id, error)
         state = RunState.UNKNOWN

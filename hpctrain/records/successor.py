@@ -23,6 +23,7 @@ from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.job_requests import cancel_jobs, submit_job, update_job
 from hpctrain.spec.directives import all_directives
 from hpctrain.spec.job_spec import JobSpec
 
@@ -62,7 +63,7 @@ def submit_successor(
     _move_dependents(job_id, successor, environ)
     if run.cancel_request.exists():
         # The cancellation found this job in the record, not yet its successor.
-        run_slurm(["scancel", successor], strip_job_env(environ))
+        cancel_jobs([successor], strip_job_env(environ))
     return successor
 
 
@@ -184,16 +185,16 @@ def _submit_once(
 def _submit(
     run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
 ) -> str:
-    command = ["sbatch", "--parsable", f"--dependency=afterany:{job_id}"]
+    options = [f"--dependency=afterany:{job_id}"]
     if left_out:
-        command.append(f"--exclude={excluded_nodes(spec, left_out)}")
+        options.append(f"--exclude={excluded_nodes(spec, left_out)}")
     if "begin" in spec.directives:
-        command.append("--begin=now")
+        options.append("--begin=now")
     if spec.array_task is not None:
-        command.append(f"--array={spec.array_task}")
-    command += [str((run.array or run).job_script), _marker(job_id)]
+        options.append(f"--array={spec.array_task}")
+    options += [str((run.array or run).job_script), _marker(job_id)]
     variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
-    answer = run_slurm(command, variables).strip().splitlines()[-1].split(";")[0]
+    answer = submit_job(options, variables)
     if "hold" in spec.directives:
         # The hold applied to the first job, and was released.
         run_slurm(["scontrol", "release", answer], strip_job_env(environ))
@@ -210,7 +211,7 @@ def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) ->
             waits, _, dependency = line.rstrip(_SEPARATOR).partition(_SEPARATOR)
             moved = replace_dependency(dependency, job_id, successor)
             if moved and waits != successor.partition("_")[0]:
-                run_slurm(["scontrol", "update", f"JobId={waits}", f"Dependency={moved}"], outer)
+                update_job([waits], outer, Dependency=moved)
     except SchedulerError as error:
         log.warning("Jobs that wait for job %s may not wait for job %s: %s", job_id, successor, error)
 

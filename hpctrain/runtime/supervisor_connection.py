@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from hpctrain.authentication import Signed, new_nonce
+from hpctrain.authentication import new_nonce, sign_connection
 from hpctrain.cluster import Ranks
 from hpctrain.errors import Unauthenticated
 
@@ -58,8 +58,7 @@ class SupervisorConnection:
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._up = Signed(secret.encode(), "up", theirs, own)
-            self._down = Signed(secret.encode(), "down", theirs, own)
+            self._up, self._down = sign_connection(secret.encode(), theirs, own)
             self.every_s = max(_BEAT_EVERY_S, ranks.world_size / _RANKS_PER_BEAT_S)
             introduction = self._up.seal({"attempt": attempt, "rank": ranks.rank})
             self._socket.sendall(own + b"\n" + introduction)

@@ -26,13 +26,6 @@ _RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
 CHAOS_STEP = "hpctrain-chaos"
 
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
-# Anchored at the start of a line, where no job name can appear.
-_JOB_FIELDS = {
-    "JobState": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
-    "SubmitTime": re.compile(r"^ +SubmitTime=(\S+)", re.MULTILINE),
-    "Requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
-    "Restarts": re.compile(r"^ +Requeue=\d Restarts=(\d+)", re.MULTILINE),
-}
 
 
 class SlurmCall:
@@ -179,16 +172,6 @@ def is_answer_lost(error: str) -> bool:
 def is_transient(error: str) -> bool:
     """True if the error means that the controller is unreachable or the command was killed."""
     return is_answer_lost(error) or any(words in error for words in _OUT_OF_REACH)
-
-
-def query_job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return JobState, SubmitTime, Requeue and Restarts of a job, as far as the controller reports them.
-
-    Raises:
-        SchedulerError: the controller does not answer, or no longer knows the job.
-    """
-    record = run_slurm(["scontrol", "show", "job", job_id], environ)
-    return {field: match[1] for field, pattern in _JOB_FIELDS.items() if (match := pattern.search(record))}
 
 
 def job_step_name(attempt: int, *, waits: bool = False) -> str:

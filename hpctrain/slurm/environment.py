@@ -122,6 +122,17 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def own_job_id(environ: Mapping[str, str]) -> str:
+    """Return the id of this batch script's job for Slurm's commands.
+
+    An array task is named by the array and its index. SLURM_JOB_ID is a separate number for all tasks but the
+    last. The last task has the number of the whole array, so a request by it would affect all other tasks.
+    """
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
 def sbatch_variable(key: str) -> str:
     """Return the variable that sets the sbatch option `key` (its long name)."""
     return "SBATCH_" + _SBATCH_VARIABLES.get(key, key.upper().replace("-", "_"))

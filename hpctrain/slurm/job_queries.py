@@ -40,12 +40,13 @@ _RECORD = re.compile(
 # Anchored at the start of a line, where no job name can appear.
 _FIELDS = {
     "state": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
+    "requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
     "reason": re.compile(r"^ +JobState=\S+ Reason=(.*) Dependency=", re.MULTILINE),
     "restarts": re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE),
+    "submitted_at": re.compile(r"^ +SubmitTime=(\S+)", re.MULTILINE),
     "eligible_at": re.compile(r"^ +SubmitTime=\S+ EligibleTime=(\S+)", re.MULTILINE),
     "workdir": re.compile(r"^ +WorkDir=(.*)$", re.MULTILINE),
 }
-_MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class JobRow:
     restarts: int = 0
     eligible_at: str = ""
     submitted_at: str = ""
-    """Only set by accounting. The first record of a job may lack the folder."""
+    """Not set by squeue. The first record of a job in accounting may lack the folder."""
+    requeues: bool = True
+    """False if the job was submitted with `--no-requeue`; only set by the controller."""
 
 
 class JobTable:
@@ -148,17 +151,19 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
         return JobTable(())
     if not answer.strip():
         raise SchedulerError("scontrol answered nothing")
-    return JobTable(row for record in answer.split("\n\n") for row in _controller_rows(record))
+    return JobTable(_parse_records(answer))
 
 
-def query_min_job_age_s(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds for which the controller remembers an ended job; None if it does not report them.
+def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
+    """Return the controller's record of one job, or of one task of an array.
 
     Raises:
-        SchedulerError: the controller does not answer.
+        SchedulerError: the controller does not answer, or no longer knows the job.
     """
-    match = _MIN_JOB_AGE.search(run_slurm(["scontrol", "show", "config"], environ))
-    return float(match[1]) if match else None
+    answer = run_slurm(["scontrol", "--all", "show", "job", job_id], environ)
+    for row in _parse_records(answer):
+        return row
+    raise SchedulerError(f"scontrol answered without a record of job {job_id}")
 
 
 def _selection(job_ids: Sequence[str]) -> list[str]:
@@ -184,6 +189,12 @@ def _queue_row(cells: list[str]) -> JobRow:
     return JobRow(job_id, raw_id, state, workdir, "" if reason == "None" else reason, count, eligible_at)
 
 
+def _parse_records(answer: str) -> Iterable[JobRow]:
+    """Parse the output of `scontrol show job`."""
+    for record in answer.split("\n\n"):
+        yield from _controller_rows(record)
+
+
 def _controller_rows(record: str) -> Iterable[JobRow]:
     if (head := _RECORD.match(record.lstrip("\n"))) is None:
         return
@@ -197,6 +208,8 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
             "" if found["reason"] == "None" else found["reason"],
             int(found["restarts"] or 0),
             found["eligible_at"],
+            found["submitted_at"],
+            found["requeue"] != "0",
         )
 
 

@@ -14,18 +14,12 @@ SOON_S = 30
 #: Words that mean no value.
 _NOTHING = frozenset({"", "(null)", "n/a", "none", "unlimited", "infinite"})
 
-_CONFIG_LINE = re.compile(r"^(\S+)\s*= ?(.*)$", re.MULTILINE)
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z_][\w:/]*)=(\S*)")
 _NUMBER = re.compile(r"\d+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
 _MIB_OF = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 # gpu:4, gpu:a100:4, gpu:a100:4(S:0-1), gpu:a100_3g.40gb:2(IDX:0-1)
 _GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^,:()]*))??(?::(?P<number>\d+)[KMG]?)?(?=[(,]|$)")
-
-
-def parse_config_lines(answer: str) -> dict[str, str]:
-    """Return the `Key = value` lines of `scontrol show config`."""
-    return {key: value.strip() for key, value in _CONFIG_LINE.findall(answer)}
 
 
 def parse_pairs(line: str) -> dict[str, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_all
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, SlurmConfig
+from hpctrain.slurm.config import parse_config
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site
 from hpctrain.slurm.site_queries import SiteAnswers, query_site
 
 #: Runs a Slurm command and returns its output, or raises SchedulerError.
@@ -17,9 +17,6 @@ RunQuery = Callable[[Sequence[str]], str]
 
 _QOS_FIELDS = "Name,PreemptMode,GraceTime,MaxWall,Flags"
 _QOS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", f"format={_QOS_FIELDS}")
-
-# YES is the name of ANY before 16.05.
-_ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "YES": "ANY"}
 
 
 def discover_site(environ: Mapping[str, str], profile: Site) -> tuple[Site, list[str]]:
@@ -41,47 +38,11 @@ def parse_site(answers: SiteAnswers, profile: Site) -> tuple[Site, list[str]]:
     if config:
         site = replace(site, slurm=parse_config(config))
     if partitions:
-        site = replace(site, partitions=tuple(map(_parse_partition, partitions.splitlines())))
+        site = replace(site, partitions=tuple(map(parse_partition, partitions.splitlines())))
     # A site may hide its nodes (PrivateData) and list them in the profile instead.
     groups = {one.name: one.groups for one in profile.partitions} | _parse_nodes(nodes)
     completed = tuple(replace(one, groups=groups.get(one.name, ())) for one in site.partitions)
     return replace(site, partitions=completed), gaps
-
-
-def parse_config(answer: str) -> SlurmConfig:
-    """Parse `scontrol show config`."""
-    values = parsing.parse_config_lines(answer)
-
-    def value(key: str, default: str = "") -> str:
-        return values.get(key, default)
-
-    def duration_s(key: str, default: float) -> float:
-        found = parsing.parse_number(value(key))
-        return default if found is None else float(found)
-
-    plugins = [value("JobSubmitPlugins"), value("CliFilterPlugins")]
-    return SlurmConfig(
-        cluster=value("ClusterName"),
-        version=value("SLURM_VERSION"),
-        accounting=value("AccountingStorageType").endswith("slurmdbd"),
-        enforced=parsing.parse_names(value("AccountingStorageEnforce")),
-        job_requeue=value("JobRequeue", "1") != "0",
-        preempt_type=value("PreemptType", "none").rpartition("/")[2],
-        preempt_mode=value("PreemptMode", "OFF"),
-        signals_user="preempt_send_user_signal" in value("SlurmctldParameters"),
-        kill_wait_s=duration_s("KillWait", SlurmConfig.kill_wait_s),
-        slurmd_timeout_s=duration_s("SlurmdTimeout", SlurmConfig.slurmd_timeout_s),
-        max_array_size=parsing.parse_number(value("MaxArraySize")) or SlurmConfig.max_array_size,
-        max_mem_per_node_mib=parsing.parse_number(value("MaxMemPerNode")),
-        max_mem_per_cpu_mib=parsing.parse_number(value("MaxMemPerCPU")),
-        def_mem_per_node_mib=parsing.parse_number(value("DefMemPerNode")),
-        def_mem_per_cpu_mib=parsing.parse_number(value("DefMemPerCPU")),
-        select=value("SelectType").rpartition("/")[2],
-        hands_out_memory="MEMORY" in value("SelectTypeParameters").upper(),
-        enforces_limits=_ENFORCING.get(value("EnforcePartLimits").upper(), "NO"),
-        chooses_partition=not all(map(parsing.is_null, plugins)),
-        requeue_exit="" if parsing.is_null(value("RequeueExit")) else value("RequeueExit"),
-    )
 
 
 def query_qos(ask: RunQuery) -> list[Qos]:
@@ -107,7 +68,8 @@ def query_qos(ask: RunQuery) -> list[Qos]:
     return found
 
 
-def _parse_partition(line: str) -> Partition:
+def parse_partition(line: str) -> Partition:
+    """Parse a line of `scontrol --oneliner show partition`."""
     values = parsing.parse_pairs(line)
 
     def value(key: str) -> str:

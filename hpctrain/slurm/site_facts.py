@@ -6,55 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hpctrain.slurm.config import SlurmConfig
+
 #: The site's reaction to a job that requests memory.
 MemoryOptionSupport = Literal["accepted", "ignored", "refused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmConfig:
-    """The part of `scontrol show config` that matters to a training run."""
-
-    cluster: str = ""
-    version: str = ""
-    accounting: bool = False
-    """True if slurmdbd keeps records, so that `sacct` works."""
-    enforced: tuple[str, ...] = ()
-    """AccountingStorageEnforce: associations, limits, qos, …"""
-    job_requeue: bool = True
-    """True if jobs are requeued by default."""
-    preempt_type: str = "none"
-    """Preemption criterion: none, partition_prio or qos."""
-    preempt_mode: str = "OFF"
-    signals_user: bool = False
-    """True if a preemption sends the signal that the job requested (preempt_send_user_signal)."""
-    kill_wait_s: float = 30.0
-    """Seconds from SIGTERM to SIGKILL at the end of a job."""
-    slurmd_timeout_s: float = 300.0
-    """Seconds after which an unresponsive node is marked down."""
-    max_array_size: int = 1001
-    """Upper bound (exclusive) of the task indices of a job array."""
-    max_mem_per_node_mib: int | None = None
-    max_mem_per_cpu_mib: int | None = None
-    def_mem_per_node_mib: int | None = None
-    def_mem_per_cpu_mib: int | None = None
-    select: str = ""
-    """The node selection plugin. linear allocates whole nodes."""
-    hands_out_memory: bool = False
-    """True if memory is a consumable resource like CPUs (SelectTypeParameters)."""
-    enforces_limits: Literal["NO", "ANY", "ALL"] = "NO"
-    """EnforcePartLimits: a job must fit in any or all of its partitions to be queued.
-
-    With NO a job may pend forever, unless a QOS lifts the limit; with the others no QOS can lift it.
-    """
-    chooses_partition: bool = False
-    """True if a submit plugin may change jobs, including their partition."""
-    requeue_exit: str = ""
-    """Exit codes after which Slurm itself requeues a job."""
-
-    @property
-    def default_memory_mib(self) -> int | None:
-        """MiB per node or CPU for a job that does not request memory; None means all memory of its nodes."""
-        return self.def_mem_per_node_mib or self.def_mem_per_cpu_mib
 
 
 @dataclass(frozen=True, kw_only=True)

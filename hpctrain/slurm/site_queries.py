@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import SlurmCall
+from hpctrain.slurm.config import CONFIG_COMMAND
 
 #: Output of each command, or the error if it failed.
 SiteAnswers = Sequence[str | SchedulerError]
@@ -13,7 +14,6 @@ SiteAnswers = Sequence[str | SchedulerError]
 # Includes hidden partitions, which users can name. Nodes of a partition with identical values share a line.
 # The free-text columns come last.
 _NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%N|%G|%f")
-_CONFIG = ("scontrol", "show", "config")
 _PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 
 
@@ -22,4 +22,4 @@ def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
 
     The three commands run concurrently.
     """
-    return [SlurmCall(command, environ) for command in (_NODES, _CONFIG, _PARTITIONS)]
+    return [SlurmCall(command, environ) for command in (_NODES, CONFIG_COMMAND, _PARTITIONS)]

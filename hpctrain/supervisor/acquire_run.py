@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +17,10 @@ from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import JobControl
-from hpctrain.supervisor.policy.job_ownership import OwnershipDecision, OwnershipState, decide_ownership
+from hpctrain.supervisor.job_control.base import JobControl, SuccessorJobs
+from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
+from hpctrain.supervisor.policy.outcome import Continue, Exit
+from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)
 
@@ -66,62 +68,59 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
     return task if task.spec.exists() else run
 
 
-def acquire_run(run: RunDir, spec: JobSpec, scheduler: JobControl, deaths: int = 0) -> int | None:
+def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
     """Decide if this job must train, and if so make it the newest in the run's record.
 
     Args:
         run: the run.
         spec: its job specification.
-        scheduler: control of this job. Its lease is held from now on if this job is to train.
+        job_control: control of this job. Its lease is held from now on if this job is to train.
         deaths: number of supervisors of this job that were killed before.
 
     Returns:
-        The exit code if nothing is left to do (the run is over, or another job continues it), else None.
+        `Exit` if nothing is left to do: the run is over, or another job continues it.
 
     Raises:
         NotInJob: the script was started by hand while the run is active, or before it was cancelled.
     """
-    job_id, predecessor = scheduler.job_id, scheduler.predecessor
+    state = _ownership_state(run, job_control)
+    decision = decide_ownership(state)
+    log.info("job %s: %s; %s", job_control.job_id, decision.value, state)
+    match decision:
+        case OwnershipDecision.SUPERSEDED:
+            return Exit(0)
+        case OwnershipDecision.OVER if state.predecessor is not None:
+            return Exit(int((read_run_record(run).finished or {}).get("exit_code", 0)))
+        case OwnershipDecision.CANCEL:
+            return finish_run(run, "CANCELLED")
+    if job_control.successors is not None:
+        _lock_run_folder(run, job_control.successors, deaths)
+    if state.predecessor is None:
+        return register_job(run, spec, job_control.job_id, job_control.successors)
+    if state.newest != job_control.job_id:
+        # The predecessor was killed before it could record this job.
+        record_successor(run, job_control.job_id, state.predecessor)
+    return Continue()
+
+
+def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
     record = read_run_record(run)
-    finished = record.finished or {}
-    standing = OwnershipState(
-        job_id,
+    predecessor = job_control.successors.predecessor if job_control.successors is not None else None
+    return OwnershipState(
+        job_control.job_id,
         newest=record.job_id,
-        ended=finished.get("state"),
+        ended=(record.finished or {}).get("state"),
         cancelled=run.cancel_request.exists(),
         predecessor=predecessor,
-        heir=claim_successor(run, job_id, predecessor) if predecessor else None,
-        successor=_successor(run, record, scheduler),
+        claimed_by=claim_successor(run, job_control.job_id, predecessor) if predecessor else None,
+        successor=_successor(run, record, job_control),
     )
-    entry = decide_ownership(standing)
-    log.info("job %s: %s; %s", job_id, entry.value, standing)
-    match entry:
-        case OwnershipDecision.SUPERSEDED:
-            return 0
-        case OwnershipDecision.OVER if predecessor:
-            return int(finished.get("exit_code", 0))
-        case OwnershipDecision.CANCEL:
-            run.log_event(
-                "finished", max(run.attempts(), default=0), state="CANCELLED", exit_code=0, cause=None
-            )
-            return 0
-        case _ if predecessor:
-            _hold(run, scheduler, deaths)
-            if record.job_id != job_id:
-                # The predecessor was killed before it could record this job.
-                record_successor(run, job_id, predecessor)
-            return None
-        case _:
-            _hold(run, scheduler, deaths)
-            return register_job(run, spec, job_id, scheduler.is_running, scheduler.submitted_at)
 
 
-def _hold(run: RunDir, scheduler: JobControl, deaths: int) -> None:
+def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
     """Hold the run folder, so that no other process trains there, whatever the record contains."""
-    if scheduler.lease is None:
-        return
     try:
-        scheduler.lease.take(scheduler.predecessor, deaths)
+        jobs.lease.acquire(jobs.predecessor, deaths)
     except LeaseHeld as taken:
         it = taken.holder
         raise RunActive(
@@ -133,16 +132,16 @@ def _hold(run: RunDir, scheduler: JobControl, deaths: int) -> None:
         log.warning("the run's folder cannot be held: %s", error)
 
 
-def _successor(run: RunDir, record: RunRecord, scheduler: JobControl) -> str | None:
+def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
     """Return the job that was to continue this one, if Slurm requeued this one afterwards."""
-    job_id = scheduler.job_id
+    job_id = job_control.job_id
     for event in run.read_events():
         if event["kind"] == "submitted" and event.get("after") == job_id:
             return str(event["job_id"])
-    if record.job_id != job_id or record.handover is None:
+    if record.job_id != job_id or record.handover is None or job_control.successors is None:
         return None
     try:
-        successor = scheduler.find_successor()
+        successor = job_control.successors.find()
     except SchedulerError as error:
         # If a successor exists, it waits for the end of this job and then finds the run over.
         log.warning("whether job %s has a successor cannot be told: %s", job_id, error)
@@ -156,9 +155,8 @@ def register_job(
     run: RunDir,
     spec: JobSpec,
     job_id: str,
-    is_running: Callable[[str], bool] | None = None,
-    submitted_at: Callable[[], float | None] | None = None,
-) -> int | None:
+    jobs: SuccessorJobs | None = None,
+) -> Continue | Exit:
     """Make this job the newest in the run's record, so that later events belong to it.
 
     The submission comes first in the record, although the job may start before `hpctrain submit` has written
@@ -168,13 +166,11 @@ def register_job(
         run: the run.
         spec: its job specification.
         job_id: this job.
-        is_running: see `JobControl.is_running`; None if the run's lock is sufficient.
-        submitted_at: see `JobControl.submitted_at`; None if a job starts when it is submitted.
+        jobs: the other jobs of the run; None if its lock is sufficient.
 
     Returns:
-        The exit code if the run is complete, else None. Slurm may requeue a job that has just ended, and a
-            job
-        that was submitted by hand may start after the run has completed.
+        `Exit` if the run is complete: Slurm may requeue a job that has just ended, and a job that was
+        submitted by hand may start after the run has completed.
 
     Raises:
         NotInJob: the script was started by hand while the run is active, or before it was cancelled.
@@ -185,20 +181,20 @@ def register_job(
     if events is None:
         if spec.backend == "local":
             _take_lock(run)
-        elif is_running is not None:
-            _refuse_second(run, is_running)
-            if submitted_at is not None and (code := _ended_meanwhile(run, job_id, submitted_at)) is not None:
-                return code
+        elif jobs is not None:
+            _refuse_second(run, jobs)
+            if _ended_meanwhile(run, job_id, jobs):
+                return Exit(0)
         record_manual_submission(run, spec, job_id)
-        return None
+        return Continue()
     ends = [event for event in events if event["kind"] == "finished"]
     if not ends:
-        return None
+        return Continue()
     if ends[-1]["state"] == "COMPLETED":
-        return int(ends[-1].get("exit_code", 0))
+        return Exit(int(ends[-1].get("exit_code", 0)))
     # The user restarts a run that has ended.
     record_manual_submission(run, spec, job_id)
-    return None
+    return Continue()
 
 
 def _since_submission(run: RunDir, job_id: str) -> list[dict[str, Any]] | None:
@@ -221,13 +217,13 @@ def record_manual_submission(run: RunDir, spec: JobSpec, job_id: str) -> None:
     )
 
 
-def _refuse_second(run: RunDir, is_running: Callable[[str], bool]) -> None:
+def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
     """Check that no other job trains in the folder: the newest on record may be running."""
     record = read_run_record(run)
     if record.job_id is None or record.finished is not None:
         return
     try:
-        if not is_running(record.job_id):
+        if not jobs.is_running(record.job_id):
             return
     except SchedulerError as error:
         raise RunActive(
@@ -239,8 +235,8 @@ def _refuse_second(run: RunDir, is_running: Callable[[str], bool]) -> None:
     )
 
 
-def _ended_meanwhile(run: RunDir, job_id: str, submitted_at: Callable[[], float | None]) -> int | None:
-    """Return the exit code of a job that waited in the queue until the run was complete.
+def _ended_meanwhile(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
+    """True if this job waited in the queue until the run was complete.
 
     A cancellation applies to jobs submitted before it; a run that failed in that time continues.
 
@@ -248,14 +244,14 @@ def _ended_meanwhile(run: RunDir, job_id: str, submitted_at: Callable[[], float 
         NotInJob: the run was cancelled in that time.
     """
     finished = read_run_record(run).finished or _cancelled_unheard(run)
-    if finished.get("state") not in ("COMPLETED", "CANCELLED") or (submitted := submitted_at()) is None:
-        return None
+    if finished.get("state") not in ("COMPLETED", "CANCELLED") or (submitted := jobs.submitted_at()) is None:
+        return False
     # Slurm truncates the submission time to seconds; the run may have ended earlier in that second.
     if submitted + 1.0 > float(finished["time"]):
-        return None
+        return False
     if finished["state"] == "COMPLETED":
         print(f"The run is complete since this job was submitted: nothing is left to do for job {job_id}.")
-        return int(finished.get("exit_code", 0))
+        return True
     raise NotInJob(
         f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted by hand, which ends "
         "that job, too. Submit it again to have the run go on."

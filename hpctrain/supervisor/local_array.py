@@ -21,6 +21,7 @@ from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
 from hpctrain.supervisor.launch.local import visible_gpus
+from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class LocalArray:
         """Start a task, unless it is cancelled or already running."""
         task = self._run.task(index)
         if self._cancelled or task.cancel_request.exists():
-            self._finish(task, "CANCELLED", None)
+            finish_run(task, "CANCELLED")
             return
         lock = try_lock(task.lock)
         if lock is None:
@@ -127,19 +128,14 @@ class LocalArray:
         if self._state(index) is None:
             task = self._run.task(index)
             if task.cancel_request.exists():
-                self._finish(task, "CANCELLED", None)
+                finish_run(task, "CANCELLED")
             else:
-                self._finish(task, "FAILED", f"its supervisor ended with {code}, without a word")
+                finish_run(task, "FAILED", f"its supervisor ended with {code}, without a word")
         log.info("task %d: %s", index, self._state(index))
 
     def _state(self, index: int) -> str | None:
         finished = read_run_record(self._run.task(index)).finished
         return str(finished["state"]) if finished else None
-
-    def _finish(self, task: RunDir, state: str, cause: str | None) -> None:
-        exit_code = 0 if state == "CANCELLED" else RunFailed.exit_code
-        attempt = max(task.attempts(), default=0)
-        task.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause)
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._events.put(signal.Signals(number))

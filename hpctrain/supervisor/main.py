@@ -14,16 +14,18 @@ from hpctrain.errors import HpctrainError, RunFailed
 from hpctrain.files import make_folder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.environment import own_job_id
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
-from hpctrain.supervisor.buffered_rundir import BufferedLogHandler, BufferedRunDir, describe_disk_error
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
 from hpctrain.supervisor.job_control.local import LocalJobControl
-from hpctrain.supervisor.job_control.slurm import SlurmJobControl, own_job_id
+from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.local import LocalLauncher
 from hpctrain.supervisor.launch.srun import SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.notifications import send_notifications
+from hpctrain.supervisor.run_end import finish_run
 from hpctrain.supervisor.stop_grace import stop_grace_env
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
@@ -43,7 +45,9 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         environ: variables of the job's script.
         deaths: number of supervisors of this job that were killed before.
     """
-    run = BufferedRunDir(run_of_this_job(RunDir(Path(argv[0])), environ).path)
+    path = run_of_this_job(RunDir(Path(argv[0])), environ).path
+    storage = BufferedStorage(path)
+    run = RunDir(path, storage)
     try:
         spec = load_spec(run.spec)
         run.check_records()
@@ -54,7 +58,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         return error.exit_code
     with suppress(OSError):
         make_folder(run.logs)
-    run.keep_room()
+    storage.reserve_space()
     log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]
@@ -63,7 +67,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         with send_notifications(run, environ):
             return _supervise(run, spec, environ, deaths)
     finally:
-        run.settle()
+        storage.flush_pending()
         log_file.lines.flush()
 
 
@@ -77,11 +81,11 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
             return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJobControl(spec), grace).run()
         job = SlurmJobControl(run, spec, environ)
         try:
-            supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace, environ)
-            signal.signal(ORPHANED_SIGNAL, supervisor.leave_orphaned)
+            supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace)
+            signal.signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             return supervisor.run(deaths)
         finally:
-            job.lease.release()
+            job.successors.lease.release()
     except NotInJob as error:
         # Other jobs record the outcome of the run.
         log.error("%s", error)
@@ -105,6 +109,5 @@ def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) ->
     own_id = LocalJobControl(spec).job_id if spec.backend == "local" else own_job_id(environ)
     record = read_run_record(run)
     if record.job_id in (None, own_id) or record.finished is not None:
-        attempt = max(run.attempts(), default=0)
-        run.log_event("finished", attempt, state="FAILED", exit_code=RunFailed.exit_code, cause=cause)
+        finish_run(run, "FAILED", cause)
     return RunFailed.exit_code

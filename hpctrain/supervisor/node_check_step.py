@@ -37,7 +37,7 @@ def node_check_is_due(spec: JobSpec, last: EndKind | None) -> bool:
 class NodeCheckResult:
     """Result of a node check."""
 
-    bad: dict[str, str] = field(default_factory=dict)
+    bad_nodes: dict[str, str] = field(default_factory=dict)
     """Nodes on which a rank failed its check, with the reason."""
     stopped: bool = False
     """True if the processes received a stop signal."""
@@ -51,7 +51,7 @@ class NodeCheckRunner:
     spec: JobSpec
     launcher: Launcher
 
-    def look(self, attempt: int) -> NodeCheckResult:
+    def run_check(self, attempt: int) -> NodeCheckResult:
         """Check the nodes before the attempt."""
         begun = time.monotonic()
         end = run_auxiliary_step(
@@ -63,7 +63,7 @@ class NodeCheckRunner:
             what="the check of the nodes",
         )
         found = self._read(attempt)
-        words = "told to stop" if found.stopped else describe_nodes(found.bad) or "all are fine"
+        words = "told to stop" if found.stopped else describe_nodes(found.bad_nodes) or "all are fine"
         log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, words)
         if end is not None and not any(self.run.checks(attempt)):
             # If no process could start, no single node is to blame.

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import logging
-import os
-import queue
-import signal
-import socket
-import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from hpctrain.crash_output import file_size
@@ -24,19 +15,17 @@ from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event
 from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.notify import NotifyConfig, is_address
+from hpctrain.spec.notify import NotifyConfig
+from hpctrain.supervisor.notification_targets import NotificationTarget
+from hpctrain.supervisor.workers.stall_detection import StallDetector
 
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-#: Seconds for a command, seconds for an address to answer, attempts per message, and seconds between them.
-_TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
 #: Time to deliver pending messages when the job ends: the longest that one target may take for one message.
 _LAST_LIMIT_S = 35.0
 _LONGEST_CAUSE = 500
 _KILL_LIMIT_S = 3.0
-#: Maximum number of messages waiting for a target; further ones are dropped.
-_MOST_WAITING = 50
 
 
 @contextmanager
@@ -70,10 +59,10 @@ class Notifier:
     def __init__(self, run: RunDir, notify: NotifyConfig, environ: Mapping[str, str]) -> None:
         """Skip what has already been recorded."""
         self._run, self._notify = run, notify
-        self._targets = [_Target(target, environ) for target in notify.targets]
+        self._targets = [NotificationTarget(target, environ) for target in notify.targets]
         self._events, self._logged_bytes = RecordTail(run.events, is_event), file_size(run.metrics)
-        self._said: str | None = None
-        self._has_told_of_disk = False
+        self._last_error: str | None = None
+        self._disk_reported = False
         self._not_before = 0.0
         try:
             while self._events.read():
@@ -86,140 +75,55 @@ class Notifier:
     def run(self) -> None:
         """Send notifications until the block has ended and all are delivered, or the time limit is over."""
         while not self.ended.wait(_LOOK_EVERY_S):
-            self._look_patiently()
-        self._look_patiently()
+            self._check_with_retries()
+        self._check_with_retries()
         deadline = time.monotonic() + _LAST_LIMIT_S
         for target in self._targets:
             target.close()
         for target in self._targets:
-            target.end(deadline)
+            target.wait(deadline)
 
-    def _look_patiently(self) -> None:
+    def _check_with_retries(self) -> None:
         """Check the records; if a file cannot be read, for example on a disk error, retry later."""
         try:
-            self._look()
+            self._check_records()
         except OSError as error:
-            if self._said != str(error):
-                self._said = str(error)
+            if self._last_error != str(error):
+                self._last_error = str(error)
                 log.warning("what happens cannot be read, and nobody is told of it: %s", error)
         else:
-            self._said = None
+            self._last_error = None
 
-    def _look(self) -> None:
+    def _check_records(self) -> None:
         size = file_size(self._run.metrics)
         logged_by = self._newest_attempt() if size != self._logged_bytes else None
         self._logged_bytes = size
         now = time.monotonic()
-        self._look_at_disk()
+        self._check_disk()
         for event in self._events.read():
             if event.get("time", 0.0) < self._not_before:
                 continue
-            self._stall.hear(event, now)
+            self._stall.on_event(event, now)
             if (occasion := notification_kind(event)) is not None:
-                self._tell(occasion, event)
-        if (seconds := self._stall.look(now, logged_by)) is not None:
-            self._tell("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
+                self._send(occasion, event)
+        if (seconds := self._stall.find_stall(now, logged_by)) is not None:
+            self._send("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
 
-    def _look_at_disk(self) -> None:
+    def _check_disk(self) -> None:
         """Report a full disk, once. The run cannot write an event for it."""
-        if not self._has_told_of_disk and (full := full_disk(self._run)) is not None:
-            self._has_told_of_disk = True
-            self._tell("stall", {"cause": f"{full}: nothing can be saved until there is room"})
+        if not self._disk_reported and (full := full_disk(self._run)) is not None:
+            self._disk_reported = True
+            self._send("stall", {"cause": f"{full}: nothing can be saved until there is room"})
 
     def _newest_attempt(self) -> object:
         """Return the attempt that logged the last step."""
         return next(read_last_records(self._run.metrics), {}).get("attempt")
 
-    def _tell(self, occasion: str, event: Mapping[str, Any]) -> None:
+    def _send(self, occasion: str, event: Mapping[str, Any]) -> None:
         if occasion in self._notify.on:
             message = notification_message(self._run, occasion, event)
             for target in self._targets:
-                target.tell(message)
-
-
-class _Target:
-    """An address or a shell command with its own thread, so that a hanging target does not delay others."""
-
-    def __init__(self, target: str, environ: Mapping[str, str]) -> None:
-        self._target, self._environ = target, environ
-        self._running: subprocess.Popen[bytes] | None = None
-        self._messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="hpctrain-notification", daemon=True)
-        self._thread.start()
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        if self._messages.qsize() < _MOST_WAITING:
-            self._messages.put(message)
-        else:
-            log.warning("a notification of %s was dropped: the target takes too long", message["occasion"])
-
-    def close(self) -> None:
-        """Accept no further messages."""
-        self._messages.put(None)
-
-    def end(self, deadline: float) -> None:
-        """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
-        self._thread.join(max(0.05, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            log.warning("a notification did not arrive before the end: its target takes too long")
-            if (process := self._running) is not None:
-                _kill(process)
-                self._thread.join(0.2)
-
-    def _note(self, process: subprocess.Popen[bytes]) -> None:
-        self._running = process
-
-    def _work(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                if is_address(self._target):
-                    post_json(self._target, message)
-                else:
-                    run_notification_command(self._target, message, self._environ, self._note)
-            except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
-                log.warning(
-                    "a notification of %s did not arrive: %s: %s",
-                    message["occasion"],
-                    type(error).__name__,
-                    error,
-                )
-            else:
-                log.info("told of %s", message["occasion"])
-
-
-class StallDetector:
-    """Detects that an attempt has stopped logging steps; reports each stall once."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since: float | None = None
-        self._attempt: object = None
-        self._over = self._told = False
-
-    def hear(self, event: Mapping[str, Any], now: float) -> None:
-        """Handle an event of the run's record."""
-        match event.get("kind"):
-            case "started":
-                self._since, self._attempt, self._over = None, event.get("attempt"), False
-            case "failure" | "signal" | "finished" | "requeue":
-                self._since, self._over = None, True
-            case "checkpoint" if self._since is not None:
-                self._since = now
-
-    def look(self, now: float, logged_by: object) -> float | None:
-        """Return the seconds since the last step if that is a stall not yet reported.
-
-        Args:
-            now: time on a monotonic clock, in seconds.
-            logged_by: the attempt that has logged steps since the last call; None without any.
-        """
-        is_ours = self._attempt is None or logged_by == self._attempt
-        if logged_by is not None and is_ours and not self._over:
-            self._since, self._told = now, False
-        if self._since is None or self._told or now - self._since < self._limit_s:
-            return None
-        self._told = True
-        return now - self._since
+                target.enqueue(message)
 
 
 def notification_kind(event: Mapping[str, Any]) -> str | None:
@@ -245,119 +149,3 @@ def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -
     known = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
     about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", time.time())}
     return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **known}
-
-
-class _Limited(http.client.HTTPConnection):
-    """A connection with a time limit on the whole answer; a socket's timeout restarts with each byte."""
-
-    def getresponse(self) -> http.client.HTTPResponse:
-        limit_s, begun = _ANSWER_LIMIT_S, time.monotonic()
-        timer = threading.Timer(limit_s, _shut_down, (self.sock,))
-        timer.daemon = True
-        timer.start()
-        try:
-            return super().getresponse()
-        except (OSError, http.client.HTTPException):
-            if time.monotonic() - begun >= limit_s:
-                raise TimeoutError(f"no complete answer within {limit_s:g} s") from None
-            raise
-        finally:
-            timer.cancel()
-
-
-class _LimitedTls(_Limited, http.client.HTTPSConnection):
-    """The same over TLS."""
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """Abort all reads from a connection, in any thread, without a TLS shutdown."""
-    with suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Limited, req)
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_LimitedTls, req)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: a message goes only to the given address."""
-
-    def http_error_302(self, *_: Any, **__: Any) -> None:
-        return None
-
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
-
-
-def post_json(address: str, message: Mapping[str, Any]) -> None:
-    """POST a message as JSON.
-
-    Raises:
-        OSError: it was refused. The error contains neither the address nor text from the server.
-    """
-    opener = urllib.request.build_opener(_Connections, _NoRedirects)
-    data = json.dumps(message).encode()
-    for left in reversed(range(_TRIES)):
-        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        try:
-            with opener.open(request, timeout=_ANSWER_LIMIT_S):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
-            failure = OSError(f"the address answered with status {error.code}")
-        except http.client.HTTPException as error:
-            failure = OSError(f"the answer is not HTTP ({type(error).__name__})")
-        except OSError as error:
-            failure = error
-        if left:
-            time.sleep(_PAUSE_S)
-    raise failure
-
-
-def run_notification_command(
-    line: str,
-    message: Mapping[str, Any],
-    environ: Mapping[str, str],
-    note: Callable[[subprocess.Popen[bytes]], None] | None = None,
-) -> None:
-    """Run a shell command in the run folder.
-
-    The message is on its standard input, the main fields also in environment variables. `note` receives the
-    process as soon as it starts.
-
-    Raises:
-        OSError: it failed, or took too long.
-    """
-    variables = {
-        "HPCTRAIN_OCCASION": str(message["occasion"]),
-        "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
-    }
-    with subprocess.Popen(
-        ["/bin/sh", "-c", line],
-        cwd=message["folder"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**environ, **variables},
-        start_new_session=True,
-    ) as process:
-        if note is not None:
-            note(process)
-        try:
-            _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
-    if process.returncode:
-        raise OSError(
-            f"the command ended with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
-        )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and its child processes."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

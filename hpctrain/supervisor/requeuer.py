@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from signal import Signals
 
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
@@ -24,6 +25,7 @@ from hpctrain.supervisor.policy.job_intent import (
     continuation_methods,
     resolve_intent,
 )
+from hpctrain.supervisor.policy.outcome import Continue, Exit
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class RequeueRefused:
     """No other allocation is available."""
 
     cause: str
-    may_pass: bool
+    is_transient: bool
     """True if the only problem is that the controller is unreachable."""
 
 
@@ -49,101 +51,117 @@ class Requeuer:
 
     run: RunDir
     spec: JobSpec
-    scheduler: JobControl
+    job_control: JobControl
     events: queue.SimpleQueue[StepEvent]
 
-    def move(
-        self, attempt: int, will: JobIntent, kind: EndKind, seconds: float, left_out: Collection[str]
-    ) -> int | RequeueRefused | None:
+    def relocate(
+        self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, left_out: Collection[str]
+    ) -> Continue | Exit | RequeueRefused:
         """Release the allocation and request another.
 
         Args:
             attempt: the attempt to continue.
-            will: the intent for the job.
+            intent: the intent for the job.
             kind: how the attempt ended.
             left_out: nodes to exclude.
             seconds: duration of the attempt.
-
-        Returns:
-            The job's exit code; None if the run continues in this job.
         """
-        ways = continuation_methods(self.spec.resume_mode, will, requeues=self._requeues())
-        self.run.log_event("requeue", attempt, seconds=seconds, by=ways[0].value, **{"class": kind})
+        methods = self._methods(intent)
+        self.run.log_event("requeue", attempt, seconds=seconds, by=methods[0].value, **{"class": kind})
         deadline = time.monotonic() + _OUT_OF_REACH_S
         while True:
-            moved = self._try(ways, attempt, left_out)
-            if not (isinstance(moved, RequeueRefused) and moved.may_pass) or time.monotonic() > deadline:
+            moved = self._try_methods(methods, attempt, left_out)
+            if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
             log.warning("the controller is out of reach; asking again in %.0f s", _PAUSE_S)
             # Any signal means that Slurm ends this job, so there is no more time to wait.
             with suppress(queue.Empty):
                 self.events.get(timeout=_PAUSE_S)
 
-    def _try(
-        self, ways: Sequence[ContinuationMethod], attempt: int, left_out: Collection[str]
-    ) -> int | RequeueRefused | None:
-        """Try each method once. See `move`."""
+    def _methods(self, intent: JobIntent) -> Sequence[ContinuationMethod]:
+        if self.job_control.successors is None:
+            return (ContinuationMethod.REQUEUE,)
+        return continuation_methods(self.spec.resume_mode, intent, requeues=self._can_requeue())
+
+    def _try_methods(
+        self, methods: Sequence[ContinuationMethod], attempt: int, left_out: Collection[str]
+    ) -> Continue | Exit | RequeueRefused:
+        """Try each method once. See `relocate`."""
         refusals, may_pass = [], False
-        for way in ways:
+        for method in methods:
             try:
-                if way is ContinuationMethod.SUCCESSOR:
-                    log.info("job %s continues the run", self.scheduler.hand_on(attempt, left_out))
-                    return EXIT_CONTINUE
-                if not self.scheduler.requeue():
-                    return None
-                self._exclude(left_out)
-                return self._wait_for_the_end()
+                if method is ContinuationMethod.REQUEUE:
+                    return self._requeue(left_out)
+                assert self.job_control.successors is not None
+                log.info("job %s continues the run", self.job_control.successors.submit(attempt, left_out))
+                return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
-                if self.will() is JobIntent.LEAVE:
-                    return EXIT_CONTINUE  # Slurm has already taken over.
-                log.warning("no %s: %s", way.value, error)
-                refusals.append(f"the {way.value} failed: {error}")
+                if self.intent() is JobIntent.YIELD:
+                    return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
+                log.warning("no %s: %s", method.value, error)
+                refusals.append(f"the {method.value} failed: {error}")
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
-    def save_run(self) -> None:
+    def _requeue(self, left_out: Collection[str]) -> Continue | Exit:
+        """Put the job back into the queue.
+
+        Raises:
+            SchedulerError: the scheduler refused.
+        """
+        if not self.job_control.requeue():
+            return Continue()
+        self._exclude(left_out)
+        self._wait_for_the_end()
+        return Exit(EXIT_CONTINUE)
+
+    def requeue_orphaned(self) -> None:
         """Continue the run in another job although Slurm is about to end this process."""
         attempt = max(self.run.attempts(), default=0)
-        for way in (self.scheduler.requeue, lambda: self.scheduler.hand_on(attempt)):
+        methods: list[Callable[[], object]] = [self.job_control.requeue]
+        if self.job_control.successors is not None:
+            methods.append(partial(self.job_control.successors.submit, attempt))
+        for method in methods:
             try:
-                way()
+                method()
                 log.warning("the batch script was killed: the run goes on in another job")
                 return
             except SchedulerError as error:
                 log.warning("the batch script was killed: %s", error)
 
-    def will(self, signals: Iterable[Signals] = ()) -> JobIntent:
+    def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
         """Return the intent for the job, given the signals that its supervisor received."""
-        cancelled = self.run.cancel_request.exists() or bool(self.scheduler.cancels.intersection(signals))
-        fate = JobDisposition.STAYS
+        cancelled = self.run.cancel_request.exists() or bool(
+            self.job_control.cancel_signals.intersection(signals)
+        )
+        disposition = JobDisposition.STAYS
         if not cancelled:
             try:
-                fate = self.scheduler.fate()
+                disposition = self.job_control.disposition()
             except SchedulerError as error:
                 log.warning("%s Taking the job for one that goes on.", error)
-        return resolve_intent(cancelled=cancelled, fate=fate, resume_mode=self.spec.resume_mode)
+        return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
-    def _requeues(self) -> bool:
+    def _can_requeue(self) -> bool:
         try:
-            return self.scheduler.requeues()
+            return self.job_control.can_requeue()
         except SchedulerError as error:
             log.warning("%s Taking the site for one that requeues.", error)
             return True
 
     def _exclude(self, left_out: Collection[str]) -> None:
         """Exclude nodes from the requeued job; on failure, the next start avoids them if it gets them."""
-        if not left_out:
+        if not left_out or self.job_control.nodes is None:
             return
         try:
-            self.scheduler.exclude(left_out)
+            self.job_control.nodes.exclude(left_out)
         except SchedulerError as error:
             log.warning("The job may start again on %s: %s", ", ".join(left_out), error)
 
-    def _wait_for_the_end(self) -> int:
+    def _wait_for_the_end(self) -> None:
         """Wait for Slurm to end this process, which it does to requeue the job."""
         log.info("requeued; waiting for Slurm to end this job")
         try:
             self.events.get(timeout=_REQUEUE_LIMIT_S)
         except queue.Empty:
             log.warning("Slurm has not ended this job within %.0f s of its requeue", _REQUEUE_LIMIT_S)
-        return EXIT_CONTINUE

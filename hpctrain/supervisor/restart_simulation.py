@@ -2,7 +2,7 @@
 
 Everything around the decision is a model. Nodes fail as a Poisson process, some of them far more often than
 others. Runs wait for free nodes in order of submission, save at fixed times, and end after enough training.
-The events of a run's record are generated; `History.of` and `decide` process them as in a real run.
+The events of a run's record are generated; `History.from_events` and `decide` process them as in a real run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind, RestartPolicy
 from hpctrain.supervisor.policy.decide import (
     Action,
@@ -25,12 +26,10 @@ from hpctrain.supervisor.policy.decide import (
     suspect_nodes,
 )
 from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.scale_up import REQUEUE_HOLD_S, START_S
 
 DAY_S = 86_400.0
-#: Slurm's hold of a requeued job, and the time of a start of the ranks, both in seconds.
-_HOLD_S, _START_S = 120.0, 60.0
-_LEAD_S = 120.0
-_MAX_FAILURES = 3
+_LEAD_S, _MAX_FAILURES = float(JobSpec.stop_before_limit_s), JobSpec.max_failures
 #: Frequency of each kind of interruption, in percent: faults of machines, of the environment, and of the
 #: user.
 _FAULTS = {
@@ -184,7 +183,7 @@ class Simulation:
     def _start_waiting(self) -> None:
         """Start waiting runs, first come, first served; a run that fits overtakes one that does not."""
         for run in list(self._waiting):
-            left_out = History.of(run.events).excluded
+            left_out = History.from_events(run.events).excluded
             fit = sorted(self._free - left_out)
             if len(fit) >= (run.least if run.least < run.nodes else run.nodes + run.spares):
                 granted = fit[: run.nodes + run.spares]
@@ -200,7 +199,7 @@ class Simulation:
         run.starts_since_save += 1
         most = self.report.most_starts_without_progress
         self.report.most_starts_without_progress = max(most, run.starts_since_save)
-        run.begun = self._now + _START_S
+        run.begun = self._now + START_S
         faulty = sum(100 if host in self._bad else 1 for host in run.hosts)
         ends = {
             EndKind.DONE: (run.needs_s - run.trained_s) / run.speed,
@@ -224,12 +223,14 @@ class Simulation:
         self.report.ends[kind] += 1
         self._keep(run, self._now - run.begun, whole=kind is EndKind.DONE or kind.is_stop)
         lost = self._record(run, kind)
-        history = History.of(run.events)
+        history = History.from_events(run.events)
         found = suspect_nodes(self._policy, history)
         state = RunSituation(
             self._policy,
             history,
-            nodes=Allocation(run.hosts, run.spare, lost, run.least, self._others_fit(run, history, found)),
+            nodes=Allocation(
+                run.hosts, run.spare, lost, run.least, self._can_reallocate(run, history, found)
+            ),
             ends_at=run.job_ends,
             lead_s=_LEAD_S,
         )
@@ -240,7 +241,7 @@ class Simulation:
             run.events.append({"kind": "excluded", "hosts": list(decision.exclude)})
         self._act(run, decision, cause, lost)
 
-    def _others_fit(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
+    def _can_reallocate(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
         return (
             bool(found) and self._its.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
         )
@@ -256,7 +257,7 @@ class Simulation:
             run.starts_since_save = 0
             run.events.append({"kind": "checkpoint", "step": int(run.trained_s * 1000)})
         self.report.trained_s += kept * run.nodes
-        self.report.lost_s += (trained - kept) * run.nodes + _START_S * len(run.hosts)
+        self.report.lost_s += (trained - kept) * run.nodes + START_S * len(run.hosts)
 
     def _record(self, run: SimulatedRun, kind: EndKind) -> dict[str, str]:
         """Record the failure, and take a lost node out of service. Returns the lost node."""
@@ -288,15 +289,15 @@ class Simulation:
                 run.hosts, run.spare = decision.hosts, spare
                 self._start(run)
             case Action.REQUEUE:
-                seconds = self._now - run.begun + _START_S
+                seconds = self._now - run.begun + START_S
                 kind = "requeue"
                 run.events.append({"kind": kind, "seconds": seconds, "class": self._kind_of(run, cause)})
                 self._end_job(run, "waits")
-                self._at(self._now + _HOLD_S, run, "queued")
+                self._at(self._now + REQUEUE_HOLD_S, run, "queued")
             case Action.COMPLETE:
                 self._end_job(run, "complete")
             case _:
-                run.why = "; ".join(filter(None, [cause, decision.why]))
+                run.why = "; ".join(filter(None, [cause, decision.reason]))
                 self._end_job(run, "failed")
 
     def _kind_of(self, run: SimulatedRun, cause: str | None) -> EndKind:

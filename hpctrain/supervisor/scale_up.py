@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from hpctrain.errors import HpctrainError
-from hpctrain.jobs.runs.control import requeue
+from hpctrain.errors import HpctrainError, SchedulerError
+from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.environment import strip_job_env
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.job_control.base import AllocatedNodes, JobControl
 from hpctrain.supervisor.policy.history import History
 from hpctrain.text import pluralize
 
@@ -25,7 +24,7 @@ _MARGIN = 1.1
 #: Assumed time left of a job without a time limit.
 _HORIZON_S = 86_400.0
 #: Slurm holds a requeued job for two minutes; the ranks then start in about one.
-_HOLD_S, _START_S = 120.0, 60.0
+REQUEUE_HOLD_S, START_S = 120.0, 60.0
 #: Longest interval between two searches for free nodes.
 _LOOK_EVERY_S = 60.0
 
@@ -48,54 +47,57 @@ class ScaleUpMonitor:
 
     run: RunDir
     spec: JobSpec
-    scheduler: JobControl
-    environ: Mapping[str, str]
+    job_control: JobControl
     attempt: int
-    nodes: int
+    num_nodes: int
     """Nodes that train now."""
 
     def __post_init__(self) -> None:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hpctrain-grower", daemon=True)
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if the run trains on fewer nodes than its maximum and should look for more."""
-        return self.spec.scale_up_after_s > 0 and self.nodes < self.spec.nodes and self.scheduler.has_machines
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
-        if self.is_wanted:
-            self._thread.start()
+        is_wanted = self.spec.scale_up_after_s > 0 and self.num_nodes < self.spec.nodes
+        if is_wanted and self.job_control.nodes is not None:
+            watch = threading.Thread(
+                target=self._watch, args=(self.job_control.nodes,), name="hpctrain-scale-up", daemon=True
+            )
+            watch.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
 
-    def _watch(self) -> None:
+    def _watch(self, nodes: AllocatedNodes) -> None:
         wait_s = float(self.spec.scale_up_after_s)
-        while not self._over.wait(wait_s):
+        while not self._stopped.wait(wait_s):
             wait_s = min(_LOOK_EVERY_S, float(self.spec.scale_up_after_s))
             try:
-                if self._grow():
+                if self._try_scale_up(nodes):
                     return
             except HpctrainError as error:
                 log.warning("whether there are more nodes cannot be told: %s", error)
 
-    def _grow(self) -> bool:
+    def _try_scale_up(self, nodes: AllocatedNodes) -> bool:
         """Requeue the run if more nodes are worth it. Returns True if the monitor can stop."""
-        excluded = History.of(self.run.read_events()).excluded
-        more = self.scheduler.free_nodes(excluded)
-        then = min(self.spec.nodes, self.nodes + more)
-        left_s = self.scheduler.seconds_left()
-        pause_s = _START_S + (0.0 if self.spec.resume_mode == "successor" else _HOLD_S)
-        if not should_scale_up(self.nodes, then, _HORIZON_S if left_s is None else left_s, pause_s):
+        excluded = History.from_events(self.run.read_events()).excluded
+        then = min(self.spec.nodes, self.num_nodes + nodes.num_free(excluded))
+        left_s = self.job_control.seconds_left()
+        pause_s = START_S + (0.0 if self.spec.resume_mode == "successor" else REQUEUE_HOLD_S)
+        if not should_scale_up(self.num_nodes, then, _HORIZON_S if left_s is None else left_s, pause_s):
             return False
-        if self._over.is_set():
+        if self._stopped.is_set():
             return True
-        log.info("requeueing, to grow from %s to %d", pluralize(self.nodes, "node"), then)
+        log.info("requeueing, to grow from %s to %d", pluralize(self.num_nodes, "node"), then)
         # Record the reason before the ranks record their stop.
-        self.run.log_event("grow", self.attempt, nodes_before=self.nodes, nodes=then)
-        requeue(self.run, strip_job_env(self.environ))
+        self.run.log_event("grow", self.attempt, nodes_before=self.num_nodes, nodes=then)
+        # The signal is that of a preemption: without this file, the ranks expect to be killed soon.
+        with suppress(OSError):
+            write_atomic(self.run.requeue_request, f"{self.attempt}\n", durable=False)
+        try:
+            nodes.stop_ranks()
+        except SchedulerError:
+            self.run.requeue_request.unlink(missing_ok=True)
+            raise
         return True

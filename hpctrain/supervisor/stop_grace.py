@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE
-from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_discovery import parse_config
+from hpctrain.slurm.site_discovery import parse_partition
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
 
@@ -41,12 +41,12 @@ def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
     """
     outer = strip_job_env(environ)
     try:
-        site = parse_config(run_slurm(["scontrol", "show", "config"], outer))
-        if site.preempt_type == "qos":
+        config = query_config(outer)
+        if config.preempt_type == "qos":
             return None
         partition = environ.get("SLURM_JOB_PARTITION", "")
         answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], outer)
     except SchedulerError as error:
         log.warning("%s How long the ranks may save is not known to them.", error)
         return None
-    return float(parsing.parse_number(parsing.parse_pairs(answer).get("GraceTime", "")) or site.kill_wait_s)
+    return parse_partition(answer).grace_time_s or config.kill_wait_s

@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import signal
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from hpctrain.cluster.orphans import kill_orphans
-from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError
-from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.drain_step import drain_local_tier
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
-from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
 from hpctrain.supervisor.node_check_step import NodeCheckRunner, node_check_is_due
-from hpctrain.supervisor.policy.decide import (
-    Action,
-    Allocation,
-    AttemptEnd,
-    Decision,
-    RunSituation,
-    decide,
-    suspect_nodes,
-)
+from hpctrain.supervisor.node_choice import NodeChoice
+from hpctrain.supervisor.policy.decide import Action, AttemptEnd, Decision, RunSituation, decide
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.policy.job_intent import JobIntent
+from hpctrain.supervisor.policy.outcome import Continue, Exit
 from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
+from hpctrain.supervisor.run_end import completion_note, finish_run
 from hpctrain.supervisor.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
-#: Number of metrics.jsonl records searched for a loss; those of a validation may have none.
-_RECORDS_SEARCHED = 100
 #: Actions that release the nodes.
 _GIVES_UP = frozenset({Action.REQUEUE, Action.CANCEL, Action.FAIL})
+
+
+@dataclass(frozen=True)
+class FinishedAttempt:
+    """An attempt that is over, and the reason."""
+
+    number: int
+    diagnosis: Diagnosis
+    intent: JobIntent
+    """Intent of the user and the scheduler for the job."""
+    result: AttemptResult | None = None
+    """None if the workers were not started, or by another supervisor."""
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> EndKind:
+        return self.diagnosis.end.kind
 
 
 class Supervisor:
@@ -58,19 +64,19 @@ class Supervisor:
         run: RunDir,
         spec: JobSpec,
         launcher: Launcher,
-        scheduler: JobControl,
+        job_control: JobControl,
         grace: Mapping[str, str] | None = None,
-        environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._run, self._spec = run, spec
-        self._launcher, self._scheduler = launcher, scheduler
-        self._environ = environ or {}
+        self._run, self._spec, self._launcher, self._job_control = run, spec, launcher, job_control
         self._events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()
-        self._crew = WorkerGroup(run, spec, launcher)
-        self._starter = AttemptRunner(run, spec, launcher, scheduler, self._events, self._crew, grace or {})
-        self._diagnostician = FailureAnalyzer(run, spec, scheduler)
-        self._check = NodeCheckRunner(run, spec, launcher)
-        self._mover = Requeuer(run, spec, scheduler, self._events)
+        self._worker_group = WorkerGroup(run, spec, launcher)
+        self._attempt_runner = AttemptRunner(
+            run, spec, launcher, job_control, self._events, self._worker_group, grace or {}
+        )
+        self._failure_analyzer = FailureAnalyzer(run, spec, job_control)
+        self._node_check = NodeCheckRunner(run, spec, launcher)
+        self._nodes = NodeChoice(run, spec, launcher, job_control.nodes)
+        self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
         """Start the workers as often as needed. Returns the exit code of the job.
@@ -78,197 +84,126 @@ class Supervisor:
         Args:
             deaths: number of supervisors of this job that were killed before.
         """
-        for number in self._scheduler.on_signal:
-            signal.signal(number, self._note_signal)
-        if (exit_code := acquire_run(self._run, self._spec, self._scheduler, deaths)) is not None:
+        for number in self._job_control.on_signal:
+            signal.signal(number, self._on_signal)
+        next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
+        if isinstance(next_step, Exit):
             log.info("the run is complete; nothing is left to do")
-            return exit_code
-        self._leave_out()
-        if deaths and (exit_code := self._take_over()) is not None:
-            return exit_code
-        with self._crew:
-            return self._attempts()
+            return next_step.code
+        self._nodes.leave_out_excluded()
+        if deaths and isinstance(next_step := self._take_over(), Exit):
+            return next_step.code
+        with self._worker_group:
+            return self._run_attempts()
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         last: EndKind | None = None
         while True:
             attempt, begun = self._run.new_attempt(), time.monotonic()
-            if node_check_is_due(self._spec, last) and (end := self._look_at_nodes(attempt)) is not None:
-                last, will = end.kind, self._mover.will()
-                seconds = time.monotonic() - begun
-                if (exit_code := self._go_on(attempt, Diagnosis(end), will, seconds)) is not None:
-                    return exit_code
-                continue
-            with self._grower(attempt):
-                ended = self._starter.start(attempt)
-            # The ranks of the next attempt kill orphans on the other hosts.
-            kill_orphans(str(self._run.path), attempt + 1)
-            diagnosis = self._diagnostician.look(ended, self._launcher.hosts)
-            will, last = self._mover.will(ended.watch.signals), diagnosis.end.kind
-            if (
-                exit_code := self._go_on(attempt, diagnosis, will, time.monotonic() - begun, ended)
-            ) is not None:
-                return exit_code
+            ended = self._check_nodes(attempt, last) or self._train(attempt)
+            ended = replace(ended, seconds=time.monotonic() - begun)
+            next_step = self._carry_out(self._decide(ended), ended)
+            if isinstance(next_step, Exit):
+                return next_step.code
+            last = ended.kind
 
-    def _look_at_nodes(self, attempt: int) -> AttemptEnd | None:
-        """Return why the ranks cannot start on these nodes, or must not start now; None if they can."""
-        looked = self._check.look(attempt)
-        if looked.stopped:
-            return AttemptEnd(self._diagnostician.kind_of_stop(attempt))
-        if not looked.bad:
+    def _check_nodes(self, attempt: int, last: EndKind | None) -> FinishedAttempt | None:
+        """Check the nodes if that is due. Returns None if the workers can start on them."""
+        if not node_check_is_due(self._spec, last):
             return None
-        return self._diagnostician.nodes_at_fault(attempt, looked.bad, self._launcher.hosts)
+        found = self._node_check.run_check(attempt)
+        if found.stopped:
+            end = AttemptEnd(self._failure_analyzer.stop_kind(attempt))
+        elif found.bad_nodes:
+            end = self._failure_analyzer.record_bad_nodes(attempt, found.bad_nodes, self._launcher.hosts)
+        else:
+            return None
+        return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
 
-    def _grower(self, attempt: int) -> ScaleUpMonitor:
-        nodes = len(self._launcher.hosts)
-        return ScaleUpMonitor(self._run, self._spec, self._scheduler, self._environ, attempt, nodes)
+    def _train(self, attempt: int) -> FinishedAttempt:
+        """Start the workers, monitor them to their end, and find its cause."""
+        with ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)):
+            result = self._attempt_runner.start(attempt)
+        # The ranks of the next attempt kill orphans on the other hosts.
+        kill_orphans(str(self._run.path), attempt + 1)
+        diagnosis = self._failure_analyzer.analyze(result, self._launcher.hosts)
+        return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.monitor.signals), result)
 
-    def _take_over(self) -> int | None:
-        """Continue after a killed supervisor, whose ranks may still run. See `_go_on`."""
+    def _take_over(self) -> Continue | Exit:
+        """Continue after a killed supervisor, whose ranks may still run."""
         if not (attempts := self._run.attempts()):
-            return None
-        self._scheduler.end_steps()
-        kill_orphans(str(self._run.path), attempts[-1] + 1)
-        stop = self._diagnostician.stop_on_record(attempts[-1])
-        end = self._diagnostician.supervisor_killed(attempts[-1])
+            return Continue()
+        attempt = attempts[-1]
+        if self._job_control.nodes is not None:
+            self._job_control.nodes.kill_steps()
+        kill_orphans(str(self._run.path), attempt + 1)
+        stop = self._failure_analyzer.recorded_stop(attempt)
+        end = self._failure_analyzer.record_supervisor_death(attempt)
         # If the supervisor was killed after the ranks had left, complete what it had recorded.
         end = end if stop is None else AttemptEnd(stop)
-        return self._go_on(attempts[-1], Diagnosis(end), self._mover.will(), 0.0)
+        ended = FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
+        return self._carry_out(self._decide(ended), ended)
 
-    def _leave_out(self) -> None:
-        """Start on nodes that are not excluded, if the allocation has enough of them."""
-        launcher, excluded = self._launcher, History.of(self._run.read_events()).excluded
-        nodes = Allocation(tuple(launcher.hosts), tuple(launcher.spares))
-        hosts = list(nodes.usable(excluded))
-        if len(hosts) >= self._spec.min_nodes:
-            spares = [host for host in launcher.spares if host not in hosts and host not in excluded]
-            launcher.hosts, launcher.spares = hosts, spares
+    def _decide(self, ended: FinishedAttempt) -> Decision:
+        decision = decide(self._situation(ended), ended.diagnosis.end, time.monotonic())
+        log.info("attempt %d ended (%s): %s", ended.number, ended.kind, decision)
+        return decision
 
-    def _go_on(
-        self,
-        attempt: int,
-        diagnosis: Diagnosis,
-        will: JobIntent,
-        seconds: float,
-        ended: AttemptResult | None = None,
-    ) -> int | None:
-        """Carry out the decision after an attempt. Returns the job's exit code; None for another start."""
-        end = diagnosis.end
-        state, now = replace(self._state(diagnosis, will), seconds=seconds), time.monotonic()
-        decision = decide(state, end, now)
-        log.info("attempt %d ended (%s): %s", attempt, end.kind, decision)
+    def _situation(self, ended: FinishedAttempt) -> RunSituation:
+        """Return the state of the run; query the controller only if the decision needs it."""
+        history, policy = History.from_events(self._run.read_events()), self._spec.policy
+        known = RunSituation(
+            policy if self._job_control.nodes is not None else policy.without_exclusions(),
+            history,
+            ended.intent,
+            lead_s=self._spec.stop_before_limit_s,
+            seconds=ended.seconds,
+        )
+        if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
+            return known
+        nodes = self._nodes.allocation(history, ended.diagnosis.lost)
+        left_s = None if ended.kind.is_stop else known_seconds_left(self._job_control)
+        return replace(known, nodes=nodes, ends_at=None if left_s is None else time.monotonic() + left_s)
+
+    def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
+        end, lost = ended.diagnosis.end, ended.diagnosis.lost
         if decision.exclude:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
-            self._run.log_event("excluded", attempt, hosts=hosts, reason=reason)
+            self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
         if decision.action in _GIVES_UP and not end.kind.is_stop:
-            drain_local_tier(self._run, self._spec, self._launcher, attempt, diagnosis.lost)
+            drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
         match decision.action:
             case Action.RESTART:
-                self._run.log_event("restart", attempt, cause=end.cause)
-                return None
+                self._run.log_event("restart", ended.number, cause=end.cause)
+                return Continue()
             case Action.SHRINK | Action.REPLACE:
-                self._change_nodes(attempt, decision, diagnosis.lost)
-                return None
+                self._nodes.change(ended.number, decision, lost)
+                return Continue()
             case Action.REQUEUE:
-                left_out = state.history.excluded.union(decision.exclude)
-                moved = self._mover.move(attempt, will, end.kind, seconds, left_out)
-                if isinstance(moved, RequeueRefused):
-                    return self._finish(attempt, "FAILED", f"the state is saved, but {moved.cause}")
-                return moved
+                return self._requeue(ended)
             case Action.LEAVE:
-                return EXIT_CONTINUE
+                return Exit(EXIT_CONTINUE)
             case Action.COMPLETE:
-                return self._finish(attempt, "COMPLETED", note=self._doubt(ended))
+                note = completion_note(self._run, self._spec, ended.result)
+                return finish_run(self._run, "COMPLETED", note=note)
             case Action.CANCEL:
-                return self._finish(attempt, "CANCELLED")
+                return finish_run(self._run, "CANCELLED")
             case Action.FAIL:
-                note = decision.why if end.cause else None
-                return self._finish(attempt, "FAILED", end.cause or decision.why, note)
+                note = decision.reason if end.cause else None
+                return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
 
-    def _state(self, diagnosis: Diagnosis, will: JobIntent) -> RunSituation:
-        """Return the state of the run; query the controller only if the decision needs it."""
-        policy, history = self._spec.policy, History.of(self._run.read_events())
-        state = RunSituation(policy, history, will, lead_s=self._spec.stop_before_limit_s)
-        if will in (JobIntent.CANCEL, JobIntent.LEAVE) or diagnosis.end.kind is EndKind.DONE:
-            return state
-        found = suspect_nodes(policy, history) if self._scheduler.has_machines else {}
-        if not self._scheduler.has_machines:
-            state = replace(state, policy=policy.without_exclusions())
-        nodes = Allocation(
-            in_use=tuple(self._launcher.hosts),
-            spare=tuple(self._launcher.spares),
-            lost=diagnosis.lost,
-            least=self._spec.min_nodes,
-            others_fit=bool(found) and self._scheduler.others_fit(history.excluded.union(found)),
-        )
-        ends_at = None if diagnosis.end.kind.is_stop else self._ends_at()
-        return replace(state, nodes=nodes, ends_at=ends_at)
+    def _requeue(self, ended: FinishedAttempt) -> Continue | Exit:
+        """Continue in another allocation: by a requeue, or in a successor job."""
+        excluded = History.from_events(self._run.read_events()).excluded
+        moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, excluded)
+        if isinstance(moved, RequeueRefused):
+            return finish_run(self._run, "FAILED", f"the state is saved, but {moved.cause}")
+        return moved
 
-    def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
-        """Continue on other nodes of the allocation, and return lost nodes to Slurm."""
-        launcher = self._launcher
-        before, hosts = launcher.hosts, list(decision.hosts)
-        gone = {**lost, **decision.exclude}
-        self._run.log_event(
-            "shrink" if decision.action is Action.SHRINK else "replace",
-            attempt,
-            nodes=len(hosts),
-            nodes_before=len(before),
-            hosts=hosts,
-            lost=[host for host in before if host not in hosts],
-            cause=describe_nodes(gone),
-        )
-        spares = [host for host in launcher.spares if host not in hosts and host not in gone]
-        if lost:
-            try:
-                self._scheduler.keep([*hosts, *spares])
-            except SchedulerError as error:
-                log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
-        launcher.hosts, launcher.spares = hosts, spares
-
-    def _ends_at(self) -> float | None:
-        """Return the end of the job's time on the monotonic clock; None if unlimited or unknown."""
-        try:
-            left = self._scheduler.seconds_left()
-        except SchedulerError as error:
-            log.warning("%s Taking the time to be enough.", error)
-            return None
-        return None if left is None else time.monotonic() + left
-
-    def _doubt(self, ended: AttemptResult | None) -> str | None:
-        """Return a note on suspicious signs in a completed run; None without any."""
-        return " ".join(filter(None, [self._never_met(ended), loss_not_finite(self._run)])) or None
-
-    def _never_met(self, ended: AttemptResult | None) -> str | None:
-        world_size = self._starter.world_size
-        # With agents, the ranks meet at the store of an agent.
-        if world_size == 1 or ended is None or ended.ranks_met or self._spec.torchrun is not None:
-            return None
-        return (
-            f"none of the {world_size} ranks made a process group. "
-            "If they were to train together, each has trained on its own."
-        )
-
-    def _finish(self, attempt: int, state: str, cause: str | None = None, note: str | None = None) -> int:
-        exit_code = {"COMPLETED": 0, "CANCELLED": 0}.get(state, RunFailed.exit_code)
-        more = {"note": note} if note else {}
-        self._run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause, **more)
-        log.info("run %s%s", state, "".join(f": {words}" for words in (cause, note) if words))
-        return exit_code
-
-    def leave_orphaned(self, _number: int, _frame: FrameType | None) -> None:
+    def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:
         """Continue the run in another job: the batch script was killed, and Slurm ends this one."""
-        threading.Thread(target=self._mover.save_run, name="hpctrain-orphaned").start()
+        threading.Thread(target=self._requeuer.requeue_orphaned, name="hpctrain-orphaned").start()
 
-    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put is reentrant, as a signal handler requires.
         self._events.put(SignalReceived(signal.Signals(number)))
-
-
-def loss_not_finite(run: RunDir) -> str | None:
-    """Return the note on a run whose last loss is not finite; None for any other."""
-    for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
-        with suppress(KeyError, TypeError, ValueError, OverflowError):
-            loss = float(record["loss"])
-            return None if math.isfinite(loss) else f"The last loss is {loss} (step {record.get('step')})."
-    return None

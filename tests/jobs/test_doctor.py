@@ -33,8 +33,9 @@ from hpctrain.jobs.doctor.slurm_checks import (
     qos_findings,
 )
 from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.site_discovery import discover_site, query_qos
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, SiteConventions, SlurmConfig
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, SiteConventions
 
 
 def standings(findings: list[Finding]) -> dict[str, str]:

@@ -22,8 +22,9 @@ from hpctrain.jobs.site.path_visibility import path_notes
 from hpctrain.jobs.site.site_check import check_request
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.command import SlurmCall, run_slurm
+from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.site_discovery import discover_site
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, SlurmConfig
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
 
 STRICT = [
     "JobRequeue=0",

@@ -51,14 +51,14 @@ class Local(LocalJobControl):
         self._limit_s = None
 
 
-def watch(*happened, scheduler=None, stubborn=False, ends_in=None, lead=0.1):
+def watch(*happened, job=None, stubborn=False, ends_in=None, lead=0.1):
     events = queue.SimpleQueue()
     for event in happened:
         events.put(event)
     step = PretendStep(events, stubborn)
     ends_at = None if ends_in is None else time.monotonic() + ends_in
     watching = AttemptMonitor(
-        events=events, scheduler=scheduler or Local(), ends_at=ends_at, stop_before_limit_s=lead
+        events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead
     )
     return watching.until_end(step), step, watching
 
@@ -105,10 +105,8 @@ def test_slurms_own_signal_is_not_passed_on(tmp_path):
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
     )
-    scheduler = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
-    outcome, step, watching = watch(
-        SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), scheduler=scheduler
-    )
+    job = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
+    outcome, step, watching = watch(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
     assert step.signals == []
     assert not step.killed
     assert outcome is AttemptOutcome.STOPPED
@@ -155,6 +153,6 @@ def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
             return 12.1
 
     begun = time.monotonic()
-    outcome, step, _ = watch(TaskExit(0, 75), scheduler=Slurm())
+    outcome, step, _ = watch(TaskExit(0, 75), job=Slurm())
     assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
     assert time.monotonic() - begun < 5

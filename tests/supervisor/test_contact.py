@@ -79,5 +79,5 @@ def test_the_launcher_of_such_a_step_is_ended_and_the_attempt_has_failed():
             self._limit_s = None
 
     events.put(LauncherStuck())
-    watch = AttemptMonitor(events=events, scheduler=Local(), ends_at=None, stop_before_limit_s=1.0)
+    watch = AttemptMonitor(events=events, job_control=Local(), ends_at=None, stop_before_limit_s=1.0)
     assert watch.until_end(Stuck()) is AttemptOutcome.FAILED

@@ -33,10 +33,12 @@ from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
     JobDisposition,
     JobIntent,
+    OwnershipDecision,
+    OwnershipState,
     continuation_methods,
+    decide_ownership,
     resolve_intent,
 )
-from hpctrain.supervisor.policy.job_ownership import OwnershipDecision, OwnershipState, decide_ownership
 
 POLICY = RestartPolicy.of({}, max_failures=3)
 FOUR = ("n1", "n2", "n3", "n4")
@@ -69,10 +71,10 @@ def failed(kind, count, host="n2", words=None):
 
 
 def after(
-    kind, count=1, *, nodes=None, will=JobIntent.GO_ON, policy=POLICY, words=None, host=None, **fields
+    kind, count=1, *, nodes=None, intent=JobIntent.CONTINUE, policy=POLICY, words=None, host=None, **fields
 ) -> Decision:
     history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, words)
-    state = RunSituation(policy, history, will, nodes or Allocation(FOUR, least=4), **fields)
+    state = RunSituation(policy, history, intent, nodes or Allocation(FOUR, min_nodes=4), **fields)
     return decide(state, AttemptEnd(kind, "cause"), now=0.0)
 
 
@@ -91,7 +93,7 @@ def test_every_row(kind):
     if kind.is_stop:
         # The first stop is no retry: what counts are the requeues before.
         assert [after(kind, n).action for n in (0, most - 1, most)] == [action, action, Action.FAIL]
-        assert f"restart.{kind}.retries" in after(kind, most).why
+        assert f"restart.{kind}.retries" in after(kind, most).reason
         return
     assert [after(kind, n).action for n in range(1, most + 1)] == [action] * most
     end = after(kind, most + 1)
@@ -100,25 +102,25 @@ def test_every_row(kind):
         assert after(kind, row.repeats, words="same").action is action
         repeated = after(kind, row.repeats + 1, words="same")
         assert repeated.action is Action.FAIL
-        assert "the same" in repeated.why
+        assert "the same" in repeated.reason
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DEFAULT_RULES if kind is not EndKind.STRAGGLER])
 @pytest.mark.parametrize(
-    ("will", "action"), [(JobIntent.CANCEL, Action.CANCEL), (JobIntent.LEAVE, Action.LEAVE)]
+    ("will", "action"), [(JobIntent.CANCEL, Action.CANCEL), (JobIntent.YIELD, Action.LEAVE)]
 )
 def test_user_and_scheduler_come_first(kind, will, action):
-    assert after(kind, 99, will=will).action is action
+    assert after(kind, 99, intent=will).action is action
 
 
 @pytest.mark.parametrize("will", JobIntent)
 def test_done_is_done(will):
-    assert after(EndKind.DONE, 99, will=will).action is Action.COMPLETE
+    assert after(EndKind.DONE, 99, intent=will).action is Action.COMPLETE
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DEFAULT_RULES if kind is not EndKind.STRAGGLER])
 def test_a_run_whose_job_is_being_ended_goes_on_in_another(kind):
-    action = after(kind, 1, will=JobIntent.MOVE).action
+    action = after(kind, 1, intent=JobIntent.RELOCATE).action
     assert action is (Action.FAIL if rows()[kind][0] == "end" else Action.REQUEUE)
 
 
@@ -128,7 +130,7 @@ def test_kinds_without_a_number_share_max_failures():
     )
     decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
-    assert decision.why == "3 failures in a row with no new checkpoint (--max-failures)"
+    assert decision.reason == "3 failures in a row with no new checkpoint (--max-failures)"
     others = History((PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)), ())
     assert decide(RunSituation(POLICY, others), AttemptEnd(EndKind.PYTHON), 0.0).action is Action.RESTART
 
@@ -143,8 +145,10 @@ def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed
     decision = decide(RunSituation(POLICY, history, seconds=seconds), AttemptEnd(EndKind.TIME_LIMIT), 0.0)
     assert decision.action is action
     if action is Action.FAIL:
-        assert decision.why.startswith("3 attempts in a row ended at the time limit without a new checkpoint")
-        assert "--time" in decision.why
+        assert decision.reason.startswith(
+            "3 attempts in a row ended at the time limit without a new checkpoint"
+        )
+        assert "--time" in decision.reason
 
 
 def test_a_row_that_the_user_changes():
@@ -181,24 +185,29 @@ LOST = {"n3": "its slurmd does not answer"}
 @pytest.mark.parametrize(
     ("kind", "nodes", "action", "hosts"),
     [
-        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
-        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, least=4), Action.REQUEUE, ()),
+        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, min_nodes=2), Action.SHRINK, ("n1", "n2", "n4")),
+        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, min_nodes=4), Action.REQUEUE, ()),
         (
             EndKind.NODE_LOST,
-            Allocation(FOUR, ("n5", "n6"), LOST, least=4),
+            Allocation(FOUR, ("n5", "n6"), LOST, min_nodes=4),
             Action.REPLACE,
             ("n1", "n2", "n4", "n5"),
         ),
-        (EndKind.NODE_LOST, Allocation(FOUR, ("n5",), {**LOST, "n5": "down"}, least=4), Action.REQUEUE, ()),
         (
             EndKind.NODE_LOST,
-            Allocation(FOUR, ("n5",), {**LOST, "n1": "down"}, least=3),
+            Allocation(FOUR, ("n5",), {**LOST, "n5": "down"}, min_nodes=4),
+            Action.REQUEUE,
+            (),
+        ),
+        (
+            EndKind.NODE_LOST,
+            Allocation(FOUR, ("n5",), {**LOST, "n1": "down"}, min_nodes=3),
             Action.SHRINK,
             ("n2", "n4", "n5"),
         ),
-        (EndKind.NOT_STARTED, Allocation(FOUR, lost=LOST, least=2), Action.SHRINK, ("n1", "n2", "n4")),
-        (EndKind.NOT_STARTED, Allocation(FOUR, least=2), Action.REQUEUE, ()),
-        (EndKind.KILLED, Allocation(FOUR, least=2), Action.RESTART, FOUR),
+        (EndKind.NOT_STARTED, Allocation(FOUR, lost=LOST, min_nodes=2), Action.SHRINK, ("n1", "n2", "n4")),
+        (EndKind.NOT_STARTED, Allocation(FOUR, min_nodes=2), Action.REQUEUE, ()),
+        (EndKind.KILLED, Allocation(FOUR, min_nodes=2), Action.RESTART, FOUR),
     ],
 )
 def test_nodes_that_are_lost(kind, nodes, action, hosts):
@@ -210,12 +219,12 @@ def test_nodes_that_are_lost(kind, nodes, action, hosts):
     ("nodes", "action", "hosts", "excluded"),
     [
         # Here there is another, or less will do.
-        (Allocation(FOUR, least=2), Action.SHRINK, ("n1", "n3", "n4"), ["n2"]),
-        (Allocation(FOUR, ("n5",), least=4), Action.REPLACE, ("n1", "n3", "n4", "n5"), ["n2"]),
+        (Allocation(FOUR, min_nodes=2), Action.SHRINK, ("n1", "n3", "n4"), ["n2"]),
+        (Allocation(FOUR, ("n5",), min_nodes=4), Action.REPLACE, ("n1", "n3", "n4", "n5"), ["n2"]),
         # Elsewhere there are others.
-        (Allocation(FOUR, least=4, others_fit=True), Action.REQUEUE, (), ["n2"]),
+        (Allocation(FOUR, min_nodes=4, can_reallocate=True), Action.REQUEUE, (), ["n2"]),
         # There are none: a node at fault is better than to wait for ever.
-        (Allocation(FOUR, least=4), Action.RESTART, FOUR, []),
+        (Allocation(FOUR, min_nodes=4), Action.RESTART, FOUR, []),
     ],
 )
 @pytest.mark.parametrize(
@@ -232,43 +241,43 @@ def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
 def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
     history = replace(failed(EndKind.KILLED, 1), slow=("n4", "n4"))
     decision = decide(
-        RunSituation(POLICY, history, nodes=Allocation(FOUR, least=2)), AttemptEnd(EndKind.KILLED), 0.0
+        RunSituation(POLICY, history, nodes=Allocation(FOUR, min_nodes=2)), AttemptEnd(EndKind.KILLED), 0.0
     )
     assert (decision.hosts, dict(decision.exclude)) == (("n1", "n2", "n3"), {"n4": "straggler, 2 times"})
     stopped = replace(history, failures=(), stops=())
-    state = RunSituation(POLICY, stopped, nodes=Allocation(FOUR, least=4, others_fit=True))
+    state = RunSituation(POLICY, stopped, nodes=Allocation(FOUR, min_nodes=4, can_reallocate=True))
     assert list(decide(state, AttemptEnd(EndKind.PREEMPTED), 0.0).exclude) == ["n4"]
     assert suspect_nodes(POLICY, replace(history, excluded=frozenset({"n4"}))) == {}
 
 
 @pytest.mark.parametrize(
-    ("cancelled", "fate", "resume_mode", "will"),
+    ("cancelled", "disposition", "resume_mode", "will"),
     [
         (True, JobDisposition.STAYS, "auto", JobIntent.CANCEL),
         (True, JobDisposition.EVICTED, "auto", JobIntent.CANCEL),
-        (False, JobDisposition.STAYS, "auto", JobIntent.GO_ON),
-        (False, JobDisposition.REQUEUED, "auto", JobIntent.LEAVE),
-        (False, JobDisposition.REQUEUED, "successor", JobIntent.LEAVE),
-        (False, JobDisposition.EVICTED, "auto", JobIntent.MOVE),
-        (False, JobDisposition.EVICTED, "successor", JobIntent.MOVE),
-        (False, JobDisposition.EVICTED, "requeue", JobIntent.LEAVE),
-        (False, JobDisposition.ENDS, "successor", JobIntent.LEAVE),
+        (False, JobDisposition.STAYS, "auto", JobIntent.CONTINUE),
+        (False, JobDisposition.REQUEUED, "auto", JobIntent.YIELD),
+        (False, JobDisposition.REQUEUED, "successor", JobIntent.YIELD),
+        (False, JobDisposition.EVICTED, "auto", JobIntent.RELOCATE),
+        (False, JobDisposition.EVICTED, "successor", JobIntent.RELOCATE),
+        (False, JobDisposition.EVICTED, "requeue", JobIntent.YIELD),
+        (False, JobDisposition.ENDS, "successor", JobIntent.YIELD),
     ],
 )
-def test_what_is_wanted_with_the_job(cancelled, fate, resume_mode, will):
-    assert resolve_intent(cancelled=cancelled, fate=fate, resume_mode=resume_mode) is will
+def test_what_is_wanted_with_the_job(cancelled, disposition, resume_mode, will):
+    assert resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=resume_mode) is will
 
 
 @pytest.mark.parametrize(
     ("resume_mode", "will", "requeues", "ways"),
     [
-        ("auto", JobIntent.GO_ON, True, (ContinuationMethod.REQUEUE, ContinuationMethod.SUCCESSOR)),
-        ("auto", JobIntent.GO_ON, False, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
-        ("requeue", JobIntent.GO_ON, True, (ContinuationMethod.REQUEUE,)),
-        ("requeue", JobIntent.GO_ON, False, (ContinuationMethod.REQUEUE,)),
-        ("successor", JobIntent.GO_ON, True, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
-        ("auto", JobIntent.MOVE, True, (ContinuationMethod.SUCCESSOR,)),
-        ("successor", JobIntent.MOVE, False, (ContinuationMethod.SUCCESSOR,)),
+        ("auto", JobIntent.CONTINUE, True, (ContinuationMethod.REQUEUE, ContinuationMethod.SUCCESSOR)),
+        ("auto", JobIntent.CONTINUE, False, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
+        ("requeue", JobIntent.CONTINUE, True, (ContinuationMethod.REQUEUE,)),
+        ("requeue", JobIntent.CONTINUE, False, (ContinuationMethod.REQUEUE,)),
+        ("successor", JobIntent.CONTINUE, True, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
+        ("auto", JobIntent.RELOCATE, True, (ContinuationMethod.SUCCESSOR,)),
+        ("successor", JobIntent.RELOCATE, False, (ContinuationMethod.SUCCESSOR,)),
     ],
 )
 def test_ways_to_another_allocation(resume_mode, will, requeues, ways):
@@ -284,16 +293,22 @@ def test_ways_to_another_allocation(resume_mode, will, requeues, ways):
         (OwnershipState("7", "7", ended="FAILED"), OwnershipDecision.BEGIN),
         (OwnershipState("7", "7", successor="8"), OwnershipDecision.SUPERSEDED),
         (OwnershipState("7", "8", ended="COMPLETED", successor="8"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "8", predecessor="7", heir="8"), OwnershipDecision.BEGIN),
-        (OwnershipState("8", "7", predecessor="7", heir="8"), OwnershipDecision.BEGIN),
-        (OwnershipState("8", "7", predecessor="7", heir="9"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "20", predecessor="7", heir="8"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "8", predecessor="7", heir="8", successor="9"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "8", predecessor="7", heir="8", ended="COMPLETED"), OwnershipDecision.OVER),
-        (OwnershipState("8", "7", predecessor="7", heir="8", ended="FAILED"), OwnershipDecision.OVER),
-        (OwnershipState("8", "8", predecessor="7", heir="8", cancelled=True), OwnershipDecision.CANCEL),
+        (OwnershipState("8", "8", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
+        (OwnershipState("8", "7", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
+        (OwnershipState("8", "7", predecessor="7", claimed_by="9"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("8", "20", predecessor="7", claimed_by="8"), OwnershipDecision.SUPERSEDED),
         (
-            OwnershipState("8", "8", predecessor="7", heir="8", cancelled=True, ended="CANCELLED"),
+            OwnershipState("8", "8", predecessor="7", claimed_by="8", successor="9"),
+            OwnershipDecision.SUPERSEDED,
+        ),
+        (
+            OwnershipState("8", "8", predecessor="7", claimed_by="8", ended="COMPLETED"),
+            OwnershipDecision.OVER,
+        ),
+        (OwnershipState("8", "7", predecessor="7", claimed_by="8", ended="FAILED"), OwnershipDecision.OVER),
+        (OwnershipState("8", "8", predecessor="7", claimed_by="8", cancelled=True), OwnershipDecision.CANCEL),
+        (
+            OwnershipState("8", "8", predecessor="7", claimed_by="8", cancelled=True, ended="CANCELLED"),
             OwnershipDecision.OVER,
         ),
     ],
@@ -364,7 +379,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
     ],
 )
 def test_history(events, history):
-    assert History.of(events) == history
+    assert History.from_events(events) == history
 
 
 def test_the_very_same_failure_is_known_on_any_rank_and_at_any_address():
@@ -372,8 +387,8 @@ def test_the_very_same_failure_is_known_on_any_rank_and_at_any_address():
     pasts = [
         event("failure", rank=i, host="n1", cause=f"rank {i} on n1: {text}") for i, text in enumerate(words)
     ]
-    assert History.of(pasts[:2]).num_alike() == 2
-    assert History.of(pasts).num_alike() == 1
+    assert History.from_events(pasts[:2]).num_alike() == 2
+    assert History.from_events(pasts).num_alike() == 1
 
 
 @pytest.mark.parametrize(

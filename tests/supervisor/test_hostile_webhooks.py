@@ -17,8 +17,9 @@ import pytest
 from hpctrain.errors import SpecError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.notify import NotifyConfig
-from hpctrain.supervisor import notifications
-from hpctrain.supervisor.notifications import Notifier, post_json
+from hpctrain.supervisor import notification_targets
+from hpctrain.supervisor.notification_targets import post_json
+from hpctrain.supervisor.notifications import Notifier
 
 Answer = Callable[[socket.socket], None]
 
@@ -70,8 +71,8 @@ def serving(
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch) -> None:
-    monkeypatch.setattr(notifications, "_ANSWER_LIMIT_S", 0.4)
-    monkeypatch.setattr(notifications, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(notification_targets, "_ANSWER_LIMIT_S", 0.4)
+    monkeypatch.setattr(notification_targets, "_PAUSE_S", 0.01)
 
 
 def sends(*parts: bytes) -> Answer:

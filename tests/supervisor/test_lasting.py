@@ -18,14 +18,15 @@ from helpers import mounted_disk, wait_for
 from hpctrain.errors import HpctrainError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor import buffered_rundir
-from hpctrain.supervisor.buffered_rundir import BufferedLogHandler, BufferedRunDir, describe_disk_error
+from hpctrain.supervisor import buffered_storage
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
+from hpctrain.supervisor.run_end import finish_run
 
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch):
-    monkeypatch.setattr(buffered_rundir, "_RETRY_EVERY_S", 0.05)
-    monkeypatch.setattr(buffered_rundir, "_VANISHED_LIMIT_S", 0.2)
+    monkeypatch.setattr(buffered_storage, "_RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(buffered_storage, "_VANISHED_LIMIT_S", 0.2)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def kinds(run: RunDir) -> list[str]:
 
 
 def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
-    run = BufferedRunDir(disk)
+    run = RunDir(disk, BufferedStorage(disk))
     run.spec.touch()
     assert run.new_attempt() == 0
     run.log_event("started", 0)
@@ -74,37 +75,37 @@ def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
     assert run.attempts() == [0, 1, 2]
     assert kinds(run) == ["started"] + ["failure"] * 300, "what waits counts"
     assert len(kinds(RunDir(disk))) < 100, "the disk was full"
-    assert "disk full at" in str(run.trouble)
+    assert "disk full at" in str(run.storage.pending_reason)
     free(disk)
     wait_for(lambda: len(kinds(RunDir(disk))) == 301, 10, "what waits to be written")
     wait_for(run.failure(0, 0).exists, 10, "the file that waits")
-    assert run.trouble is None
+    assert run.storage.pending_reason is None
     assert run.events.stat().st_size > before
 
 
 def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(disk, capsys):
-    run = BufferedRunDir(disk)
+    run = RunDir(disk, BufferedStorage(disk))
     fill(disk)
     run.log_event("started", 0)
-    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 1 died")
+    finish_run(run, "FAILED", "rank 1 died")
     begun = time.monotonic()
-    run.settle(0.3)
+    run.storage.flush_pending(0.3)
     assert time.monotonic() - begun < 5
     lost = [line.partition(": {")[2] for line in capsys.readouterr().err.splitlines() if '"finished"' in line]
     assert json.loads("{" + lost[0])["cause"].startswith("rank 1 died; disk full at ")
 
 
 def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(disk):
-    run = BufferedRunDir(disk)
-    run.keep_room()
+    run = RunDir(disk, BufferedStorage(disk))
+    run.storage.reserve_space()
     fill(disk)
     run.log_event("failure", 0, rank=1, cause="rank 1 died")
-    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 1 died")
-    run.settle(5)
+    finish_run(run, "FAILED", "rank 1 died")
+    run.storage.flush_pending(5)
     failure, finished = RunDir(disk).read_events()
     assert failure["cause"] == "rank 1 died"
     assert "disk full at" in finished["cause"]
-    assert not run.reserve.exists()
+    assert not run.storage.reserve_file.exists()
 
 
 def test_the_log_waits_too(disk, capsys):
@@ -119,7 +120,7 @@ def test_the_log_waits_too(disk, capsys):
 
 
 def test_a_folder_that_has_vanished_ends_the_run_and_is_not_made_anew(tmp_path):
-    run = BufferedRunDir(tmp_path / "run")
+    run = RunDir(tmp_path / "run", BufferedStorage(tmp_path / "run"))
     with pytest.raises(HpctrainError, match="has vanished"):
         run.new_attempt()
     assert not run.path.exists()

@@ -28,7 +28,7 @@ def take(run):
 
     def take(job_id, start=0, on_loss=lambda holder: None, **more):
         lease = Lease(run, job_id, start, _NO_SLURM, on_loss)
-        lease.take(**more)
+        lease.acquire(**more)
         held.append(lease)
         return lease
 
@@ -101,7 +101,7 @@ def test_of_many_at_once_one_gets_it(run):
         "from hpctrain.records.lease import Lease, LeaseHeld\n"
         "lease = Lease(RunDir(Path(sys.argv[1])), sys.argv[2], 0, {'PATH': ''}, print)\n"
         "while not Path(sys.argv[1], 'go').exists(): pass\n"
-        "try: lease.take()\n"
+        "try: lease.acquire()\n"
         "except LeaseHeld: print('taken', flush=True)\n"
         "else: print('mine', flush=True); sys.stdin.read()\n"
     )

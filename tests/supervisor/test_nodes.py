@@ -6,8 +6,11 @@ import socket
 
 import pytest
 
-from hpctrain.supervisor.job_control import node_health
-from hpctrain.supervisor.job_control.node_health import NodeHealth, lost_nodes, parse_nodes
+from hpctrain.rundir import RunDir
+from hpctrain.slurm import node_queries
+from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
+from hpctrain.supervisor.job_control import slurm_nodes
+from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes, node_trouble
 
 RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1
@@ -23,46 +26,49 @@ NodeName=n2 Arch=x86_64 CoresPerSocket=1
 
 def test_nodes_as_slurm_shows_them():
     assert parse_nodes(RECORD) == [
-        NodeHealth("n1", "10.0.0.1", 26811, "ALLOCATED"),
-        NodeHealth("n2", "n2", 6818, "DOWN*+DRAIN"),
+        NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED"),
+        NodeRecord("n2", "n2", 6818, "DOWN*+DRAIN"),
     ]
 
 
 @pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])
 def test_a_port_that_cannot_exist_is_left_out(port):
-    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeHealth("n1", "n1", 6818, "IDLE")]
+    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeRecord("n1", "n1", 6818, "IDLE")]
 
 
 @pytest.mark.parametrize("address", ["a" * 200, "\0"])
 def test_an_address_that_cannot_exist_says_nothing_about_the_node(address):
-    assert NodeHealth("n1", address, 6818, "IDLE").trouble() is None
+    assert node_trouble(NodeRecord("n1", address, 6818, "IDLE")) is None
 
 
 @pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
 def test_a_node_that_is_down_is_lost(state):
-    assert NodeHealth("n2", "127.0.0.1", 1, state).trouble() == f"Slurm says {state}"
+    assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm says {state}"
 
 
 def test_a_node_whose_slurmd_answers_is_well_however_slurm_drains_it():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert NodeHealth("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN").trouble() is None
+        assert (
+            node_trouble(NodeRecord("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN")) is None
+        )
 
 
 def test_a_node_whose_slurmd_is_gone_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert "does not answer (ConnectionRefusedError)" in str(
-        NodeHealth("n1", "127.0.0.1", port, "ALLOCATED").trouble()
+        node_trouble(NodeRecord("n1", "127.0.0.1", port, "ALLOCATED"))
     )
 
 
 def test_a_name_that_cannot_be_resolved_says_nothing_of_the_node():
-    assert NodeHealth("n1", "no-such-host.invalid", 6818, "ALLOCATED").trouble() is None
+    assert node_trouble(NodeRecord("n1", "no-such-host.invalid", 6818, "ALLOCATED")) is None
 
 
-def test_all_nodes_are_asked(monkeypatch):
+def test_all_nodes_are_asked(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        node_health, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
+        node_queries, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
     )
-    monkeypatch.setattr(NodeHealth, "trouble", lambda node: "gone" if node.name == "n2" else None)
-    assert lost_nodes(["n1", "n2"], {}) == {"n2": "gone"}
+    monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: "gone" if node.name == "n2" else None)
+    nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "1"})
+    assert nodes.lost(["n1", "n2"]) == {"n2": "gone"}

@@ -23,15 +23,10 @@ from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.processes import processes
 from hpctrain.spec.notify import NotifyConfig
-from hpctrain.supervisor import notifications
-from hpctrain.supervisor.notifications import (
-    Notifier,
-    StallDetector,
-    notification_message,
-    post_json,
-    run_notification_command,
-    send_notifications,
-)
+from hpctrain.supervisor import notification_targets, notifications
+from hpctrain.supervisor.notification_targets import post_json, run_notification_command
+from hpctrain.supervisor.notifications import Notifier, notification_message, send_notifications
+from hpctrain.supervisor.workers.stall_detection import StallDetector
 
 TRAINING = """
 import json, os, sys, time
@@ -123,7 +118,7 @@ def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(ho
 
 
 def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook, monkeypatch):
-    monkeypatch.setattr("hpctrain.supervisor.notifications._PAUSE_S", 0.01)
+    monkeypatch.setattr("hpctrain.supervisor.notification_targets._PAUSE_S", 0.01)
     hook.answers = [503, 429]
     post_json(hook.address, {"text": "a"})
     assert hook.got == [{"text": "a"}]
@@ -135,7 +130,7 @@ def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook
 
 
 def test_a_command_that_does_not_end_is_ended_with_its_children(monkeypatch, tmp_path):
-    monkeypatch.setattr("hpctrain.supervisor.notifications._TARGET_LIMIT_S", 0.5)
+    monkeypatch.setattr("hpctrain.supervisor.notification_targets._TARGET_LIMIT_S", 0.5)
     message = notification_message(RunDir(tmp_path), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="longer than"):
         run_notification_command("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
@@ -200,7 +195,7 @@ def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, 
 def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_up(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(notifications, "_MOST_WAITING", 2)
+    monkeypatch.setattr(notification_targets, "_MOST_WAITING", 2)
     monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
     run, told = RunDir(tmp_path), tmp_path / "told"
     notifier = Notifier(run, NotifyConfig((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
@@ -242,20 +237,20 @@ def test_what_was_written_before_is_not_told_again(tmp_path):
 
 def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
     stall = StallDetector(10)
-    stall.hear({"kind": "started", "attempt": 1}, 0)
-    assert stall.look(50, 0) is None  # of the attempt before
-    assert stall.look(100, None) is None
-    assert stall.look(101, 1) is None
-    assert stall.look(110.5, None) is None
-    stall.hear({"kind": "checkpoint"}, 111)
-    assert stall.look(120, None) is None
-    assert stall.look(121, None) == 10
-    assert stall.look(200, None) is None
-    assert stall.look(201, 1) is None
-    assert stall.look(300, None) == 99
-    stall.hear({"kind": "finished"}, 301)
-    assert stall.look(302, 1) is None
-    assert stall.look(400, None) is None
+    stall.on_event({"kind": "started", "attempt": 1}, 0)
+    assert stall.find_stall(50, 0) is None  # of the attempt before
+    assert stall.find_stall(100, None) is None
+    assert stall.find_stall(101, 1) is None
+    assert stall.find_stall(110.5, None) is None
+    stall.on_event({"kind": "checkpoint"}, 111)
+    assert stall.find_stall(120, None) is None
+    assert stall.find_stall(121, None) == 10
+    assert stall.find_stall(200, None) is None
+    assert stall.find_stall(201, 1) is None
+    assert stall.find_stall(300, None) == 99
+    stall.on_event({"kind": "finished"}, 301)
+    assert stall.find_stall(302, 1) is None
+    assert stall.find_stall(400, None) is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import acquire_run
 from hpctrain.supervisor.acquire_run import NotInJob, RunActive, check_in_job, register_job
+from hpctrain.supervisor.policy.outcome import Continue, Exit
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,11 @@ def spec(run) -> JobSpec:
     )
 
 
+def others(is_running=lambda job_id: False, submitted_at=None):
+    """The other jobs of the run, as Slurm shows them."""
+    return SimpleNamespace(is_running=is_running, submitted_at=lambda: submitted_at)
+
+
 def newest(run):
     return [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"][-1]
 
@@ -46,20 +53,20 @@ def test_while_another_job_may_train_it_is_left_alone(run, spec, is_running):
         return is_running(job_id)
 
     with pytest.raises(RunActive, match="job 7"):
-        register_job(run, spec, "8", ask)
+        register_job(run, spec, "8", others(ask))
     assert newest(run) == "7"
 
 
 def test_a_job_that_waits_is_overtaken_and_refused_when_it_starts(run, spec):
-    assert register_job(run, spec, "8", lambda job_id: False) is None
+    assert register_job(run, spec, "8", others()) == Continue()
     assert newest(run) == "8"
     with pytest.raises(RunActive, match="job 8"):
-        register_job(run, spec, "7", lambda job_id: job_id == "8")
+        register_job(run, spec, "7", others(lambda job_id: job_id == "8"))
 
 
 def test_whoever_ended_is_not_asked_after(run, spec):
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
-    assert register_job(run, spec, "8", lambda job_id: True) is None
+    assert register_job(run, spec, "8", others(lambda job_id: True)) == Continue()
     assert newest(run) == "8"
 
 
@@ -70,9 +77,9 @@ def test_a_job_by_hand_that_waited_until_the_run_was_over_starts_nothing(run, sp
     before = list(run.read_events())
     if state == "CANCELLED":
         with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted by hand"):
-            register_job(run, spec, "8", lambda job_id: False, lambda: submitted)
+            register_job(run, spec, "8", others(submitted_at=submitted))
     else:
-        assert register_job(run, spec, "8", lambda job_id: False, lambda: submitted) == 0
+        assert register_job(run, spec, "8", others(submitted_at=submitted)) == Exit(0)
     assert list(run.read_events()) == before
 
 
@@ -80,8 +87,8 @@ def test_a_run_whose_supervisor_was_killed_before_it_wrote_of_its_cancellation_i
     run.cancel_request.touch()
     submitted = time.time() - 5
     with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted by hand"):
-        register_job(run, spec, "8", lambda job_id: False, lambda: submitted)
-    assert register_job(run, spec, "9", lambda job_id: False, lambda: time.time() + 5) is None
+        register_job(run, spec, "8", others(submitted_at=submitted))
+    assert register_job(run, spec, "9", others(submitted_at=time.time() + 5)) == Continue()
     assert newest(run) == "9"
 
 
@@ -90,7 +97,7 @@ def test_a_job_by_hand_starts_an_ended_run_again(run, spec, state, after_s):
     """Submitted later, or while a run went on that has failed then; a wish to cancel it is of the past."""
     run.cancel_request.touch()
     run.log_event("finished", 0, state=state, exit_code=0, cause=None)
-    assert register_job(run, spec, "8", lambda job_id: False, lambda: time.time() + after_s) is None
+    assert register_job(run, spec, "8", others(submitted_at=time.time() + after_s)) == Continue()
     assert newest(run) == "8"
     assert not run.cancel_request.exists()
 

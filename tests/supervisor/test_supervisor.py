@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import threading
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from torch.distributed import TCPStore
@@ -52,69 +54,29 @@ class PretendLauncher:
         return PretendStep()
 
 
-class PretendScheduler:
+class PretendJob:
+    """A job that is requeued at once, in this process, unless `refuses`."""
+
     job_id = "7"
-    predecessor = None
     ends_job_at = None
-    cancels = frozenset()
-    has_machines = True
-    lease = None
+    on_signal: ClassVar = {}
+    cancel_signals = frozenset()
+    nodes = successors = None
 
     def __init__(
-        self, refuses=False, fate=JobDisposition.STAYS, left=None, site_requeues=True, successor=None
+        self, refuses=False, disposition=JobDisposition.STAYS, left=None, site_requeues=True, **parts
     ):
         self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
-        self.later_fate, self.successor = fate, successor
-        self.on_signal = {}
+        self.later_disposition = disposition
         self.num_requeues = 0
-        self.handed_on = []
-        self.fits, self.left_out = False, []
-        self.lost, self.shrinks, self.kept = {}, True, []
+        self.__dict__.update(parts)
 
-    def fate(self):
-        return (
-            self.later_fate
-            if self.num_requeues or self.later_fate is JobDisposition.EVICTED
-            else JobDisposition.STAYS
-        )
+    def disposition(self):
+        is_over = self.num_requeues or self.later_disposition is JobDisposition.EVICTED
+        return self.later_disposition if is_over else JobDisposition.STAYS
 
-    def requeues(self):
+    def can_requeue(self):
         return self.site_requeues
-
-    def others_fit(self, left_out):
-        return self.fits
-
-    def free_nodes(self, left_out):
-        return 0
-
-    def end_steps(self):
-        self.ended_steps = True
-
-    def exclude(self, left_out):
-        self.left_out.append(sorted(left_out))
-
-    def hand_on(self, attempt, left_out=()):
-        self.handed_on.append(attempt)
-        if self.successor is None:
-            raise SchedulerError("sbatch says: Access denied")
-        return self.successor
-
-    def find_successor(self):
-        return self.successor
-
-    def submitted_at(self):
-        return None
-
-    def is_running(self, job_id):
-        return False
-
-    def lost_nodes(self, hosts):
-        return {host: why for host, why in self.lost.items() if host in hosts}
-
-    def keep(self, hosts):
-        self.kept.append(hosts)
-        if not self.shrinks:
-            raise SchedulerError("scontrol says: Job shrink disabled")
 
     def seconds_left(self):
         return self.left
@@ -124,6 +86,46 @@ class PretendScheduler:
         if self.refuses:
             raise SchedulerError("scontrol says: Requeue is disabled")
         return False
+
+
+class PretendNodes:
+    def __init__(self, lost=None, fits=False, shrinks=True):
+        self.lost_ones, self.fits, self.shrinks, self.kept = lost or {}, fits, shrinks, []
+
+    def lost(self, hosts):
+        return {host: why for host, why in self.lost_ones.items() if host in hosts}
+
+    def can_reallocate(self, left_out):
+        return self.fits
+
+    def shrink_to(self, hosts):
+        self.kept.append(hosts)
+        if not self.shrinks:
+            raise SchedulerError("scontrol says: Job shrink disabled")
+
+    def kill_steps(self):
+        pass
+
+
+class PretendSuccessors:
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
+
+    def __init__(self, successor=None, predecessor=None):
+        self.successor, self.predecessor, self.continued = successor, predecessor, []
+
+    def submit(self, attempt, left_out=()):
+        self.continued.append(attempt)
+        if self.successor is None:
+            raise SchedulerError("sbatch says: Access denied")
+        return self.successor
+
+    def find(self):
+        return self.successor
+
+
+def only_successor():
+    """A job on a site that does not requeue; job 8 continues it."""
+    return PretendJob(site_requeues=False, successors=PretendSuccessors("8"))
 
 
 @pytest.fixture
@@ -148,11 +150,11 @@ def spec_of(run, **fields):
     )
 
 
-def supervise(run, attempts, scheduler=None, spares=(), **fields):
+def supervise(run, attempts, job=None, spares=(), **fields):
     spec = spec_of(run, **fields)
     launcher = PretendLauncher(attempts)
     launcher.spares = list(spares)
-    code = Supervisor(run, spec, launcher, scheduler or PretendScheduler()).run()
+    code = Supervisor(run, spec, launcher, job or PretendJob()).run()
     assert launcher.attempts == []
     return code
 
@@ -170,8 +172,7 @@ def test_a_supervisor_killed_before_it_gave_the_nodes_back_gives_them_back(run, 
     run.log_event("started", run.new_attempt(), nodes=2, world_size=2, hosts=["n1", "n2"])
     run.log_event("requeue", 0, seconds=9.0, by="successor", **{"class": kind})
     launcher = PretendLauncher([DONE] if goes_on == "restart" else [])
-    scheduler = PretendScheduler(successor="8", site_requeues=False)
-    Supervisor(run, spec_of(run), launcher, scheduler).run(deaths=1)
+    Supervisor(run, spec_of(run), launcher, only_successor()).run(deaths=1)
     assert kinds(run)[:4] == ["started", "requeue", "failure", goes_on]
     assert launcher.attempts == []
 
@@ -237,11 +238,10 @@ def test_ranks_that_met_are_not_remarked(run):
 @pytest.mark.parametrize("end", [StepEnded(1), TaskExit(0, 1)])
 def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
     write_exception(run, 0, "Connection closed by peer")
-    scheduler = PretendScheduler()
-    scheduler.lost, scheduler.shrinks = {"n2": "its slurmd does not answer"}, shrinks
+    nodes = PretendNodes({"n2": "its slurmd does not answer"}, shrinks=shrinks)
     ends = [end] if isinstance(end, StepEnded) else [end, StepEnded(1)]
-    assert supervise(run, [ends, DONE], scheduler, min_nodes=1) == 0
-    assert scheduler.kept == [["n1"]]
+    assert supervise(run, [ends, DONE], PretendJob(nodes=nodes), min_nodes=1) == 0
+    assert nodes.kept == [["n1"]]
     assert kinds(run) == ["started", "failure", "shrink", "started", "finished"]
     first, second = (event for event in run.read_events() if event["kind"] == "started")
     assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
@@ -251,9 +251,9 @@ def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
 
 
 def test_too_few_nodes_give_the_allocation_back(run):
-    scheduler = PretendScheduler(successor="8", site_requeues=False)
-    scheduler.lost = {"n2": "Slurm says DOWN"}
-    assert supervise(run, [KILLED], scheduler) == 75
+    job = only_successor()
+    job.nodes = PretendNodes({"n2": "Slurm says DOWN"})
+    assert supervise(run, [KILLED], job) == 75
     assert kinds(run) == ["started", "failure", "requeue"]
     failure = next(event for event in run.read_events() if event["kind"] == "failure")
     assert (failure["rank"], failure["host"], failure["cause"]) == (1, "n2", "node lost: n2: Slurm says DOWN")
@@ -293,7 +293,7 @@ def test_stop_requeue_done(run):
 
 
 def test_a_refused_requeue_fails_in_the_schedulers_words(run):
-    assert supervise(run, [STOPPED], PretendScheduler(refuses=True), resume_mode="requeue") == 4
+    assert supervise(run, [STOPPED], PretendJob(refuses=True), resume_mode="requeue") == 4
     assert (
         "the state is saved, but the requeue failed: scontrol says: Requeue is disabled"
         in finished(run)["cause"]
@@ -301,41 +301,40 @@ def test_a_refused_requeue_fails_in_the_schedulers_words(run):
 
 
 def test_where_neither_requeue_nor_successor_is_to_be_had_both_are_told(run):
-    scheduler = PretendScheduler(refuses=True)
-    assert supervise(run, [STOPPED], scheduler) == 4
-    assert scheduler.handed_on == [0]
+    job = PretendJob(refuses=True, successors=PretendSuccessors())
+    assert supervise(run, [STOPPED], job) == 4
+    assert job.successors.continued == [0]
     assert "Requeue is disabled; the successor failed: sbatch says: Access denied" in finished(run)["cause"]
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "resume_mode", "requeues"),
+    ("job", "resume_mode", "requeues"),
     [
-        (PretendScheduler(refuses=True, successor="8"), "auto", 1),
-        (PretendScheduler(site_requeues=False, successor="8"), "auto", 0),
-        (PretendScheduler(successor="8"), "successor", 0),
-        (PretendScheduler(fate=JobDisposition.EVICTED, successor="8"), "auto", 0),
+        (PretendJob(refuses=True), "auto", 1),
+        (PretendJob(site_requeues=False), "auto", 0),
+        (PretendJob(), "successor", 0),
+        (PretendJob(disposition=JobDisposition.EVICTED), "auto", 0),
     ],
 )
-def test_a_successor_is_handed_the_run(run, scheduler, resume_mode, requeues):
-    assert supervise(run, [STOPPED], scheduler, resume_mode=resume_mode) == 75
-    assert (scheduler.handed_on, scheduler.num_requeues) == ([0], requeues)
+def test_a_successor_is_handed_the_run(run, job, resume_mode, requeues):
+    job.successors = PretendSuccessors("8")
+    assert supervise(run, [STOPPED], job, resume_mode=resume_mode) == 75
+    assert (job.successors.continued, job.num_requeues) == ([0], requeues)
     assert kinds(run) == ["started", "requeue"]
 
 
 def test_a_run_that_is_evicted_ends_where_no_successor_is_wanted(run):
-    scheduler = PretendScheduler(fate=JobDisposition.EVICTED, successor="8")
-    assert supervise(run, [STOPPED], scheduler, resume_mode="requeue") == 75
+    job = PretendJob(disposition=JobDisposition.EVICTED, successors=PretendSuccessors("8"))
+    assert supervise(run, [STOPPED], job, resume_mode="requeue") == 75
     assert kinds(run) == ["started"]
 
 
 def succeeding(run, record=True, job_id="8"):
-    """The scheduler of job 8, which continues job 7."""
+    """Job 8, which continues job 7."""
     run.log_event("handover", 0, job_id="7")
     if record:
         run.log_event("submitted", 1, job_id="8", backend="slurm", after="7")
-    scheduler = PretendScheduler()
-    scheduler.job_id, scheduler.predecessor = job_id, "7"
-    return scheduler
+    return PretendJob(job_id=job_id, successors=PretendSuccessors(predecessor="7"))
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -348,55 +347,55 @@ def test_a_successor_trains_whether_or_not_its_predecessor_could_write_it_down(r
 
 
 def test_of_two_successors_one_trains(run):
-    scheduler = succeeding(run)
-    scheduler.successor, scheduler.site_requeues = "9", False
-    assert supervise(run, [STOPPED], scheduler) == 75
+    job = succeeding(run)
+    job.successors.successor, job.site_requeues = "9", False
+    assert supervise(run, [STOPPED], job) == 75
     assert supervise(run, [], succeeding(run, record=False, job_id="10")) == 0
     # That it is started a second time, after a requeue, makes it no other job.
-    assert supervise(run, [DONE], scheduler) == 0
+    assert supervise(run, [DONE], job) == 0
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED", "FAILED"])
 def test_a_successor_of_a_run_that_has_ended_does_nothing(run, state):
-    scheduler = succeeding(run, record=False)
+    job = succeeding(run, record=False)
     run.log_event("finished", 0, state=state, exit_code=4)
-    assert supervise(run, [], scheduler) == 4
+    assert supervise(run, [], job) == 4
 
 
 def test_a_successor_of_a_run_that_was_cancelled_meanwhile_ends_it(run):
-    scheduler = succeeding(run)
+    job = succeeding(run)
     run.cancel_request.touch()
-    assert supervise(run, [], scheduler) == 0
+    assert supervise(run, [], job) == 0
     assert finished(run)["state"] == "CANCELLED"
 
 
 def test_a_successor_ends_where_the_run_was_submitted_anew(run):
-    scheduler = succeeding(run, record=False)
+    job = succeeding(run, record=False)
     run.log_event("submitted", 1, job_id="20", backend="slurm")
-    assert supervise(run, [], scheduler) == 0
+    assert supervise(run, [], job) == 0
 
 
 @pytest.mark.parametrize("record", [True, False])
 def test_a_job_that_slurm_requeues_leaves_the_run_to_its_successor(run, record):
     succeeding(run, record)
-    assert supervise(run, [], PretendScheduler(successor="8")) == 0
+    assert supervise(run, [], PretendJob(successors=PretendSuccessors("8"))) == 0
     assert [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"] == ["7", "8"]
 
 
 def test_a_job_that_slurm_requeues_goes_on_where_no_successor_was_submitted(run):
     run.log_event("handover", 0, job_id="7")
-    assert supervise(run, [DONE]) == 0
+    assert supervise(run, [DONE], PretendJob(successors=PretendSuccessors())) == 0
 
 
 def test_a_requeue_that_slurm_did_first_is_no_failure(run):
-    assert supervise(run, [STOPPED], PretendScheduler(refuses=True, fate=JobDisposition.REQUEUED)) == 75
+    assert supervise(run, [STOPPED], PretendJob(refuses=True, disposition=JobDisposition.REQUEUED)) == 75
     assert "finished" not in kinds(run)
 
 
 def test_a_crash_shortly_before_the_time_limit_requeues(run):
-    scheduler = PretendScheduler(left=60.0)
-    assert supervise(run, [KILLED, DONE], scheduler) == 0
-    assert scheduler.num_requeues == 1
+    job = PretendJob(left=60.0)
+    assert supervise(run, [KILLED, DONE], job) == 0
+    assert job.num_requeues == 1
 
 
 def test_the_log_of_the_supervisor_has_no_python_values(run, caplog):
@@ -436,9 +435,7 @@ def test_a_completed_run_is_not_trained_again_but_a_failed_one_is(run):
 
 def test_a_job_that_nobody_recorded_is_recorded(run, monkeypatch):
     monkeypatch.setattr(acquire_run, "_RECORD_LIMIT_S", 0.1)
-    scheduler = PretendScheduler()
-    scheduler.job_id = "8"
-    assert supervise(run, [DONE], scheduler) == 0
+    assert supervise(run, [DONE], PretendJob(job_id="8")) == 0
     assert kinds(run) == ["submitted", "started", "finished"]
 
 
@@ -489,9 +486,8 @@ def test_the_user_may_have_an_error_tried_again(run):
 
 
 def test_a_node_at_fault_is_left_out_of_the_next_job(run):
-    scheduler = PretendScheduler()
-    scheduler.fits = True
-    assert supervise(run, [KILLED, KILLED, DONE], scheduler) == 0
+    job = PretendJob(nodes=PretendNodes(fits=True))
+    assert supervise(run, [KILLED, KILLED, DONE], job) == 0
     assert kinds(run) == [
         *("started", "failure", "restart", "started", "failure", "excluded", "requeue", "started", "finished")
     ]
@@ -500,7 +496,7 @@ def test_a_node_at_fault_is_left_out_of_the_next_job(run):
 
 
 def test_a_node_at_fault_is_left_out_of_the_step(run):
-    assert supervise(run, [KILLED, KILLED, DONE], min_nodes=1) == 0
+    assert supervise(run, [KILLED, KILLED, DONE], PretendJob(nodes=PretendNodes()), min_nodes=1) == 0
     starts = [event["hosts"] for event in run.read_events() if event["kind"] == "started"]
     assert starts == [["n1", "n2"], ["n1", "n2"], ["n1"]]
 
@@ -512,10 +508,9 @@ def test_nodes_that_were_left_out_before_are_so_after_a_requeue_that_granted_the
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(run):
-    scheduler = PretendScheduler()
-    scheduler.lost = {"n2": "its slurmd does not answer"}
-    assert supervise(run, [KILLED, DONE], scheduler, spares=["n3", "n4"]) == 0
-    assert scheduler.kept == [["n1", "n3", "n4"]]
+    nodes = PretendNodes({"n2": "its slurmd does not answer"})
+    assert supervise(run, [KILLED, DONE], PretendJob(nodes=nodes), spares=["n3", "n4"]) == 0
+    assert nodes.kept == [["n1", "n3", "n4"]]
     replaced = next(event for event in run.read_events() if event["kind"] == "replace")
     assert (replaced["hosts"], replaced["lost"]) == (["n1", "n3"], ["n2"])
     assert failure_of(run)["class"] == "node-lost"
@@ -538,7 +533,7 @@ def test_before_nodes_are_given_back_after_a_crash_their_fast_folders_are_emptie
     commands, launcher = [], PretendLauncher([[save, *KILLED], DONE])
     start = launcher.start
     launcher.start = lambda command, *rest: commands.append(command) or start(command, *rest)
-    assert Supervisor(run, spec_of(run, max_failures=1), launcher, PretendScheduler()).run() == 4
+    assert Supervisor(run, spec_of(run, max_failures=1), launcher, PretendJob()).run() == 4
     assert commands[1][-4:] == ["-m", "hpctrain.runtime.drain_local_tier", "/fast", "60"]
     assert kinds(run)[-1] == "finished"
 
@@ -557,7 +552,8 @@ def checked(run, attempt, trouble):
 
 def test_a_node_that_fails_the_check_is_left_out_before_the_ranks_start(run):
     attempts = [checked(run, 0, [[], ["GPU 0 is in use"]]), checked(run, 1, [[]]), DONE]
-    assert supervise(run, attempts, node_check="always", min_nodes=1) == 0
+    job = PretendJob(nodes=PretendNodes())
+    assert supervise(run, attempts, job, node_check="always", min_nodes=1) == 0
     assert kinds(run) == ["failure", "excluded", "shrink", "started", "finished"]
     assert failure_of(run)["cause"] == "node check: n2: GPU 0 is in use"
     assert next(event for event in run.read_events() if event["kind"] == "started")["hosts"] == ["n1"]
@@ -565,9 +561,9 @@ def test_a_node_that_fails_the_check_is_left_out_before_the_ranks_start(run):
 
 def test_a_check_that_does_not_come_to_an_end_on_one_node_tells_of_it(run):
     attempts = [checked(run, 0, [[]]), DONE]
-    scheduler = PretendScheduler(successor="8", site_requeues=False)
-    scheduler.fits = True
-    assert supervise(run, attempts[:1], scheduler, node_check="always") == 75
+    job = only_successor()
+    job.nodes = PretendNodes(fits=True)
+    assert supervise(run, attempts[:1], job, node_check="always") == 75
     assert kinds(run) == ["failure", "excluded", "requeue"]
     assert "n2: its check did not come to an end" in failure_of(run)["cause"]
 
@@ -600,7 +596,8 @@ def test_the_nodes_are_looked_at_after_a_failure_of_the_communication(run):
 
 def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
     run.log_event("checkpoint", 0, step=1, path="x", seconds=400.0)
-    seen, scheduler = [], PretendScheduler(left=512.0 + 1)
+    seen, job = [], only_successor()
+    job.left = 512.0 + 1
 
     def note(variables, _emit):
         seen.append(variables[STOP_GRACE_VARIABLE])
@@ -620,8 +617,7 @@ def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
 
     spec = spec_of(run, stop_before_limit_s=120)
     grace = {STOP_GRACE_VARIABLE: "SIGTERM=30,SIGUSR2=120"}
-    scheduler.successor, scheduler.site_requeues = "8", False
-    supervisor = Supervisor(run, spec, Launcher([]), scheduler, grace)
+    supervisor = Supervisor(run, spec, Launcher([]), job, grace)
     supervisor.run()
     assert seen == ["SIGTERM=30,SIGUSR2=512", signal.SIGUSR2]
 
@@ -629,16 +625,16 @@ def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
 def test_a_controller_that_is_out_of_reach_is_asked_again(run, monkeypatch):
     monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
 
-    class Away(PretendScheduler):
+    class Away(PretendJob):
         def requeue(self):
             self.num_requeues += 1
             if self.num_requeues < 4:
                 raise SchedulerError("scontrol says: Unable to contact slurm controller (connect failure)")
             return False
 
-    scheduler = Away()
-    assert supervise(run, [STOPPED, DONE], scheduler) == 0
-    assert scheduler.num_requeues == 4
+    job = Away()
+    assert supervise(run, [STOPPED, DONE], job) == 0
+    assert job.num_requeues == 4
     assert kinds(run) == ["started", "requeue", "started", "finished"]
 
 
@@ -646,7 +642,7 @@ def test_a_controller_that_stays_out_of_reach_is_not_waited_for_for_ever(run, mo
     monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
     monkeypatch.setattr(requeuer, "_OUT_OF_REACH_S", 0.05)
 
-    class Away(PretendScheduler):
+    class Away(PretendJob):
         def requeue(self):
             raise SchedulerError("scontrol says: Unable to contact slurm controller (connect failure)")
 

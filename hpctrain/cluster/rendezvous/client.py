@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from hpctrain.authentication import Signed, matches, new_nonce
+from hpctrain.authentication import Signed, matches, new_nonce, sign_connection
 from hpctrain.cluster.addresses import is_loopback, normalize_address, resolve_host
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.cluster.rendezvous.protocol import (
     MAX_LINE_BYTES,
     Handshake,
-    both_ways,
     decode_message,
     encode_message,
     key_of,
@@ -167,7 +166,7 @@ class RendezvousClient:
             proof = str(words.get("proof")).encode()
             if not matches(proof, proof_of_rank_0(self._key, own, theirs).encode()):
                 raise OSError("a server that is not rank 0 of this job")
-            up, down = both_ways(self._key, own, theirs)
+            up, down = sign_connection(self._key, theirs, own)
             left_s = max(0.1, self._deadline - time.monotonic())
             connection.sendall(
                 up.seal(asdict(replace(self._me, left_s=left_s, reached=normalize_address(address))))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hpctrain.authentication import NONCE_LENGTH, Signed, code, secret_of
+from hpctrain.authentication import NONCE_LENGTH, code, secret_of
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.ranks import Ranks
 
@@ -31,11 +31,6 @@ def key_of(ranks: Ranks, environ: Mapping[str, str]) -> bytes:
 def proof_of_rank_0(key: bytes, theirs: bytes, own: bytes) -> str:
     """Return rank 0's answer to the nonce `theirs`, which it sends with its `own` nonce."""
     return code(key, "rank 0", theirs, own).hex()
-
-
-def both_ways(key: bytes, peers: bytes, of_rank_0: bytes) -> tuple[Signed, Signed]:
-    """Return the signed directions from a peer to rank 0, and back, after the exchange of nonces."""
-    return Signed(key, "up", of_rank_0, peers), Signed(key, "down", of_rank_0, peers)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hpctrain.authentication import Signed, new_nonce
+from hpctrain.authentication import Signed, new_nonce, sign_connection
 from hpctrain.cluster.addresses import is_loopback, normalize_address
 from hpctrain.cluster.connection_owners import owner_of
 from hpctrain.cluster.rendezvous.protocol import (
     MAX_LINE_BYTES,
     Handshake,
-    both_ways,
     decode_message,
     encode_message,
     nonce_in,
@@ -187,7 +186,7 @@ class RendezvousServer:
             if theirs is None:
                 self._refuse(visitor)
                 return
-            visitor.up, visitor.down = both_ways(self._key, theirs, own)
+            visitor.up, visitor.down = sign_connection(self._key, own, theirs)
             proof = proof_of_rank_0(self._key, theirs, own)
             with contextlib.suppress(OSError):
                 visitor.connection.send(encode_message({"nonce": own.decode(), "proof": proof}))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import time
+import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.command import COMMAND_LIMIT_S, is_answer_lost, list_rank_steps, run_all, run_slurm
+from hpctrain.slurm.command import is_answer_lost, run_all
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.job_requests import cancel_jobs, signal_ranks, submit_job, update_job
 from hpctrain.slurm.site_queries import SiteAnswers, query_site
 from hpctrain.spec.directives import all_directives
 from hpctrain.spec.job_spec import BackendName, JobSpec
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 #: Seconds for a probe: a busy or restarting controller answers late, which is not worth the wait.
 _PROBE_TIMEOUT_S = 5
-
-#: Seconds to look for a step to signal: steps start and end in between.
-_STEP_LIMIT_S = 3.0
 
 
 class SlurmBackend:
@@ -64,7 +62,7 @@ class SlurmBackend:
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_env(self._environ, all_directives(spec))
         try:
-            answer = run_slurm(["sbatch", "--parsable", str(run.job_script)], environ)
+            return submit_job([str(run.job_script)], environ)
         except SchedulerError as error:
             if is_answer_lost(str(error)):
                 raise SubmissionUnconfirmed(
@@ -76,8 +74,6 @@ class SlurmBackend:
                 f"The job was not submitted: {error}. "
                 "Nothing is queued; change what Slurm names and submit again."
             ) from error
-        # In a multi-cluster setup the answer is `job;cluster`.
-        return answer.strip().splitlines()[-1].split(";")[0]
 
     def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         from hpctrain.jobs.backends.slurm_status import query_jobs
@@ -85,42 +81,13 @@ class SlurmBackend:
         return query_jobs(jobs, self._outer)
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
-        self._run(["scancel", *(job.job_id for job in jobs)])
+        cancel_jobs([job.job_id for job in jobs], self._outer)
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
-        # The ranks save and exit; the supervisor detects that and requests the requeue. Signal steps, not
-        # jobs: while other tasks of an array are pending, Slurm 22.05 refuses after it has sent the signal,
-        # and scancel repeats it for a minute.
-        left = {job.job_id for job in jobs}
-        tried: dict[str, str] = {}
-        deadline = time.monotonic() + _STEP_LIMIT_S
-        while left and time.monotonic() < deadline:
-            steps = {step.rpartition(".")[0]: step for step in list_rank_steps(sorted(left), self._outer)}
-            left -= {job for job, step in tried.items() if steps.get(job) != step}
-            steps = {job: step for job, step in steps.items() if job in left}
-            try:
-                if steps:
-                    self._run(["scancel", "--signal=TERM", *steps.values()])
-                    left -= steps.keys()
-            except SchedulerError as error:
-                # scancel signals twice; the second time the step may be gone.
-                if "Invalid job id" not in str(error):
-                    raise
-                tried = steps
-            if left:
-                time.sleep(0.2)
-        if left:
-            others = " The others are told." if len(left) < len(jobs) else ""
-            raise SchedulerError(
-                f"No rank of job {', '.join(sorted(left))} is running: they are being started, or have just "
-                f"left. Try again in some seconds.{others}"
-            )
+        # The ranks save and exit; the supervisor detects that and requests the requeue.
+        signal_ranks([job.job_id for job in jobs], signal.SIGTERM, self._outer)
 
     def lift_hold(self, jobs: Sequence[JobRecord]) -> None:
         from hpctrain.jobs.backends.slurm_status import REQUEUE_DELAY_S
 
-        named = ",".join(job.job_id for job in jobs)
-        self._run(["scontrol", "update", f"JobId={named}", f"StartTime=now+{REQUEUE_DELAY_S}"])
-
-    def _run(self, command: Sequence[str], *, timeout_s: float = COMMAND_LIMIT_S) -> str:
-        return run_slurm(command, self._outer, timeout_s=timeout_s)
+        update_job([job.job_id for job in jobs], self._outer, StartTime=f"now+{REQUEUE_DELAY_S}")

@@ -17,12 +17,12 @@ from pathlib import Path
 from hpctrain.errors import SchedulerError
 from hpctrain.records.run_record import JobRecord, last_activity
 from hpctrain.slurm.command import NO_ANSWER_MESSAGE
+from hpctrain.slurm.config import query_config
 from hpctrain.slurm.job_queries import (
     JobRow,
     JobTable,
     is_job_id,
     parent_job_id,
-    query_min_job_age_s,
     query_sacct,
     query_scontrol,
     query_squeue,
@@ -36,9 +36,6 @@ REQUEUE_DELAY_S = 2
 
 
 _DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
-
-#: Default if the controller does not report how long it remembers jobs; slurm.conf(5), MinJobAge.
-_DEFAULT_MIN_JOB_AGE_S = 300.0
 
 #: Errors if the controller cannot be reached: a second command would only wait again.
 _OUT_OF_REACH = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER_MESSAGE)
@@ -142,7 +139,7 @@ def _by_name(
         jobs = [job for job in jobs if job not in views]
     if trouble is None and jobs:
         try:
-            remembered_s = query_min_job_age_s(environ) or _DEFAULT_MIN_JOB_AGE_S
+            remembered_s = query_config(environ).min_job_age_s
         except SchedulerError as error:
             trouble = str(error)
     if remembered_s is None:

@@ -20,6 +20,7 @@ from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.command import CHAOS_STEP, run_slurm
 from hpctrain.slurm.environment import strip_job_env
+from hpctrain.slurm.job_requests import requeue_job
 from hpctrain.slurm.states import RunState
 
 #: Restarted ranks are running again within this time.
@@ -184,7 +185,7 @@ class ChaosRunner:
                 control.preempt([self.run.dir], self.run.environ)
                 return True
             case Fault.REQUEUE:
-                run_slurm(["scontrol", "requeue", str(status.job_id)], environ)
+                requeue_job(str(status.job_id), environ)
                 return True
             case Fault.KILL_SUPERVISOR:
                 raw_id, host = _batch_host(str(status.job_id), environ)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.slurm.site_facts import Partition, Site, SlurmConfig
+from hpctrain.slurm.config import SlurmConfig
+from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.spec.job_spec import ResumeMode
 
 #: PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).

@@ -5,7 +5,8 @@ interpreter records each signal (`signal.set_wakeup_fd`), and the meaning of the
 that. Only asyncio's handlers replace this mechanism.
 
 A script's handler may also hang: Lightning's handler communicates with the other ranks, which may be in
-another collective and wait for this one. A rank that is stuck in such a handler is ended here.
+another collective and wait for this one. A rank that is stuck in such a handler is ended here
+(docs/adr/0014-a-rank-leaves-a-stuck-signal-handler.md).
 """
 
 from __future__ import annotations

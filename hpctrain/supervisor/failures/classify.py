@@ -1,4 +1,4 @@
-"""Classification of a rank's failure from messages of the rank, PyTorch and the kernel."""
+"""Classification of a rank's failure from messages of the rank, PyTorch, the kernel and the GPU driver."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 
 from hpctrain.crash_output import UNFINISHED
 from hpctrain.errors import DiskFull, RendezvousError
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.failure_files import RankFailure
 
@@ -22,6 +24,14 @@ _OOM = re.compile(r"can't allocate memory|cannot allocate memory|\bbad_alloc\b",
 _NCCL = re.compile(
     r"\bncc?l\b.*(?:error|timeout|timed out|abort)|\bgloo\b.*(?:error|timeout|timed out)", re.IGNORECASE
 )
+
+#: Xids of the device, its memory or its links, not of a kernel: those after which the GPU must be reset or
+#: the node inspected (NVIDIA, "XID Errors", the table of actions).
+HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
+#: Newest lines of a node's file that are searched for the end of one attempt.
+_LINES = 200
+
+_NUMBER = re.compile(r"\d+")
 
 #: Exception classes of failed communication.
 _COMMUNICATION = frozenset(
@@ -61,3 +71,23 @@ def classify(failure: RankFailure) -> EndKind:
 def is_deterministic(failure: RankFailure) -> bool:
     """True if the class of the exception suggests that the same start would end the same way."""
     return failure.kind == "exception" and not _MAY_PASS.intersection(failure.classes)
+
+
+def gpu_faults(run: RunDir, host: str, since: float) -> list[int]:
+    """Return such Xids on a node since a time, in seconds since the epoch."""
+    found = []
+    for path in run.all_telemetry():
+        for _, line in zip(range(_LINES), read_last_records(path), strict=False):
+            if _short(str(line.get("host"))) != _short(host) or float(line.get("time", 0.0)) < since:
+                break
+            found += [number for number in _numbers(line.get("gpu_xids")) if number in HARDWARE_XIDS]
+    return found
+
+
+def _short(host: str) -> str:
+    """Return a host's name without its domain, which Slurm's node name may lack."""
+    return host.partition(".")[0]
+
+
+def _numbers(value: object) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(str(value or ""))]

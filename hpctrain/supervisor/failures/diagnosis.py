@@ -17,10 +17,9 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify, is_deterministic
+from hpctrain.supervisor.failures.classify import classify, gpu_faults, is_deterministic
 from hpctrain.supervisor.failures.failure_files import RankFailure, collect_failures, root_cause
-from hpctrain.supervisor.failures.gpu_faults import gpu_faults
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl
+from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
@@ -45,20 +44,20 @@ class FailureAnalyzer:
 
     run: RunDir
     spec: JobSpec
-    scheduler: JobControl
+    job_control: JobControl
 
-    def look(self, ended: AttemptResult, hosts: list[str]) -> Diagnosis:
+    def analyze(self, ended: AttemptResult, hosts: list[str]) -> Diagnosis:
         """Diagnose an attempt on `hosts`."""
         left_early = self._left_early(ended, len(hosts) * self.spec.ntasks_per_node)
         match ended.outcome:
             case AttemptOutcome.DONE if not left_early:
                 return Diagnosis(AttemptEnd(EndKind.DONE))
             case AttemptOutcome.DONE if self._agreed_to_stop(ended.attempt):
-                return Diagnosis(AttemptEnd(self.kind_of_stop(ended.attempt)))
+                return Diagnosis(AttemptEnd(self.stop_kind(ended.attempt)))
             case AttemptOutcome.DONE:
                 return self._failed(ended, hosts, left_early)
             case AttemptOutcome.STOPPED:
-                return Diagnosis(AttemptEnd(self.kind_of_stop(ended.attempt)))
+                return Diagnosis(AttemptEnd(self.stop_kind(ended.attempt)))
             case AttemptOutcome.OUT_OF_TIME:
                 return Diagnosis(AttemptEnd(EndKind.OUT_OF_TIME))
             case AttemptOutcome.NOT_STARTED:
@@ -66,12 +65,12 @@ class FailureAnalyzer:
             case AttemptOutcome.FAILED:
                 return self._failed(ended, hosts, left_early)
 
-    def supervisor_killed(self, attempt: int) -> AttemptEnd:
+    def record_supervisor_death(self, attempt: int) -> AttemptEnd:
         """Record that the supervisor itself was killed, together with the ranks."""
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
         return self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=log_path)
 
-    def stop_on_record(self, attempt: int) -> EndKind | None:
+    def recorded_stop(self, attempt: int) -> EndKind | None:
         """Return the kind of stop recorded by the attempt's requeue event; None without one."""
         for event in read_last_records(self.run.events, is_event):
             if event.get("attempt") != attempt or event.get("kind") == "started":
@@ -81,7 +80,7 @@ class FailureAnalyzer:
                 return kind if kind.is_stop else None
         return None
 
-    def nodes_at_fault(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
+    def record_bad_nodes(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
         """Record that nodes failed the check before a start."""
         end = AttemptEnd(EndKind.NODE_CHECK)
         for host, why in bad.items():
@@ -90,7 +89,7 @@ class FailureAnalyzer:
             end = self._record(attempt, EndKind.NODE_CHECK, cause, rank=rank, host=host, log=log_path)
         return AttemptEnd(end.kind, f"node check: {describe_nodes(bad)}")
 
-    def kind_of_stop(self, attempt: int) -> EndKind:
+    def stop_kind(self, attempt: int) -> EndKind:
         """Return which request made the ranks exit; without `Trainer`, ranks report no signal."""
         if self.run.is_asked_to_requeue(attempt):
             return EndKind.REQUESTED
@@ -99,10 +98,7 @@ class FailureAnalyzer:
                 return EndKind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else EndKind.PREEMPTED
             if event.get("kind") == "started":
                 break
-        try:
-            left = self.scheduler.seconds_left()
-        except SchedulerError:
-            left = None
+        left = known_seconds_left(self.job_control)
         near = left is not None and left <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
 
@@ -112,7 +108,7 @@ class FailureAnalyzer:
         Removes their files.
         """
         per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
-        done = {task.rank for task in ended.watch.exits if task.ending is TaskResult.DONE}
+        done = {task.rank for task in ended.monitor.exits if task.ending is TaskResult.DONE}
         trained = self._newest_step(ended.attempt)
         found = {}
         for path in self.run.unfinished_files(ended.attempt):
@@ -142,9 +138,9 @@ class FailureAnalyzer:
 
     def _failed(self, ended: AttemptResult, hosts: list[str], left_early: Mapping[int, str]) -> Diagnosis:
         """Diagnose failed ranks; those that only lost peers with a stop request count as stopped."""
-        attempt, exits = ended.attempt, ended.watch.exits
+        attempt, exits = ended.attempt, ended.monitor.exits
         lost = self._find_lost(hosts)
-        if (hung := ended.watch.hung) is not None and not lost:
+        if (hung := ended.monitor.hung) is not None and not lost:
             log_path = str(self.run.rank_log(attempt, hung.rank))
             end = self._record(
                 attempt, EndKind.HANG, hung.cause, rank=hung.rank, host=hung.host, log=log_path
@@ -160,7 +156,7 @@ class FailureAnalyzer:
         first = root_cause(failures)
         told_to_leave = any(task.ending is TaskResult.CONTINUE for task in exits)
         if told_to_leave and first.is_peer_lost:
-            return Diagnosis(AttemptEnd(self.kind_of_stop(ended.attempt)))
+            return Diagnosis(AttemptEnd(self.stop_kind(ended.attempt)))
         kind = EndKind.GPU if gpu_faults(self.run, first.host, ended.begun) else classify(first)
         # A rank whose peers have stopped may fail with an error of its own.
         if kind is EndKind.PYTHON and not told_to_leave and self._is_users_error(ended, first):
@@ -196,10 +192,10 @@ class FailureAnalyzer:
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
         """Return lost nodes with the reason; empty if this cannot be determined."""
-        if len(hosts) == 1:
+        if len(hosts) == 1 or self.job_control.nodes is None:
             return {}
         try:
-            return self.scheduler.lost_nodes(hosts)
+            return self.job_control.nodes.lost(hosts)
         except SchedulerError as error:
             log.warning("Whether a node was lost cannot be told: %s", error)
             return {}
@@ -215,7 +211,7 @@ class FailureAnalyzer:
         )
 
     def _refused(self, ended: AttemptResult) -> AttemptEnd:
-        end = ended.watch.end
+        end = ended.monitor.end
         assert end is not None
         cause = f"the step did not start: srun exited with {end.returncode}: {end.words}"
         return self._record(

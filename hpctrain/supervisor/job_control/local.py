@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
-from hpctrain.errors import SchedulerError
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
@@ -20,10 +19,8 @@ class LocalJobControl:
         signal.SIGTERM: signal.SIGTERM,
         signal.SIGINT: signal.SIGTERM,
     }
-    cancels = frozenset({signal.SIGTERM, signal.SIGINT})
-    has_machines = False
-    predecessor: str | None = None
-    lease = None
+    cancel_signals = frozenset({signal.SIGTERM, signal.SIGINT})
+    nodes = successors = None
 
     def __init__(self, spec: JobSpec) -> None:
         in_array = spec.array_task is not None
@@ -36,55 +33,19 @@ class LocalJobControl:
         """End of the specification's time limit."""
         return None if self._limit_s is None else self._begun + self._limit_s
 
-    def fate(self) -> JobDisposition:
+    def seconds_left(self) -> float | None:
+        """Return what is left of the specification's limit. See `JobTime.seconds_left`."""
+        return None if self.ends_job_at is None else self.ends_job_at - time.monotonic()
+
+    def disposition(self) -> JobDisposition:
         """Return `STAYS`: only the user ends a job here."""
         return JobDisposition.STAYS
-
-    def seconds_left(self) -> float | None:
-        """Return what is left of the specification's limit. See `JobControl.seconds_left`."""
-        return None if self.ends_job_at is None else self.ends_job_at - time.monotonic()
 
     def requeue(self) -> bool:
         """Start the job again at once, in this process, with its full time: the queue is empty."""
         self._begun = time.monotonic()
         return False
 
-    def requeues(self) -> bool:
+    def can_requeue(self) -> bool:
         """Return True: a requeue is always possible."""
         return True
-
-    def others_fit(self, left_out: Collection[str]) -> bool:  # noqa: ARG002
-        """Return False: there is one machine."""
-        return False
-
-    def free_nodes(self, left_out: Collection[str]) -> int:  # noqa: ARG002
-        """Return 0: there is one machine."""
-        return 0
-
-    def exclude(self, left_out: Collection[str]) -> None:
-        """Do nothing: there is one machine."""
-
-    def hand_on(self, attempt: int, left_out: Collection[str] = ()) -> str:  # noqa: ARG002
-        """Raise: there is no queue in which a successor job could wait. See `JobControl.hand_on`."""
-        raise SchedulerError("There are no successor jobs without Slurm.")
-
-    def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:  # noqa: ARG002
-        """Return no nodes: simulated ones exist as long as this machine does."""
-        return {}
-
-    def end_steps(self) -> None:
-        """Do nothing: ranks here end with their supervisor."""
-
-    def submitted_at(self) -> float | None:
-        """Return None: the job starts when it is submitted."""
-        return None
-
-    def is_running(self, job_id: str) -> bool:  # noqa: ARG002
-        """Return False: the run's lock decides, not a queue. See `JobControl.is_running`."""
-        return False
-
-    def keep(self, hosts: Sequence[str]) -> None:
-        """Do nothing: simulated nodes need no release."""
-
-    def find_successor(self) -> str | None:
-        return None

@@ -15,10 +15,10 @@ from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step, job_step_name, run_slurm
-from hpctrain.slurm.environment import strip_job_env
+from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step, job_step_name
+from hpctrain.slurm.environment import own_job_id, strip_job_env
+from hpctrain.slurm.job_requests import signal_steps
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.slurm import own_job_id
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
@@ -137,7 +137,7 @@ class SrunStep:
     def signal(self, number: signal.Signals) -> None:
         """Send `number` to every task of this step."""
         if (step := find_step(self._job_id, self._name, self._outer)) is not None:
-            run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], self._outer)
+            signal_steps([step], number, self._outer)
 
     def is_over(self) -> bool:
         """Ask `squeue`. See `JobStep.is_over`."""

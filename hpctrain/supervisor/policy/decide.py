@@ -30,9 +30,9 @@ class Allocation:
     """Nodes that wait to replace another."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Nodes that can no longer run anything, with the reason."""
-    least: int = 1
+    min_nodes: int = 1
     """Minimum number of nodes the run needs to continue."""
-    others_fit: bool = False
+    can_reallocate: bool = False
     """True if the scheduler could start the job without the nodes to be excluded."""
 
     def usable(self, left_out: frozenset[str]) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class RunSituation:
     policy: RestartPolicy
     history: History = field(default_factory=History)
     """The run's past, including this attempt's own failure."""
-    will: JobIntent = JobIntent.GO_ON
+    intent: JobIntent = JobIntent.CONTINUE
     nodes: Allocation = field(default_factory=Allocation)
     ends_at: float | None = None
     """End of the job's time; None if it has no limit or the limit is unknown."""
@@ -98,7 +98,7 @@ class Decision:
     """Nodes of the next start in this allocation."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to exclude from now on, with the reason."""
-    why: str | None = None
+    reason: str | None = None
     """Reason to end the run, in addition to the cause of the attempt's end."""
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Decision:
             parts = [f"{self.action.value} the ranks on {compress_hostlist(self.hosts)}"]
         if self.exclude:
             parts.append(f"leave out {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
-        return "; ".join([*parts, *filter(None, [self.why])])
+        return "; ".join([*parts, *filter(None, [self.reason])])
 
 
 def decide(state: RunSituation, end: AttemptEnd, now: float) -> Decision:
@@ -118,32 +118,32 @@ def decide(state: RunSituation, end: AttemptEnd, now: float) -> Decision:
         end: how the attempt ended.
         now: current time, on the clock of `state.ends_at`.
     """
-    match end.kind, state.will:
+    match end.kind, state.intent:
         case EndKind.DONE, _:
             return Decision(Action.COMPLETE)
         case _, JobIntent.CANCEL:
             return Decision(Action.CANCEL)
-        case _, JobIntent.LEAVE:
+        case _, JobIntent.YIELD:
             return Decision(Action.LEAVE)
     if (why := _spent(state, end.kind)) is not None:
-        return Decision(Action.FAIL, why=why)
+        return Decision(Action.FAIL, reason=why)
     if end.kind.is_stop:
         return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
     in_time = state.ends_at is None or state.ends_at - now > state.lead_s
-    if in_time and state.will is JobIntent.GO_ON:
+    if in_time and state.intent is JobIntent.CONTINUE:
         exclude = _left_out(state, here=True)
         hosts = state.nodes.usable(state.history.excluded.union(exclude))
         if (
             hosts
-            and len(hosts) >= state.nodes.least
+            and len(hosts) >= state.nodes.min_nodes
             and (end.kind is not EndKind.NOT_STARTED or state.nodes.lost)
         ):
             return Decision(_action(state.nodes.in_use, hosts), hosts, exclude)
         usable = state.nodes.usable(frozenset())
         if (
-            len(usable) >= state.nodes.least
+            len(usable) >= state.nodes.min_nodes
             and end.kind is not EndKind.NOT_STARTED
-            and not state.nodes.others_fit
+            and not state.nodes.can_reallocate
         ):
             # Nodes excluded earlier are better than none.
             return Decision(_action(state.nodes.in_use, usable), usable)
@@ -163,8 +163,8 @@ def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
 def _left_out(state: RunSituation, *, here: bool) -> dict[str, str]:
     """Return nodes to exclude from now on, if enough nodes remain, here or elsewhere."""
     found = suspect_nodes(state.policy, state.history)
-    enough_here = len(state.nodes.usable(state.history.excluded.union(found))) >= state.nodes.least
-    return found if state.nodes.others_fit or (here and enough_here) else {}
+    enough_here = len(state.nodes.usable(state.history.excluded.union(found))) >= state.nodes.min_nodes
+    return found if state.nodes.can_reallocate or (here and enough_here) else {}
 
 
 def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:

@@ -47,7 +47,7 @@ class History:
     """True if the ranks of the newest attempt agreed to stop, so that all their checkpoints are known."""
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]]) -> History:
+    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
         """Count over the run's events, oldest first.
 
         A successor job continues the counts; only a submission by the user resets them. A step saved a second

@@ -1,7 +1,8 @@
-"""Outcome of an attempt, judged from its tasks."""
+"""Outcomes: of an attempt, judged from its tasks, and of what the supervisor did after it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -18,3 +19,15 @@ class AttemptOutcome(Enum):
     """The scheduler did not start the step, for example because a node is broken."""
     OUT_OF_TIME = "out of time"
     """The ranks did not exit before the time limit."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The run continues in this job."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """This job ends with this exit code."""
+
+    code: int

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from hpctrain.errors import SchedulerError
-from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,
@@ -47,7 +47,7 @@ class AttemptMonitor:
     """Waits for the end of a step, and ends it if necessary."""
 
     events: queue.SimpleQueue[StepEvent]
-    scheduler: JobControl
+    job_control: JobTime
     ends_at: float | None
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
     stop_before_limit_s: float
@@ -105,11 +105,11 @@ class AttemptMonitor:
                     self._kill(step)
             case SignalReceived(number):
                 self.signals.append(number)
-                forward = self.scheduler.on_signal.get(number)
+                forward = self.job_control.on_signal.get(number)
                 log.info("got %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else "")
                 if self._killed or forward is None:
                     return
-                cancels = [got for got in self.signals if got in self.scheduler.cancels]
+                cancels = [got for got in self.signals if got in self.job_control.cancel_signals]
                 if len(cancels) > 1 and number in cancels:
                     log.info("asked to end a second time: ending the step")
                     self._kill(step)
@@ -130,11 +130,7 @@ class AttemptMonitor:
 
     def _left_to_requeue_s(self) -> float:
         """Return how long to wait for ranks so that the job can still be requeued before its time limit."""
-        try:
-            left = self.scheduler.seconds_left()
-        except SchedulerError as error:
-            log.warning("%s Taking the time to be enough.", error)
-            return math.inf
+        left = known_seconds_left(self.job_control)
         return math.inf if left is None else max(_LEAST_FOLLOW_S, left - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:

@@ -13,7 +13,6 @@ from functools import partial
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.crash_output import file_size
-from hpctrain.errors import SchedulerError
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -24,7 +23,7 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
 from hpctrain.supervisor.job_control.signal_lead import required_lead_s
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
@@ -45,13 +44,14 @@ class AttemptResult:
 
     attempt: int
     outcome: AttemptOutcome
-    watch: AttemptMonitor
-    ranks_met: bool
+    monitor: AttemptMonitor
+    store_used: bool
     """True if the ranks have used the store."""
     said: int
     """Size of the job's own log, in bytes, when the attempt began."""
-    begun: float = 0.0
+    begun: float
     """Start of the attempt, in seconds since the epoch."""
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class AttemptRunner:
     run: RunDir
     spec: JobSpec
     launcher: Launcher
-    scheduler: JobControl
+    job_control: JobTime
     events: queue.SimpleQueue[StepEvent]
-    crew: WorkerGroup
+    worker_group: WorkerGroup
     grace: Mapping[str, str]
     """Variables with the grace time of each signal."""
 
@@ -75,9 +75,9 @@ class AttemptRunner:
     def start(self, attempt: int) -> AttemptResult:
         """Start the ranks and monitor them to their end."""
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
-        watch = AttemptMonitor(
+        monitor = AttemptMonitor(
             events=self.events,
-            scheduler=self.scheduler,
+            job_control=self.job_control,
             ends_at=self._ends_at(lead),
             stop_before_limit_s=lead,
             process="rank" if self.spec.torchrun is None else "agent",
@@ -90,30 +90,26 @@ class AttemptRunner:
             ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
             log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
             variables = partial(self._variables, lead=lead)
-            step = self.crew.start(attempt, rendezvous.variables, variables, self.events.put)
+            step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
                 rendezvous.serve()
-                outcome = watch.until_end(step)
-                ranks_met = rendezvous.was_used()
+                outcome = monitor.until_end(step)
+                store_used = rendezvous.was_used()
             finally:
-                self.crew.end()
+                self.worker_group.end()
                 step.close()
         if (path := scripts_own.newest_since()) is not None:
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return AttemptResult(attempt, outcome, watch, ranks_met, said, begun)
+        return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
 
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.
 
         Otherwise Slurm signals them itself, with the lead that the job was submitted with.
         """
-        if self.scheduler.ends_job_at is not None or lead <= self.spec.stop_before_limit_s:
-            return self.scheduler.ends_job_at
-        try:
-            left = self.scheduler.seconds_left()
-        except SchedulerError as error:
-            log.warning("when the job's time is over cannot be told: %s", error)
-            return None
+        if self.job_control.ends_job_at is not None or lead <= self.spec.stop_before_limit_s:
+            return self.job_control.ends_job_at
+        left = known_seconds_left(self.job_control)
         return None if left is None else time.monotonic() + left
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret
+from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret, sign_connection
 from hpctrain.cluster.connection_owners import owner_of
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
@@ -220,9 +220,7 @@ class HeartbeatServer:
         if caller.up is None:
             if len(line) != NONCE_LENGTH:
                 raise Unauthenticated("no rank begins like this")
-            secret = self._secret.encode()
-            caller.up = Signed(secret, "up", caller.nonce, line)
-            caller.down = Signed(secret, "down", caller.nonce, line)
+            caller.up, caller.down = sign_connection(self._secret.encode(), caller.nonce, line)
             return
         message = caller.up.open(line)
         if caller.is_proven:

@@ -1,0 +1,117 @@
+"""The configuration of a Slurm cluster: `scontrol show config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.parsing import is_null, parse_names, parse_number
+
+CONFIG_COMMAND = ("scontrol", "show", "config")
+
+_LINE = re.compile(r"^(\S+)\s*= ?(.*)$", re.MULTILINE)
+#: Newer versions number them, as in `Epilog[0]`.
+_EPILOG = re.compile(r"Epilog(Slurmctld)?(\[\d+\])?")
+# YES is the name of ANY before 16.05.
+_ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "YES": "ANY"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """The part of `scontrol show config` that matters to a training run."""
+
+    cluster: str = ""
+    version: str = ""
+    accounting: bool = False
+    """True if slurmdbd keeps records, so that `sacct` works."""
+    enforced: tuple[str, ...] = ()
+    """AccountingStorageEnforce: associations, limits, qos, …"""
+    job_requeue: bool = True
+    """True if jobs are requeued by default."""
+    preempt_type: str = "none"
+    """Preemption criterion: none, partition_prio or qos."""
+    preempt_mode: str = "OFF"
+    signals_user: bool = False
+    """True if a preemption sends the signal that the job requested (preempt_send_user_signal)."""
+    kill_wait_s: float = 30.0
+    """Seconds from SIGTERM to SIGKILL at the end of a job."""
+    slurmd_timeout_s: float = 300.0
+    """Seconds after which an unresponsive node is marked down."""
+    max_array_size: int = 1001
+    """Upper bound (exclusive) of the task indices of a job array."""
+    max_mem_per_node_mib: int | None = None
+    max_mem_per_cpu_mib: int | None = None
+    def_mem_per_node_mib: int | None = None
+    def_mem_per_cpu_mib: int | None = None
+    select: str = ""
+    """The node selection plugin. linear allocates whole nodes."""
+    hands_out_memory: bool = False
+    """True if memory is a consumable resource like CPUs (SelectTypeParameters)."""
+    enforces_limits: Literal["NO", "ANY", "ALL"] = "NO"
+    """EnforcePartLimits: a job must fit in any or all of its partitions to be queued.
+
+    With NO a job may pend forever, unless a QOS lifts the limit; with the others no QOS can lift it.
+    """
+    chooses_partition: bool = False
+    """True if a submit plugin may change jobs, including their partition."""
+    requeue_exit: str = ""
+    """Exit codes after which Slurm itself requeues a job."""
+    min_job_age_s: float = 300.0
+    """Seconds for which the controller remembers an ended job."""
+    has_epilog: bool = False
+    """True if a program of the site runs after each job, which then ends later."""
+
+    @property
+    def default_memory_mib(self) -> int | None:
+        """MiB per node or CPU for a job that does not request memory; None means all memory of its nodes."""
+        return self.def_mem_per_node_mib or self.def_mem_per_cpu_mib
+
+
+def query_config(environ: Mapping[str, str]) -> SlurmConfig:
+    """Return the configuration of the cluster.
+
+    Raises:
+        SchedulerError: the controller does not answer.
+    """
+    return parse_config(run_slurm(CONFIG_COMMAND, environ))
+
+
+def parse_config(answer: str) -> SlurmConfig:
+    """Parse `scontrol show config`."""
+    values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(answer)}
+
+    def value(key: str, default: str = "") -> str:
+        return values.get(key, default)
+
+    def duration_s(key: str, default: float) -> float:
+        found = parse_number(value(key))
+        return default if found is None else float(found)
+
+    plugins = [value("JobSubmitPlugins"), value("CliFilterPlugins")]
+    return SlurmConfig(
+        cluster=value("ClusterName"),
+        version=value("SLURM_VERSION"),
+        accounting=value("AccountingStorageType").endswith("slurmdbd"),
+        enforced=parse_names(value("AccountingStorageEnforce")),
+        job_requeue=value("JobRequeue", "1") != "0",
+        preempt_type=value("PreemptType", "none").rpartition("/")[2],
+        preempt_mode=value("PreemptMode", "OFF"),
+        signals_user="preempt_send_user_signal" in value("SlurmctldParameters"),
+        kill_wait_s=duration_s("KillWait", SlurmConfig.kill_wait_s),
+        slurmd_timeout_s=duration_s("SlurmdTimeout", SlurmConfig.slurmd_timeout_s),
+        max_array_size=parse_number(value("MaxArraySize")) or SlurmConfig.max_array_size,
+        max_mem_per_node_mib=parse_number(value("MaxMemPerNode")),
+        max_mem_per_cpu_mib=parse_number(value("MaxMemPerCPU")),
+        def_mem_per_node_mib=parse_number(value("DefMemPerNode")),
+        def_mem_per_cpu_mib=parse_number(value("DefMemPerCPU")),
+        select=value("SelectType").rpartition("/")[2],
+        hands_out_memory="MEMORY" in value("SelectTypeParameters").upper(),
+        enforces_limits=_ENFORCING.get(value("EnforcePartLimits").upper(), "NO"),
+        chooses_partition=not all(map(is_null, plugins)),
+        requeue_exit="" if is_null(value("RequeueExit")) else value("RequeueExit"),
+        min_job_age_s=duration_s("MinJobAge", 0.0) or SlurmConfig.min_job_age_s,
+        has_epilog=any(_EPILOG.fullmatch(key) and not is_null(value(key)) for key in values),
+    )

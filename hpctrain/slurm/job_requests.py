@@ -1,0 +1,98 @@
+"""Requests to Slurm about jobs: submit, cancel, signal, requeue, change.
+
+Every function raises `SchedulerError` if Slurm refuses or does not answer.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+from hpctrain.cluster import compress_hostlist
+from hpctrain.errors import SchedulerError
+from hpctrain.slurm.command import list_rank_steps, run_slurm
+
+#: Seconds to look for a step to signal: steps start and end in between.
+_STEP_LIMIT_S = 3.0
+#: Slurm ends a requeued job and all its processes at once: SIGKILL follows some seconds later.
+_UNTIL_KILLED = ("/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+
+
+def submit_job(options: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Submit a job with these arguments of `sbatch`, and return its id."""
+    answer = run_slurm(["sbatch", "--parsable", *options], environ)
+    # In a multi-cluster setup the answer is `job;cluster`.
+    return answer.strip().splitlines()[-1].split(";")[0]
+
+
+def cancel_jobs(job_ids: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Cancel jobs."""
+    run_slurm(["scancel", *job_ids], environ)
+
+
+def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
+    """Put a running job back into the queue; its processes are ended."""
+    run_slurm(["scontrol", "requeue", job_id], environ)
+
+
+def update_job(
+    job_ids: Sequence[str], environ: Mapping[str, str], *, until_killed: bool = False, **fields: str
+) -> None:
+    """Change fields of jobs.
+
+    Args:
+        job_ids: the jobs.
+        environ: environment of the command.
+        until_killed: ignore SIGTERM, which Slurm sends to the processes of a job that it ends.
+        fields: the new values, such as `StartTime="now+30"`.
+    """
+    command = ["scontrol", "update", f"JobId={','.join(job_ids)}"]
+    command += [f"{name}={value}" for name, value in fields.items()]
+    run_slurm([*(_UNTIL_KILLED if until_killed else ()), *command], environ)
+
+
+def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Release all nodes of a running job but these."""
+    # scontrol writes a shell script with the new size into its working directory.
+    with tempfile.TemporaryDirectory() as folder:
+        update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]
+        run_slurm(["env", f"--chdir={folder}", *update], environ)
+
+
+def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
+    """Send a signal to all tasks of job steps."""
+    run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps], environ)
+
+
+def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
+    """Send a signal to the ranks of running jobs.
+
+    It goes to steps, not to jobs: while other tasks of an array are pending, Slurm 22.05 refuses a signal to
+    a job after it has sent it, and scancel repeats it for a minute.
+    """
+    left = set(job_ids)
+    tried: dict[str, str] = {}
+    deadline = time.monotonic() + _STEP_LIMIT_S
+    while left and time.monotonic() < deadline:
+        steps = {step.rpartition(".")[0]: step for step in list_rank_steps(sorted(left), environ)}
+        left -= {job for job, step in tried.items() if steps.get(job) != step}
+        steps = {job: step for job, step in steps.items() if job in left}
+        try:
+            if steps:
+                signal_steps(list(steps.values()), number, environ)
+                left -= steps.keys()
+        except SchedulerError as error:
+            # scancel signals twice; the second time the step may be gone.
+            if "Invalid job id" not in str(error):
+                raise
+            tried = steps
+        if left:
+            time.sleep(0.2)
+    if left:
+        others = " The others are told." if len(left) < len(job_ids) else ""
+        raise SchedulerError(
+            f"No rank of job {', '.join(sorted(left))} is running: they are being started, or have just "
+            f"left. Try again in some seconds.{others}"
+        )

@@ -1,0 +1,51 @@
+"""Nodes as the controller reports them: `scontrol show node`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.cluster import compress_hostlist
+from hpctrain.slurm.command import run_slurm
+
+#: Default of SlurmdPort (slurm.conf(5)); `scontrol show node` omits the port then.
+_SLURMD_PORT = 6818
+
+_FIELDS = {
+    **{name: re.compile(rf"\b{name}=(\S+)") for name in ("NodeName", "NodeAddr", "NodeHostName", "State")},
+    "Port": re.compile(r"\bPort=([0-9]{1,5})(?!\S)"),
+}
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node as the controller reports it."""
+
+    name: str
+    address: str
+    port: int
+    """Port of the node's slurmd."""
+    state: str
+
+
+def query_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> list[NodeRecord]:
+    """Return the records of these nodes.
+
+    Raises:
+        SchedulerError: the controller does not answer.
+    """
+    return parse_nodes(run_slurm(["scontrol", "show", "node", compress_hostlist(list(hosts))], environ))
+
+
+def parse_nodes(answer: str) -> list[NodeRecord]:
+    """Parse the output of `scontrol show node`."""
+    nodes = []
+    for record in answer.split("\n\n"):
+        found = {name: match[1] for name, pattern in _FIELDS.items() if (match := pattern.search(record))}
+        if "NodeName" in found:
+            address = found.get("NodeAddr") or found.get("NodeHostName") or found["NodeName"]
+            port = int(found.get("Port", _SLURMD_PORT))
+            port = port if port < 2**16 else _SLURMD_PORT
+            nodes.append(NodeRecord(found["NodeName"], address, port, found.get("State", "")))
+    return nodes

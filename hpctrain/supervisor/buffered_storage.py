@@ -1,0 +1,191 @@
+"""Storage that buffers the writes of a run while its disk is full or unreachable, and repeats them later."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.errors import HpctrainError
+from hpctrain.files import IsValid, own_file
+from hpctrain.rundir import RunDir, RunStorage
+
+log = logging.getLogger(__name__)
+
+_RETRY_EVERY_S = 2.0
+#: Seconds to keep trying to write the buffered data when the supervisor ends; then it is lost.
+FLUSH_TIMEOUT_S = 60.0
+#: Space for some hundred lines and the failure files of a few ranks.
+_RESERVE_BYTES = 64 * 1024
+#: Time limit for a file system that is briefly unreachable.
+_VANISHED_LIMIT_S = 60.0
+
+#: Errors of the disk, not of the caller.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT)
+
+
+def describe_disk_error(error: OSError, path: Path) -> str | None:
+    """Describe a disk error at `path`; None for any other error."""
+    place = error.filename or path
+    if error.errno in _FULL:
+        return f"disk full at {place}: {error.strerror}"
+    return f"disk trouble at {place}: {error.strerror}" if error.errno in _AWAY else None
+
+
+class BufferedLogHandler(logging.Handler):
+    """Handler of the supervisor's log; failed writes are buffered and repeated later, in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.lines = BufferedLineWriter(path, lambda words: print(words, file=sys.stderr))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append_line(self.format(record))
+
+
+class BufferedStorage(RunStorage):
+    """Buffers failed writes of a run and its tasks, treats them as written, and retries them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write into the run folder `folder`."""
+        self._run = RunDir(folder)
+        self._lines: dict[Path, BufferedLineWriter] = {}
+        self._files: dict[Path, str] = {}
+        self._folders: set[Path] = set()
+        self._retrying = threading.Lock()
+
+    @property
+    def pending_reason(self) -> str | None:  # type: ignore[override]
+        """Reason why data waits to be written; None if nothing waits."""
+        for path, lines in list(self._lines.items()):
+            if (error := lines.trouble) is not None:
+                return describe_disk_error(error, path.parent) or f"{path.parent}: {error.strerror}"
+        return None
+
+    def append(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Append a JSON line, now or later."""
+        self._lines.setdefault(path, BufferedLineWriter(path, log.warning)).append(record)
+        self._start_retrying()
+
+    def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
+        """Yield the JSON lines of a file, including those that wait to be written."""
+        if (lines := self._lines.get(path)) is None or not lines.is_waiting:
+            return super().read(path, is_valid)
+        with lines.waiting() as waiting:
+            try:
+                written = list(super().read(path, is_valid))
+            except OSError as error:
+                log.warning("%s cannot be read: %s", path, error)
+                written = []
+        return iter([*written, *map(json.loads, waiting)])
+
+    def write(self, path: Path, content: str) -> None:
+        """Write a file, now or later."""
+        try:
+            super().write(path, content)
+        except OSError as error:
+            log.warning("%s cannot be written yet: %s", path, error)
+            self._files[path] = content
+            self._start_retrying()
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that does not exist yet, if possible.
+
+        Raises:
+            FileExistsError: it exists.
+            HpctrainError: the run folder no longer exists.
+        """
+        self._wait_for_run()
+        try:
+            super().make_folder(path)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            log.warning("the folder %s cannot be made: %s", path, error)
+        self._folders.add(path)
+
+    def names(self, folder: Path) -> list[str]:
+        """Return the names in a folder, including those of folders that could not be made."""
+        return [*{*super().names(folder), *(path.name for path in self._folders if path.parent == folder)}]
+
+    @property
+    def reserve_file(self) -> Path:
+        """File that reserves disk space for the run's last records."""
+        return self._run.path / ".reserve"
+
+    def reserve_space(self) -> None:
+        """Reserve the disk space that the run's last records need if the disk is full by then."""
+        with suppress(OSError), open(self.reserve_file, "wb", opener=own_file) as file:
+            file.write(bytes(_RESERVE_BYTES))
+
+    def flush_pending(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Write what waits for at most `limit_s` seconds; print the lines that still wait after that."""
+        deadline = time.monotonic() + limit_s
+        with suppress(OSError):
+            self.reserve_file.unlink(missing_ok=True)
+        while not self._flush():
+            if time.monotonic() > deadline:
+                self._print_waiting()
+                return
+            time.sleep(min(_RETRY_EVERY_S, limit_s))
+
+    def _print_waiting(self) -> None:
+        for path, lines in list(self._lines.items()):
+            with lines.waiting() as waiting:
+                for line in waiting:
+                    print(f"hpctrain: could not be written to {path}: {line}", file=sys.stderr)
+
+    def _wait_for_run(self) -> None:
+        """Wait for the run folder: without it, ranks would start over and write to the wrong place."""
+        deadline = time.monotonic() + _VANISHED_LIMIT_S
+        while not _is_there(self._run.spec):
+            if time.monotonic() > deadline:
+                raise HpctrainError(
+                    f"The run's folder {str(self._run)!r} has vanished, or {self._run.spec.name} in it. "
+                    "Its disk may be gone. Bring it back, and submit the run again."
+                )
+            time.sleep(min(_RETRY_EVERY_S, _VANISHED_LIMIT_S))
+
+    @property
+    def _is_waiting(self) -> bool:
+        return bool(self._files) or any(lines.is_waiting for lines in list(self._lines.values()))
+
+    def _flush(self) -> bool:
+        """Write what waits, as far as possible. Returns True if nothing waits any more."""
+        for lines in list(self._lines.values()):
+            lines.flush()
+        for path, content in list(self._files.items()):
+            try:
+                super().write(path, content)
+            except OSError:
+                return False
+            self._files.pop(path, None)
+        return not self._is_waiting
+
+    def _start_retrying(self) -> None:
+        """Start a thread that retries while something waits."""
+        if self._is_waiting and self._retrying.acquire(blocking=False):
+            threading.Thread(target=self._retry_until_written, name="hpctrain-record", daemon=True).start()
+
+    def _retry_until_written(self) -> None:
+        try:
+            while not self._flush():
+                time.sleep(_RETRY_EVERY_S)
+        finally:
+            self._retrying.release()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False

@@ -1,0 +1,107 @@
+"""The nodes of a Slurm job: which ones are lost, free, released or excluded.
+
+Slurm gives up a node after `SlurmdTimeout`, five minutes by default, and then ends the whole job. Until then,
+a step that needs the node does not start. The supervisor therefore contacts each node's slurmd: if it does
+not answer, no step can run there, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from hpctrain.cluster import expand_hostlist
+from hpctrain.errors import SchedulerError
+from hpctrain.records.successor import can_start_without, excluded_nodes
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.command import list_rank_steps, run_slurm
+from hpctrain.slurm.environment import own_job_id, strip_job_env
+from hpctrain.slurm.job_requests import shrink_job, signal_ranks, signal_steps, update_job
+from hpctrain.slurm.node_queries import NodeRecord, query_nodes
+from hpctrain.spec.job_spec import JobSpec
+
+log = logging.getLogger(__name__)
+
+#: A slurmd answers in milliseconds; a host that is off does not answer at all.
+_ANSWER_S = 3.0
+_AT_ONCE = 64
+#: Running work continues in DRAIN and FAILING (sinfo(1), NODE STATE CODES).
+_DOWN = re.compile(r"DOWN|REBOOT")
+
+#: Time for killed tasks to disappear; they need less if their nodes are up.
+_STEPS_END_S = 30.0
+_LOOK_EVERY_S = 0.5
+
+
+class SlurmNodes:
+    """The nodes of the job of this batch script. See `AllocatedNodes`."""
+
+    def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        self._run, self._spec, self._batch_environ = run, spec, environ
+        self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
+
+    def lost(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Ask each node's slurmd. See `AllocatedNodes.lost`."""
+        nodes = query_nodes(hosts, self._environ)
+        with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
+            troubles = pool.map(node_trouble, nodes)
+            return {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
+
+    def shrink_to(self, hosts: Sequence[str]) -> None:
+        """Shrink the running job with `scontrol`. See `AllocatedNodes.shrink_to`."""
+        shrink_job(self._job_id, hosts, self._environ)
+
+    def can_reallocate(self, left_out: Collection[str]) -> bool:
+        """Ask `sbatch --test-only`. See `AllocatedNodes.can_reallocate`."""
+        return can_start_without(self._run, self._spec, left_out, self._batch_environ)
+
+    def num_free(self, left_out: Collection[str]) -> int:
+        """Count the partition's idle nodes if no other job waits in it. See `AllocatedNodes.num_free`."""
+        partition = self._batch_environ.get("SLURM_JOB_PARTITION", "")
+        waiting = ["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"]
+        if run_slurm(waiting, self._environ).strip():
+            return 0
+        idle = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N"]
+        excluded = expand_hostlist(self._spec.directives.get("exclude", ""))
+        found = set(run_slurm(idle, self._environ).split())
+        return len(found.difference(left_out, excluded))
+
+    def exclude(self, left_out: Collection[str]) -> None:
+        """Change the job's own list, which Slurm allows for a pending job. See `AllocatedNodes.exclude`."""
+        nodes = excluded_nodes(self._spec, left_out)
+        update_job([self._job_id], self._environ, until_killed=True, ExcNodeList=nodes)
+
+    def stop_ranks(self) -> None:
+        """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""
+        signal_ranks([self._job_id], signal.SIGTERM, self._environ)
+
+    def kill_steps(self) -> None:
+        """Kill the steps with `scancel`. See `AllocatedNodes.kill_steps`."""
+        deadline = time.monotonic() + _STEPS_END_S
+        try:
+            while (steps := list_rank_steps([self._job_id], self._environ)) and time.monotonic() < deadline:
+                signal_steps(steps, signal.SIGKILL, self._environ)
+                time.sleep(_LOOK_EVERY_S)
+        except SchedulerError as error:
+            log.warning("Ranks of before may still be there: %s", error)
+
+
+def node_trouble(node: NodeRecord) -> str | None:
+    """Return why nothing can run on a node; None without a known problem."""
+    if _DOWN.search(node.state):
+        return f"Slurm says {node.state}"
+    try:
+        socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
+    except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
+        return f"its slurmd does not answer ({type(error).__name__})"
+    except ValueError:
+        return None  # An invalid address is no fault of the node.
+    except OSError as error:
+        # A name that cannot be resolved is no evidence against the node.
+        return None if isinstance(error, socket.gaierror) else f"it cannot be reached ({error.strerror})"
+    return None

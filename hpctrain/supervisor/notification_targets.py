@@ -1,0 +1,195 @@
+"""Targets of notifications: an address that receives JSON, or a shell command."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hpctrain.spec.notify import is_address
+
+log = logging.getLogger(__name__)
+
+#: Seconds for a command, seconds for an address to answer, attempts per message, and seconds between them.
+_TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
+#: Maximum number of messages waiting for a target; further ones are dropped.
+_MOST_WAITING = 50
+
+
+class NotificationTarget:
+    """An address or a shell command with its own thread, so that a hanging target does not delay others."""
+
+    def __init__(self, target: str, environ: Mapping[str, str]) -> None:
+        self._target, self._environ = target, environ
+        self._running: subprocess.Popen[bytes] | None = None
+        self._messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._deliver_all, name="hpctrain-notification", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, message: Mapping[str, Any]) -> None:
+        """Send a message soon; drop it if too many wait."""
+        if self._messages.qsize() < _MOST_WAITING:
+            self._messages.put(message)
+        else:
+            log.warning("a notification of %s was dropped: the target takes too long", message["occasion"])
+
+    def close(self) -> None:
+        """Accept no further messages."""
+        self._messages.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
+        self._thread.join(max(0.05, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("a notification did not arrive before the end: its target takes too long")
+            if (process := self._running) is not None:
+                _kill(process)
+                self._thread.join(0.2)
+
+    def _set_process(self, process: subprocess.Popen[bytes]) -> None:
+        self._running = process
+
+    def _deliver_all(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                if is_address(self._target):
+                    post_json(self._target, message)
+                else:
+                    run_notification_command(self._target, message, self._environ, self._set_process)
+            except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
+                log.warning(
+                    "a notification of %s did not arrive: %s: %s",
+                    message["occasion"],
+                    type(error).__name__,
+                    error,
+                )
+            else:
+                log.info("told of %s", message["occasion"])
+
+
+class _DeadlineConnection(http.client.HTTPConnection):
+    """A connection with a time limit on the whole answer; a socket's timeout restarts with each byte."""
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        limit_s, begun = _ANSWER_LIMIT_S, time.monotonic()
+        timer = threading.Timer(limit_s, _shut_down, (self.sock,))
+        timer.daemon = True
+        timer.start()
+        try:
+            return super().getresponse()
+        except (OSError, http.client.HTTPException):
+            if time.monotonic() - begun >= limit_s:
+                raise TimeoutError(f"no complete answer within {limit_s:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+
+
+class _DeadlineTlsConnection(_DeadlineConnection, http.client.HTTPSConnection):
+    """The same over TLS."""
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Abort all reads from a connection, in any thread, without a TLS shutdown."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_DeadlineConnection, req)
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_DeadlineTlsConnection, req)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: a message goes only to the given address."""
+
+    def http_error_302(self, *_: Any, **__: Any) -> None:
+        return None
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
+def post_json(address: str, message: Mapping[str, Any]) -> None:
+    """POST a message as JSON.
+
+    Raises:
+        OSError: it was refused. The error contains neither the address nor text from the server.
+    """
+    opener = urllib.request.build_opener(_Connections, _NoRedirects)
+    data = json.dumps(message).encode()
+    for left in reversed(range(_TRIES)):
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        try:
+            with opener.open(request, timeout=_ANSWER_LIMIT_S):
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+            failure = OSError(f"the address answered with status {error.code}")
+        except http.client.HTTPException as error:
+            failure = OSError(f"the answer is not HTTP ({type(error).__name__})")
+        except OSError as error:
+            failure = error
+        if left:
+            time.sleep(_PAUSE_S)
+    raise failure
+
+
+def run_notification_command(
+    line: str,
+    message: Mapping[str, Any],
+    environ: Mapping[str, str],
+    note: Callable[[subprocess.Popen[bytes]], None] | None = None,
+) -> None:
+    """Run a shell command in the run folder.
+
+    The message is on its standard input, the main fields also in environment variables. `note` receives the
+    process as soon as it starts.
+
+    Raises:
+        OSError: it failed, or took too long.
+    """
+    variables = {
+        "HPCTRAIN_OCCASION": str(message["occasion"]),
+        "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
+    }
+    with subprocess.Popen(
+        ["/bin/sh", "-c", line],
+        cwd=message["folder"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**environ, **variables},
+        start_new_session=True,
+    ) as process:
+        if note is not None:
+            note(process)
+        try:
+            _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
+    if process.returncode:
+        raise OSError(
+            f"the command ended with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
+        )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and its child processes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,61 @@
+"""The end of a run, as recorded for the user."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import suppress
+from itertools import islice
+from typing import Literal
+
+from hpctrain.errors import RunFailed
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.policy.outcome import Exit
+from hpctrain.supervisor.workers.attempt_runner import AttemptResult
+
+log = logging.getLogger(__name__)
+
+#: Number of metrics.jsonl records searched for a loss; those of a validation may have none.
+_RECORDS_SEARCHED = 100
+
+
+def finish_run(
+    run: RunDir,
+    state: Literal["COMPLETED", "CANCELLED", "FAILED"],
+    cause: str | None = None,
+    note: str | None = None,
+) -> Exit:
+    """Record the end of a run, with its last attempt. The cause of a failure includes trouble of the disk."""
+    if state == "FAILED":
+        cause = "; ".join(filter(None, [cause, run.storage.pending_reason])) or None
+    exit_code = RunFailed.exit_code if state == "FAILED" else 0
+    more = {"note": note} if note else {}
+    attempt = max(run.attempts(), default=0)
+    run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause, **more)
+    log.info("run %s%s", state, "".join(f": {words}" for words in (cause, note) if words))
+    return Exit(exit_code)
+
+
+def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
+    """Return a note on suspicious signs in a completed run; None without any."""
+    return " ".join(filter(None, [_ranks_never_met(spec, result), _loss_not_finite(run)])) or None
+
+
+def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
+    # With agents, the ranks meet at the store of an agent.
+    if result is None or result.world_size == 1 or result.store_used or spec.torchrun is not None:
+        return None
+    return (
+        f"none of the {result.world_size} ranks made a process group. "
+        "If they were to train together, each has trained on its own."
+    )
+
+
+def _loss_not_finite(run: RunDir) -> str | None:
+    for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            loss = float(record["loss"])
+            return None if math.isfinite(loss) else f"The last loss is {loss} (step {record.get('step')})."
+    return None
