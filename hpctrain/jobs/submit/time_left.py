@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hpctrain.jobs.options.option_value import DEFAULT_SOURCE, OptionValue
-from hpctrain.slurm.duration import format_duration
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_time_left(settings: Mapping[str, OptionValue], spec: JobSpec) -> list[
     )
     if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
         lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
-    better = format_duration(60 * math.ceil((_LEAST_S + lead_s + early_s) / 60))
+    better = format_time_limit(60 * math.ceil((_LEAST_S + lead_s + early_s) / 60))
     early = f", less {early_s:.0f} s by which Slurm may be early" if early_s else ""
     sentence = (
         f"The time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}) less "
