@@ -29,7 +29,7 @@ class RunWatcher(InfoWatcher):
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._statuses: dict[str, RunStatus] = {}
-        self._watcher = StatusPoller([], {})
+        self._poller = StatusPoller([], {})
         self._watched: list[str] = []
 
     def follow(self, run: Run) -> None:
@@ -59,7 +59,7 @@ class RunWatcher(InfoWatcher):
 
     def update_if_long_enough(self, mode: str) -> None:
         if mode == "force" or (
-            mode == "standard" and time.time() - self._last_status_check >= self._watcher.poll_s
+            mode == "standard" and time.time() - self._last_status_check >= self._poller.poll_s
         ):
             self.update()
 
@@ -68,14 +68,14 @@ class RunWatcher(InfoWatcher):
         with self._lock:
             going = [key for key in self._runs if key not in self._finished]
             if going != self._watched:
-                self._watcher = StatusPoller([self._runs[key].dir for key in going], os.environ)
+                self._poller = StatusPoller([self._runs[key].dir for key in going], os.environ)
                 self._watched = going
             self._num_calls += 1
-            self._learn(going, self._watcher)
+            self._learn(going, self._poller)
             self._last_status_check = time.time()
 
-    def _learn(self, keys: Sequence[str], watcher: StatusPoller) -> None:
-        for key, status in zip(keys, watcher.look(), strict=True):
+    def _learn(self, keys: Sequence[str], poller: StatusPoller) -> None:
+        for key, status in zip(keys, poller.look(), strict=True):
             self._statuses[key] = status
             if status.state.ended:
                 self._finished.add(key)
