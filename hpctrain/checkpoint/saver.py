@@ -73,7 +73,7 @@ class Saver:
 
     def reached_shared(self, manifest: Manifest, begun: float) -> None:
         """Report a checkpoint that was copied from the local tier."""
-        self._tell(describe_save(self._site.place, manifest, begun, 0.0, self._prune(manifest.step)))
+        self._tell(describe_save(self._site.place, manifest, begun, self._prune(manifest.step)))
 
     def failed_to_reach_shared(self, error: TierCopyFailed) -> None:
         """Report a checkpoint that could not be copied."""
@@ -97,10 +97,10 @@ class Saver:
                 notes.append(f"{error}; it goes to {self._site.place.folder} directly.")
             else:
                 self.tier.committed(save.step, may_skip=self._retention.may_skip(save.step, save.score))
-                return describe_save(self.tier.site.place, manifest, save.begun, save.stall_s, notes)
+                return describe_save(self.tier.site.place, manifest, save.begun, notes)
         manifest = self._commit(save, save.captured, self._site)
         notes += self._prune(save.step)
-        return describe_save(self._site.place, manifest, save.begun, save.stall_s, notes)
+        return describe_save(self._site.place, manifest, save.begun, notes)
 
     def _commit(self, save: PendingSave, captured: StagedState, site: CommitTarget) -> Manifest:
         image, rank = captured.image, self._agreement.rank

@@ -259,7 +259,6 @@ class CheckpointStore:
             target=self._saving.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
         self._in_flight = save
-        save.stall_s = time.monotonic() - begun
         save.thread.start()
         return save
 

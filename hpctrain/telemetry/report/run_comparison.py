@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.run_data import RunData, format_setting
 from hpctrain.telemetry.report.summary import key_figures
 
 #: Fields of a specification that are unique to each run.
@@ -22,7 +21,10 @@ def comparison_rows(runs: Sequence[RunData]) -> list[list[str]]:
 def spec_differences(runs: Sequence[RunData]) -> list[list[str]]:
     """Return the configuration differences: the name of a field, and its value in each run."""
     specs = [
-        {**{name: _plain(value) for name, value in run.spec.items() if name not in _OWN}, **_commit(run)}
+        {
+            **{name: format_setting(value) for name, value in run.spec.items() if name not in _OWN},
+            **_commit(run),
+        }
         for run in runs
     ]
     names = list(dict.fromkeys(name for spec in specs for name in spec))
@@ -35,7 +37,3 @@ def _commit(run: RunData) -> dict[str, str]:
         return {}
     code = run.codes[-1]
     return {"commit": f"{code.commit}{' with changes' if code.changed else ''}"}
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

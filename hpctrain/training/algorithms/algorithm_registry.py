@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hpctrain.class_registry import Registry
 from hpctrain.training.algorithms.base import Algorithm
-from hpctrain.training.base.class_registry import Registry
 
 ALGORITHMS: Registry[Algorithm] = Registry(
     setting="algorithm",

@@ -13,9 +13,6 @@ from hpctrain.rundir import RunDir
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timer import TimingSample
 
-#: Fields of a line of `metrics.jsonl` that are not metrics.
-RESERVED_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
-
 
 class MetricsFile:
     """Writer of `metrics.jsonl`: one object per logged step, on rank 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hpctrain.training.base.class_registry import Registry
+from hpctrain.class_registry import Registry
 from hpctrain.training.strategies.base import Strategy
 
 #: Strategy that the job requests; the template ddp2 sets this variable.
