@@ -25,8 +25,7 @@ from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
-from hpctrain.telemetry.sampling.gpu_reading import GpuReading
-from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 
 if TYPE_CHECKING:
     from hpctrain.runtime.signed_store import SignedStore
