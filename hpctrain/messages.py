@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hpctrain.authentication import CODE_BYTES, code, matches
 from hpctrain.errors import RendezvousError, Unauthenticated, UserError
+from hpctrain.text import format_ranks
 
 #: Maximum length of a message, without its tensors.
 MAX_MESSAGE_BYTES = 1 << 28
@@ -28,7 +29,6 @@ MAX_MESSAGE_BYTES = 1 << 28
 _PROOF_LIMIT = timedelta(seconds=60)
 _ARRAY_KINDS = "biufc"
 _LENGTH_BYTES = 8
-_MAX_NAMED = 8
 
 
 @dataclass
@@ -102,13 +102,9 @@ def _forming(members: Sequence[int], step: str) -> Iterator[None]:
     except Unauthenticated as error:
         raise Unauthenticated(_with_store(str(error))) from error
     except RuntimeError as error:
-        others = [str(rank) for rank in members if rank != own]
-        more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+        others = format_ranks([rank for rank in members if rank != own])
         raise RendezvousError(
-            _with_store(
-                f"rank {own} waited {time.monotonic() - begun:.0f} s for rank "
-                f"{', '.join(others[:_MAX_NAMED])}{more} to {step}: {error}"
-            )
+            _with_store(f"rank {own} waited {time.monotonic() - begun:.0f} s for {others} to {step}: {error}")
         ) from error
 
 
@@ -129,10 +125,10 @@ def _proven(group: dist.ProcessGroup) -> _Session:
             if not matches(proof, code(agreed, "member", index))
         ]
         if foreign:
-            names = f"rank{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
             raise Unauthenticated(
-                f"{names} of {dist.get_world_size()} did not prove the secret of this run: another program "
-                "has taken the place, or the processes were started with different values of HPCTRAIN_SECRET"
+                f"{format_ranks(foreign)} of {dist.get_world_size()} did not prove the secret of this run: "
+                "another program has taken the place, or the processes were started with different values of "
+                "HPCTRAIN_SECRET"
             )
         key = key or code(agreed, "messages")
     return _Session(key)

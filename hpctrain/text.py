@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 #: Stands for a missing value.
@@ -31,6 +31,25 @@ def pluralize(value: float | None, noun: str) -> str:
     """Format a number with its noun: `1 step`, `2 steps`, `1.5 CPU-hours`."""
     number = format_count(value) if isinstance(value, int) else format_number(value)
     return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
+
+
+def join_or(words: Iterable[str]) -> str:
+    """Join alternatives: `a`, `a or b`, `a, b or c`."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Format ascending numbers with their noun: `rank 3`, `ranks 0-2, 5`. At most 20 ranges are listed."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][-1] + 1 == rank:
+            ranges[-1][1:] = [rank]
+        else:
+            ranges.append([rank])
+    words = ["-".join(map(str, one)) for one in ranges]
+    more = f" and {len(words) - 20} more" if len(words) > 20 else ""
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(words[:20])}{more}"
 
 
 def format_share(part: float | None) -> str:
@@ -126,5 +145,5 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) ->
     for spelling in dict.fromkeys((word, word.replace("-", "_"), word.replace("_", "-"))):
         parts = [name for name in known if spelling in re.split("[-_]", name)]
         if close := get_close_matches(spelling, known, 1) or parts[:3]:
-            return f"Did you mean {' or '.join(map(repr, close))}?"
+            return f"Did you mean {join_or(map(repr, close))}?"
     return f"There are {', '.join(known)}." if otherwise is None else otherwise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hpctrain.text import pluralize
+
 _HERE = f"{Path(__file__).parent}/"
 _OF_OTHERS = re.compile(r"<frozen |.*/(?:site|dist)-packages/(?:hpctrain|torch)/")
 _FRAME = re.compile(r' +File "(?P<path>[^"]*)", line \d+')
@@ -34,11 +36,7 @@ def fold(traceback: str) -> str:
         if inside:
             continue
         if folded:
-            lines.append(_words(folded))
+            lines.append(f"  … {pluralize(folded, 'frame')} of hpctrain and torch")
             folded = 0
         lines.append(line)
     return "\n".join(lines) + "\n" * traceback.endswith("\n") if has_own else traceback
-
-
-def _words(number: int) -> str:
-    return f"  … {number} frame{'s' if number > 1 else ''} of hpctrain and torch"

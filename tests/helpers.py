@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import pytest
 
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.rundir import RUN_DIR_VARIABLE
-from hpctrain.sandbox.processes import ProcessInfo, processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

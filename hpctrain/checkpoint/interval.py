@@ -11,6 +11,8 @@ from typing import Any
 NODE_MTBF_S = 86_400.0
 #: Shorter intervals bring no benefit, in seconds.
 MIN_INTERVAL_S = 10.0
+#: Allowance for a save that takes longer than any before it, in seconds and as a factor.
+SAVE_MARGIN_S, _SAVE_MARGIN_FACTOR = 2.0, 1.25
 
 
 def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
@@ -28,6 +30,11 @@ def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
         return mtbf_s
     ratio = math.sqrt(save_s / (2 * mtbf_s))
     return math.sqrt(2 * save_s * mtbf_s) * (1 + ratio / 3 + ratio**2 / 9) - save_s
+
+
+def longest_save_s(measured_s: float) -> float:
+    """Return the seconds to reserve for a save, from the longest one measured."""
+    return _SAVE_MARGIN_FACTOR * measured_s + SAVE_MARGIN_S
 
 
 def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> float:

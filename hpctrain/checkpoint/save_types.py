@@ -23,8 +23,6 @@ class CommittedSave:
     total_bytes: int
     seconds: float
     """From the call of `begin` or `save` to the commit, on this rank."""
-    stall_s: float = 0.0
-    """Time in seconds for which that call kept this rank from training."""
     score: float | None = None
     world_size: int = 1
     notes: tuple[str, ...] = ()
@@ -44,22 +42,18 @@ class PendingSave:
     direct: bool
     """True if the save bypasses the local tier."""
     time: float = field(default_factory=time.time)
-    stall_s: float = 0.0
     give_up: threading.Event = field(default_factory=threading.Event)
     outcome: CommittedSave | CheckpointError | None = None
     thread: threading.Thread | None = None
 
 
-def describe_save(
-    place: CheckpointDir, manifest: Manifest, begun: float, stall_s: float, notes: list[str]
-) -> CommittedSave:
+def describe_save(place: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]) -> CommittedSave:
     """Return the record of a checkpoint that was just committed.
 
     Args:
         place: the folder of checkpoints that contains it.
         manifest: its manifest.
         begun: start of the save, by the monotonic clock.
-        stall_s: time in seconds for which it kept this rank from training.
         notes: problems that did not prevent the checkpoint.
     """
     return CommittedSave(
@@ -67,7 +61,6 @@ def describe_save(
         path=place.folder / checkpoint_folder_name(manifest.step),
         total_bytes=manifest.total_bytes,
         seconds=time.monotonic() - begun,
-        stall_s=stall_s,
         score=manifest.score,
         world_size=manifest.world_size,
         notes=tuple(notes),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-from hpctrain.checkpoint.format.dcp_format import StoredChunk, rank_file_name
+from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
-from hpctrain.checkpoint.format.metadata_cache import MetadataCache
+from hpctrain.checkpoint.format.staged_file import StagedFile
+from hpctrain.checkpoint.format.write_plan import WriteItem
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, describe_exception
 from hpctrain.checkpoint.io.file_writer import FileWriter, SaveAborted, write_of_bytes
@@ -20,6 +22,45 @@ from hpctrain.checkpoint.staging import StagedState
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
 from hpctrain.errors import CheckpointError
+
+
+class MetadataCache:
+    """The tables of a checkpoint, rebuilt only if a layout has changed.
+
+    For each save: `news` on every rank, `tables` on rank 0 with all news, and `arrived` once the save has
+    succeeded.
+    """
+
+    def __init__(self) -> None:
+        self._told: tuple[WriteItem, ...] | None = None
+        self._of_ranks: dict[int, list[StoredChunk]] = {}
+        self._tables: dict[str, bytes] = {}
+
+    def news(self, image: StagedFile, rank: int) -> list[StoredChunk] | None:
+        """Return the layout of this rank's file for rank 0; None if rank 0 already has it."""
+        is_known = self._told == image.pieces
+        # If the save fails, rank 0 may or may not have received it.
+        self._told = None
+        return None if is_known else stored_chunks(image, rank)
+
+    def arrived(self, image: StagedFile) -> None:
+        """Record that rank 0 has received the layout of this rank's file."""
+        self._told = image.pieces
+
+    def tables(self, news: Sequence[list[StoredChunk] | None]) -> dict[str, bytes]:
+        """Return the tables, by file name.
+
+        Args:
+            news: the result of `news` of each rank, by rank.
+        """
+        changed = {rank: layout for rank, layout in enumerate(news) if layout is not None}
+        if changed:
+            self._of_ranks.update(changed)
+            self._tables = build_tables(
+                item for rank in sorted(self._of_ranks) for item in self._of_ranks[rank]
+            )
+        return self._tables
+
 
 #: The file entries of one rank, and its layout if it changed.
 _Brought = tuple[list[FileEntry], list[tuple[Any, ...]] | None]
@@ -73,7 +114,7 @@ class Saver:
 
     def reached_shared(self, manifest: Manifest, begun: float) -> None:
         """Report a checkpoint that was copied from the local tier."""
-        self._tell(describe_save(self._site.place, manifest, begun, 0.0, self._prune(manifest.step)))
+        self._tell(describe_save(self._site.place, manifest, begun, self._prune(manifest.step)))
 
     def failed_to_reach_shared(self, error: TierCopyFailed) -> None:
         """Report a checkpoint that could not be copied."""
@@ -97,10 +138,10 @@ class Saver:
                 notes.append(f"{error}; it goes to {self._site.place.folder} directly.")
             else:
                 self.tier.committed(save.step, may_skip=self._retention.may_skip(save.step, save.score))
-                return describe_save(self.tier.site.place, manifest, save.begun, save.stall_s, notes)
+                return describe_save(self.tier.site.place, manifest, save.begun, notes)
         manifest = self._commit(save, save.captured, self._site)
         notes += self._prune(save.step)
-        return describe_save(self._site.place, manifest, save.begun, save.stall_s, notes)
+        return describe_save(self._site.place, manifest, save.begun, notes)
 
     def _commit(self, save: PendingSave, captured: StagedState, site: CommitTarget) -> Manifest:
         image, rank = captured.image, self._agreement.rank

@@ -22,15 +22,20 @@ import torch.distributed as dist
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.io.commit import CommitTarget
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
-from hpctrain.checkpoint.io.loading import LoadedCheckpoint, load
+from hpctrain.checkpoint.io.loading import (
+    LoadedCheckpoint,
+    VerifiedCheckpoint,
+    check_shared,
+    list_shared_steps,
+    load,
+)
 from hpctrain.checkpoint.io.retention import Retention
-from hpctrain.checkpoint.latest import find_latest_valid
 from hpctrain.checkpoint.save_types import CommittedSave, PendingSave
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
 
@@ -259,7 +264,6 @@ class CheckpointStore:
             target=self._saving.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
         self._in_flight = save
-        save.stall_s = time.monotonic() - begun
         save.thread.start()
         return save
 
@@ -278,3 +282,48 @@ def _leave(reference: weakref.ref[CheckpointStore]) -> None:
     if store is not None:
         store.abandon()
         store.finish(_EXIT_LIMIT_S)
+
+
+def find_latest_valid(
+    site: CommitTarget, tier: LocalTier | None
+) -> tuple[VerifiedCheckpoint | None, list[str]]:
+    """Find the newest valid checkpoint; set broken newer ones aside. All ranks must call this.
+
+    Returns:
+        The checkpoint or None, and for each broken one a sentence with its name, the problem and its new
+            location.
+
+    Raises:
+        CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
+    """
+    shared, held = set(list_shared_steps(site)), {} if tier is None else tier.holdings()
+    broken: list[str] = []
+    found: VerifiedCheckpoint | None = None
+    for step in sorted(shared | held.keys(), reverse=True):
+        if step in shared:
+            try:
+                found = check_shared(site, step)
+                break
+            except CorruptCheckpoint as error:
+                broken.append(_set_aside(site, site.place, step, str(error)))
+        if tier is not None and step in held:
+            try:
+                found = tier.find(step, held[step])
+                break
+            except CorruptCheckpoint as error:
+                broken.append(_set_aside(tier.site, tier.site.place, step, str(error)))
+    if tier is not None:
+        tier.start_from(found)
+    return found, broken
+
+
+def _set_aside(site: CommitTarget, place: CheckpointDir, step: int, problem: str) -> str:
+    def rename() -> str | None:
+        # A node that has no part of it has nothing to rename.
+        if not site.leads or step not in place.steps():
+            return None
+        return place.set_aside(step).name
+
+    name = site.agreement.together(rename, f"{problem} It cannot be set aside")
+    names = site.agreement.all(name, "setting a checkpoint aside")
+    return f"{problem} It was set aside as {next(filter(None, names), 'nothing: it is gone')}."

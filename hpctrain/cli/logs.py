@@ -11,6 +11,7 @@ from hpctrain.errors import UserError
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_log_reader import LogFilter
 from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.text import format_ranks
 
 
 @click.command("logs")
@@ -65,13 +66,14 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
     attempt = attempts[-1] if shown.attempt is None else shown.attempt
     if attempt not in attempts:
         raise UserError(
-            f"There is no attempt {attempt} of run {run.run_id} (--attempt): it has {_range(attempts)}."
+            f"There is no attempt {attempt} of run {run.run_id} (--attempt): it has "
+            f"{format_ranks(attempts, 'attempt')}."
         )
     there = run.dir.ranks(attempt)
     if there and (missing := [rank for rank in shown.ranks if rank not in there]):
         raise UserError(
             f"There is no log of rank {missing[0]} in {short_path(run.dir.attempt_logs(attempt))}: it has "
-            f"ranks {_range(there)} (--rank)."
+            f"{format_ranks(there)} (--rank)."
         )
     logs = RankLogReader(run.dir, attempt, shown.ranks)
     anything = False
@@ -122,7 +124,3 @@ def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
 
     if lines := job_log_tail(status.log):
         echo_log("\n".join([f"the end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)
-
-
-def _range(numbers: list[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.site.problem import format_time_limit
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
 from hpctrain.telemetry.accounting.timeline_events import is_finite

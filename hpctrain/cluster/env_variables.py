@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hpctrain.cluster.hostlist import expand_hostlist
 from hpctrain.errors import EnvironmentMismatch, UserError
+from hpctrain.text import join_or
 
 #: Selects an environment by name, instead of detecting it.
 ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
@@ -73,5 +74,5 @@ def _read(environ: Mapping[str, str], name: str) -> str:
 
 def override_hint(*environments: str) -> str:
     """Return the last sentence of a message about contradictory variables: the way to resolve them."""
-    choices = " or ".join(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
+    choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
     return f"Unset what is left over from elsewhere, or say what to believe: {choices}."

@@ -7,10 +7,11 @@ from their rank.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
-from hpctrain.cluster.user_processes import iter_user_processes
+from hpctrain.cluster.processes import processes
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 
 #: A killed process ends immediately unless the kernel blocks it.
@@ -36,7 +37,7 @@ def kill_orphans(run_dir: str, before: int) -> list[int]:
 def _kill(run_dir: str, before: int) -> list[int]:
     return [
         process.pid
-        for process in iter_user_processes()
+        for process in processes(os.geteuid())
         if process.environ.get(RUN_DIR_VARIABLE) == run_dir
         and (attempt := process.environ.get(ATTEMPT_VARIABLE, "")).isdigit()
         and int(attempt) < before

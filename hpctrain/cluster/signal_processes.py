@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Collection
 
-from hpctrain.cluster.user_processes import ProcessHandle, iter_user_processes
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 
 _WORKER, _SUPERVISOR = "hpctrain.runtime.worker", "hpctrain.supervisor"
@@ -28,7 +28,7 @@ def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Coll
         ranks: the ranks.
     """
     struck = set()
-    for process in iter_user_processes():
+    for process in processes(os.geteuid()):
         rank = _rank(process, run_dir, attempt)
         if rank is not None and rank in ranks and process.signal(number):
             struck.add(rank)
@@ -38,16 +38,17 @@ def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Coll
 def signal_supervisor(run_dir: str, number: signal.Signals) -> bool:
     """Send a signal to the run's supervisor under Slurm; True if it is on this host."""
     struck = False
-    for process in iter_user_processes():
+    own = processes(os.geteuid())
+    for process in own:
         if _is_supervisor(process.argv, run_dir):
             # Its parent, which replaced the batch script, has the same arguments but only waits for it.
-            guardian = next((one for one in iter_user_processes() if one.pid == process.parent), None)
+            guardian = next((one for one in own if one.pid == process.parent), None)
             if guardian is not None and _is_supervisor(guardian.argv, run_dir):
                 struck |= process.signal(number)
     return struck
 
 
-def _rank(process: ProcessHandle, run_dir: str, attempt: int) -> int | None:
+def _rank(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
     """Return the rank of the process in the attempt; None if it is not a rank of it."""
     argv, environ = process.argv, process.environ
     # srun has the same words in its command line, and a standby worker has those of the next attempt.

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 from hpctrain.authentication import secret_of
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
+from hpctrain.cluster.parent_death import die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.parent_death import die_with_supervisor
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
-from hpctrain.telemetry.sampling.gpu_reading import GpuReading
-from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 
 if TYPE_CHECKING:
     from hpctrain.runtime.rendezvous.signed_store import SignedStore

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
-#: `start` lasts until a `Trainer` takes over, or `hpctrain.should_stop` is called for the first time.
-RankPhase = Literal["start", "load", "data", "step", "validate", "save", "end"]
+from hpctrain.records.rank_phase import RankPhase
 
 
 class RankActivity:
@@ -28,7 +26,7 @@ class RankActivity:
     __slots__ = ("beats", "compute_s", "data_s", "exchange_s", "phase", "step")
 
     def __init__(self) -> None:
-        self.phase: RankPhase = "start"
+        self.phase = RankPhase.START
         self.step = self.beats = 0
         self.data_s = self.compute_s = self.exchange_s = 0.0
 

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 from hpctrain.authentication import secret_of
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.host_name import host_name
+from hpctrain.cluster.parent_death import die_with_supervisor
 from hpctrain.crash_output import find_crash_output
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_of, write_failure
-from hpctrain.runtime.parent_death import die_with_supervisor
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 
 #: Agents start as slowly as ranks: they import torch from a cold shared file system.

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.orphans import kill_orphans
+from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
 from hpctrain.files import make_folder, own_file
 from hpctrain.lossy_stdio import make_stdio_lossy
@@ -38,7 +39,6 @@ from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, report_diagnostics
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
-from hpctrain.runtime.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, start_signal_recorder

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hpctrain.cluster.processes import processes
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.sandbox import commands, teardown
 from hpctrain.sandbox.daemons import Daemon, belongs_to_sandbox, daemons
 from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, folder_of
-from hpctrain.sandbox.processes import kill_all, processes
+from hpctrain.sandbox.processes import kill_all
 
 #: States in which a node accepts or runs jobs. A trailing `*` means that its slurmd does not respond.
 _READY = {"idle", "mixed", "allocated", "completing", "planned"}

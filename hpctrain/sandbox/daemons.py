@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.accounting import ACCOUNTING_USER, SOCKET_VARIABLE, mariadbd_argv
 from hpctrain.sandbox.layout import SandboxLayout, conf_of
-from hpctrain.sandbox.processes import ProcessInfo, processes
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
 #: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.

@@ -7,13 +7,14 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, UserError
 from hpctrain.sandbox import etc_hosts
 from hpctrain.sandbox.commands import cancel_jobs
 from hpctrain.sandbox.daemons import belongs_to_sandbox, daemons
 from hpctrain.sandbox.layout import ROOT, SandboxLayout, folder_of
 from hpctrain.sandbox.lock import sandbox_lock
-from hpctrain.sandbox.processes import ProcessInfo, kill_all, processes, with_descendants
+from hpctrain.sandbox.processes import kill_all, with_descendants
 from hpctrain.sandbox.requirements import check_requirements
 
 

@@ -40,8 +40,10 @@ def parse_duration(text: str) -> float | None:
     return float(seconds)
 
 
-def format_duration(seconds: float) -> str:
-    """Return the duration as `D-HH:MM:SS`, or `HH:MM:SS` below a day, rounded up to whole seconds."""
+def format_time_limit(seconds: float | None) -> str:
+    """Return `D-HH:MM:SS`, or `HH:MM:SS` below a day, rounded up to whole seconds; None is `unlimited`."""
+    if seconds is None:
+        return "unlimited"
     minutes, rest = divmod(-int(-seconds // 1), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_duration
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import JobSpec
 
 # Words at which sbatch splits the components of a heterogeneous job, anywhere in an #SBATCH line.
@@ -34,7 +34,7 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
     elif spec.cpus_per_task is not None:
         directives["cpus-per-task"] = str(spec.cpus_per_task)
     if spec.time_limit_s is not None:
-        directives["time"] = format_duration(spec.time_limit_s)
+        directives["time"] = format_time_limit(spec.time_limit_s)
     directives |= {
         "chdir": spec.run_dir,
         "output": _log(spec),

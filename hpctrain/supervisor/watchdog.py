@@ -7,17 +7,16 @@ uses the time that Slurm leaves it to requeue the job.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from types import FrameType
 
+from hpctrain.cluster.parent_death import die_with_parent
+
 #: Number of times a supervisor may be killed in one job.
 _MOST_DEATHS = 3
-#: prctl(2): the signal that the kernel sends when the parent dies.
-_PR_SET_PDEATHSIG = 1
 #: Signal that reports to a supervisor that its parent is gone.
 ORPHANED_SIGNAL = signal.SIGHUP
 
@@ -34,7 +33,7 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
         guardian = os.getpid()
         child = os.fork()
         if child == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ORPHANED_SIGNAL)
+            die_with_parent(ORPHANED_SIGNAL)
             if os.getppid() != guardian:
                 os.kill(os.getpid(), ORPHANED_SIGNAL)
             return deaths

@@ -68,7 +68,7 @@ def test_how_it_ended_is_told_once_and_asking_never_waits(tmp_path, gate):
     (saved,) = store.finished()
     assert (saved.step, saved.score, saved.world_size, saved.notes) == (1, 0.5, 1, ())
     assert saved.path == tmp_path / "step-00000001"
-    assert 0 < saved.stall_s < saved.seconds
+    assert saved.seconds > 0.05
     assert store.finished() == []
 
 
@@ -86,7 +86,6 @@ def test_one_is_in_flight_and_the_next_waits_for_it(tmp_path, gate):
     assert store.finish(10)
     first, then = store.finished()
     assert (first.step, then.step) == (1, 2)
-    assert then.stall_s > 0.1
     assert torch.equal(store.load_newest()[0].state["x"], torch.ones(2))
 
 

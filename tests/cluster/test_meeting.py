@@ -226,7 +226,7 @@ def test_a_missing_rank_is_named_to_all_that_have_come(key):
     assert time.monotonic() - begun < SHORT_S + 5.0
     for text, ranks in zip(texts, present, strict=True):
         assert text.startswith(f"rank {ranks.rank} on ")
-        assert f"2 of 5 peers have come to localhost, port {candidates(key)[0]}; not rank 2, 4-5" in text
+        assert f"2 of 5 peers have come to localhost, port {candidates(key)[0]}; not ranks 2, 4-5" in text
 
 
 def test_who_came_first_is_told_too_when_its_time_is_up(key):

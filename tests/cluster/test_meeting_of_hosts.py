@@ -169,10 +169,10 @@ def test_an_unresolvable_name_fails_in_time_and_in_words(hosts):
     assert time.monotonic() - begun < SHORT_S + 10
     texts = [str(end["failed"]) for end in ends]
     assert "1 of 3 peers have come to n1.cluster, port " in texts[0]
-    assert "not rank 2-3" in texts[0]
+    assert "not ranks 2-3" in texts[0]
     # A rank on rank 0's own host needs no name.
     assert "rank 0 at 127.0.0.1:" in texts[1]
-    assert "not rank 2-3" in texts[1]
+    assert "not ranks 2-3" in texts[1]
     for text in texts[2:]:
         assert "the name n1.cluster: Temporary failure in name resolution" in text
         assert "the name n1: Temporary failure in name resolution" in text

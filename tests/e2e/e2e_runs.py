@@ -16,9 +16,9 @@ import pytest
 from helpers import run_command, run_processes, wait_for
 from job import dataset
 
+from hpctrain.cluster.processes import ProcessInfo
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.sandbox.processes import ProcessInfo
 
 JOB = Path(__file__).with_name("job.py")
 NUM_EPOCHS, GLOBAL_BATCH_SIZE = 4, 16

@@ -13,7 +13,7 @@ import pytest
 from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
 from helpers import assert_no_process_left, mounted_disk, run_processes, wait_for
 
-from hpctrain.sandbox.processes import ProcessInfo
+from hpctrain.cluster.processes import ProcessInfo
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
 

@@ -13,7 +13,7 @@ import pytest
 from e2e_runs import Run, assert_undisturbed, submit
 from helpers import assert_no_process_left, run_processes, wait_for
 
-from hpctrain.sandbox.processes import ProcessInfo
+from hpctrain.cluster.processes import ProcessInfo
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
 LOCAL = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "1"]

@@ -32,7 +32,7 @@ def test_ranks_and_their_nodes_are_chosen_evenly():
 def test_all_ranks_of_a_node_are_struck_together():
     blows = {choose_fault([Fault.KILL_NODE_RANKS], STARTED, random.Random(seed)) for seed in range(50)}
     assert {(blow.ranks, blow.host) for blow in blows} == {((0, 1), "n1"), ((2, 3), "n2"), ((4, 5), "n5")}
-    assert "kill-node-ranks: ranks 2 to 3 on n2" in map(str, blows)
+    assert "kill-node-ranks: ranks 2-3 on n2" in map(str, blows)
 
 
 def test_without_slurm_nothing_is_done_after_which_nobody_starts_the_run_again():

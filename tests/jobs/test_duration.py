@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.slurm.duration import format_duration, parse_duration
+from hpctrain.slurm.duration import format_time_limit, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_anything_else_is_refused_in_words(text):
 
 @given(st.integers(1, 10**8))
 def test_what_is_written_is_read_back(seconds):
-    assert parse_duration(format_duration(seconds)) == seconds
+    assert parse_duration(format_time_limit(seconds)) == seconds
 
 
 def test_part_of_a_second_counts_as_a_whole_one():
-    assert format_duration(59.2) == "00:01:00"
+    assert format_time_limit(59.2) == "00:01:00"

@@ -87,7 +87,7 @@ pytestmark = pytest.mark.slurm
         ),
         (
             {"partition": "short", "time": "60"},
-            r"\nAs it is, the job fits partition preemptible or urgent or wh",
+            r"\nAs it is, the job fits partition preemptible, urgent or wh",
         ),
         (
             {"partition": "short", "time": None},

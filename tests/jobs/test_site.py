@@ -173,7 +173,7 @@ def test_later_files_add_to_the_sites(tmp_path):
     [
         ("site:\n  habbits: {}", r"site\.yaml:2: site has no 'habbits'\. Did you mean 'habits'\?"),
         ("site: {habits: {requeue: maybe}}", r"yaml:1: site\.habits\.requeue is 'maybe', .* true or false"),
-        ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* it takes accepted or ignored or refused"),
+        ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* it takes accepted, ignored or refused"),
         ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but it takes a number"),
         ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but it takes a list"),
         ("site: {partitions: [{default: true}]}", r"site\.partitions\[0\] lacks 'name'"),

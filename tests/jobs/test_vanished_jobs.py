@@ -10,8 +10,8 @@ import pytest
 from helpers import environment, wait_for
 
 from hpctrain import sandbox
+from hpctrain.cluster.processes import processes
 from hpctrain.jobs.runs.run import Run
-from hpctrain.sandbox.processes import processes
 from hpctrain.slurm.states import RunState
 from jobs.raw_run import Slurm
 

@@ -8,7 +8,7 @@ from hpctrain.cluster import detect
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.node_check import check_gpu, own_gpus, previous_memory_errors
-from hpctrain.telemetry.sampling.gpu_reading import GpuReading
+from hpctrain.telemetry.sampling.nvml import GpuReading
 
 
 def ranks(local: int, per_node: int):

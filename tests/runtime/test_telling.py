@@ -10,6 +10,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from hpctrain.cluster import detect
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import heartbeat
 from hpctrain.runtime.rank_activity import RankActivity
@@ -55,7 +56,7 @@ def test_a_pretended_flight_recorder_that_has_recorded_nothing(tmp_path, monkeyp
 
 def test_the_stacks_of_all_threads_and_the_place_of_the_main_thread(tmp_path, monkeypatch):
     pulse = RankActivity()
-    pulse.enter("step")
+    pulse.enter(RankPhase.STEP)
     monkeypatch.setattr(heartbeat, "activity", pulse)
     told = {}
 

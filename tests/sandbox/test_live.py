@@ -13,10 +13,10 @@ import pytest
 from helpers import run_command, wait_for
 
 from hpctrain import sandbox
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.sandbox import daemons, etc_hosts, setup, slurm_conf
 from hpctrain.sandbox.layout import ROOT, folder_of
-from hpctrain.sandbox.processes import ProcessInfo, processes
 
 pytestmark = pytest.mark.slurm
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from helpers import wait_for
 
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.daemons import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox
 from hpctrain.sandbox.lock import sandbox_lock
-from hpctrain.sandbox.processes import ProcessInfo, kill_all, processes
+from hpctrain.sandbox.processes import kill_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 from helpers import mounted_disk, run_command, wait_for
 
+from hpctrain.cluster.processes import processes
 from hpctrain.errors import SpecError
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir
-from hpctrain.sandbox.processes import processes
 from hpctrain.spec.notify import NotifyConfig
 from hpctrain.supervisor import notification_targets, notifications
 from hpctrain.supervisor.notification_targets import post_json, run_notification_command

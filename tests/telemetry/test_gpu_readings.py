@@ -9,8 +9,7 @@ import pytest
 from pretended_driver import PretendDriver, TalkativeDriver, pretend
 
 from hpctrain.files import read_json_lines
-from hpctrain.telemetry.sampling.gpu_reading import GpuReading
-from hpctrain.telemetry.sampling.nvml import GpuReader, count_gpus
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 

@@ -13,8 +13,7 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.device_metrics import read_device_metrics
 from hpctrain.telemetry.sampling import sampler
-from hpctrain.telemetry.sampling.gpu_reading import GpuReading
-from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 

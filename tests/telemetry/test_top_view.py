@@ -144,7 +144,7 @@ def test_checkpoints_in_a_row_are_one_line():
         (
             "chaos",
             {"fault": "kill-node-ranks", "ranks": [2, 3], "host": "n2"},
-            "chaos  kill-node-ranks, ranks 2 to 3 on n2",
+            "chaos  kill-node-ranks, ranks 2-3 on n2",
         ),
         ("chaos", {"fault": "preempt", "ranks": [], "host": None}, "chaos  preempt"),
         (

@@ -16,8 +16,8 @@ from torch import nn
 
 import hpctrain
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
+from hpctrain.training.algorithms.compression import QuantizedRows
 from hpctrain.training.algorithms.decentralized import tournament_peer
-from hpctrain.training.algorithms.quantization import QuantizedRows
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.sample_order import SampleOrder
 

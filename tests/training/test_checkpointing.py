@@ -25,7 +25,7 @@ from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.training.optim.optimizer_diff import ignored_hyperparameters
+from hpctrain.training.optim.optimizer_setup import ignored_hyperparameters
 from hpctrain.training.saving import checkpoint_schedule as cadence_module
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.stop_deadline import FinalSavePlan, StopDeadline, plan_final_save

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hpctrain.checkpoint.format.staged_file import StagedFile
+from hpctrain.torch_compat import CURRENT_DCP_VERSION, StorageInfo
 
 METADATA_NAME = ".metadata"
 TENSORS_NAME = "tensors.json"
@@ -86,7 +87,7 @@ def _metadata(record: dict[str, Any]) -> Metadata:
         chunks = []
         for i, (offsets, sizes, file, offset, length) in enumerate(entry["pieces"]):
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            places[MetadataIndex(key, offsets, i)] = _StorageInfo(file, offset, length)
+            places[MetadataIndex(key, offsets, i)] = StorageInfo(file, offset, length)
         properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
         tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
     # torch's type also allows entries that are no tensors; there are none here.

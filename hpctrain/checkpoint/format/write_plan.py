@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import CheckpointError
+from hpctrain.torch_compat import ShardedTensor
 
 #: Smaller tensors are not cut, in bytes: opening another piece would cost more than it saves.
 _CUT_FROM_BYTES = 1 << 20

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +21,7 @@ from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+from hpctrain.torch_compat import ShardedTensor
 
 STATE_NAME = "state.json"
 

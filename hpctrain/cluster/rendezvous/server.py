@@ -23,6 +23,7 @@ from hpctrain.cluster.rendezvous.protocol import (
     proof_of_rank_0,
 )
 from hpctrain.errors import RendezvousError, Unauthenticated
+from hpctrain.text import format_ranks
 
 #: A peer that cannot receive one line within this time is considered gone.
 _SEND_LIMIT_S = 2.0
@@ -272,7 +273,7 @@ class RendezvousServer:
     def _who_is_missing(self) -> str:
         missing, peers = self.missing, self._me.world_size - 1
         text = (
-            f"{peers - len(missing)} of {peers} peers have come to {self._where}; not rank {_listed(missing)}"
+            f"{peers - len(missing)} of {peers} peers have come to {self._where}; not {format_ranks(missing)}"
         )
         return "; ".join([text, *self._notes])
 
@@ -287,15 +288,3 @@ class RendezvousServer:
                 key.data.connection.close()
         self._selector.close()
         self._listener.setblocking(True)
-
-
-def _listed(ranks: list[int]) -> str:
-    """Return ranks as `1-3, 7`; long lists are cut."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] + 1 == rank:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    words = ["-".join(map(str, run)) for run in runs]
-    return ", ".join(words[:20]) + (f" and {len(words) - 20} more" if len(words) > 20 else "")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.doctor.finding import Finding
-from hpctrain.jobs.site.problem import format_time_limit
 from hpctrain.jobs.site.requeue_notes import is_partition_preemptible
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site
 from hpctrain.text import pluralize
 

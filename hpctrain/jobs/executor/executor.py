@@ -15,7 +15,7 @@ from hpctrain.jobs.options.spec_builder import validate_option
 from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.serialization import FunctionCall
-from hpctrain.slurm.duration import format_duration
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
 
 #: Hints for options that an executor sets itself, and for parameters that only submitit has.
@@ -119,7 +119,7 @@ def _translated(name: str, value: Any) -> tuple[str, Any]:
     plain, known = name.removeprefix("slurm_"), Executor._valid_parameters()
     plain = option_aliases().get(plain, plain)
     if plain == "timeout_min":
-        return "time", None if value is None else format_duration(60 * value)
+        return "time", None if value is None else format_time_limit(60 * value)
     if plain == "mem_gb":
         return "mem", None if value is None else f"{round(1024 * value)}M"
     if plain in known:

@@ -20,7 +20,6 @@ from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import named_as_in_python
 from hpctrain.jobs.options.spec_builder import new_run_id
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.runs.error_report import format_ranks
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit.prepare import prepare_submission
@@ -28,6 +27,7 @@ from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.serialization import CallPayload, FunctionCall
+from hpctrain.text import format_ranks
 
 log = logging.getLogger("hpctrain")
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from hpctrain.text import join_or
+
 _NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 #: YAML's words for booleans.
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
@@ -105,7 +107,7 @@ class OptionType(NamedTuple):
             *(["texts by name"] if self.pairs else []),
             *(["text, or a list of texts"] if self.many else []),
         ]
-        return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        return join_or(names)
 
 
 def _either(one: OptionType, other: OptionType) -> OptionType:

@@ -17,7 +17,7 @@ from yaml.nodes import Node
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_value import SITE_KEY
 from hpctrain.slurm.site_facts import Site
-from hpctrain.text import suggest
+from hpctrain.text import join_or, suggest
 
 _T = TypeVar("_T")
 
@@ -118,7 +118,7 @@ class _Reader:
                     return hint(text)
                 except ValueError:
                     pass
-        choices = " or ".join(get_args(hint)) if get_origin(hint) is Literal else _NAMES[hint]
+        choices = join_or(get_args(hint)) if get_origin(hint) is Literal else _NAMES[hint]
         raise self._wrong(node, key, choices)
 
     def _entries(self, node: Node, key: str) -> dict[str, Node]:

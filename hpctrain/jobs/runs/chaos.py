@@ -22,6 +22,7 @@ from hpctrain.slurm.command import CHAOS_STEP, run_slurm
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_requests import requeue_job
 from hpctrain.slurm.states import RunState
+from hpctrain.text import format_ranks
 
 #: Restarted ranks are running again within this time.
 _REACH_LIMIT_S = 120.0
@@ -62,9 +63,7 @@ class FaultInjection:
     def __str__(self) -> str:
         if not self.ranks:
             return str(self.fault)
-        first, last = self.ranks[0], self.ranks[-1]
-        whom = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        return f"{self.fault}: {whom} on {self.host}"
+        return f"{self.fault}: {format_ranks(self.ranks)} on {self.host}"
 
 
 def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ...]:

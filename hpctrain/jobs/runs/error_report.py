@@ -10,6 +10,7 @@ from typing import Any
 from hpctrain.files import read_json
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import RunDir
+from hpctrain.text import format_ranks
 from hpctrain.tracebacks import fold
 
 #: Lines of the log to show if a rank ended without a traceback.
@@ -104,12 +105,3 @@ def _host(record: dict[str, Any]) -> str:
 def _summary(record: dict[str, Any]) -> str:
     message = str(record.get("message") or "").split("\n", 1)[0]
     return f"{record.get('error')}: {message}" if message else str(record.get("error"))
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Format ranks, as in `rank 3` or `ranks 0-2, 5`."""
-    runs = [
-        [rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda item: item[1] - item[0])
-    ]
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

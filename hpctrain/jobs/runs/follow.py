@@ -37,15 +37,18 @@ def follow_run(
         whole: start at the last submission instead of the newest attempt.
     """
     readings = deque(_readings(run, shown, whole=whole))
-    watcher = _Watcher(run)
+    poller, unknown = StatusPoller([run.dir], run.environ), UnknownStateTracker()
+    before: RunStatus | None = None
     while True:
         # Query before reading, so that nothing written before the end is missed.
-        status = watcher.look()
+        status = poller.look()[0] if poller.is_due else None
         has_ended = status is not None and status.state.ended
         for _ in range(len(readings) if has_ended else min(_TASKS_A_LOOK, len(readings))):
             yield from readings[0].read()
             readings.rotate(-1)
-        yield from watcher.news()
+        if status is not None:
+            yield from _notices(status, before, unknown)
+            before = status
         if status is not None and has_ended and not any(reading.has_news for reading in readings):
             for reading in readings:
                 yield from reading.read_rest()
@@ -70,32 +73,13 @@ def _readings(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogReader]:
     ]
 
 
-class _Watcher:
-    """Status queries at intervals that do not overload the scheduler."""
-
-    def __init__(self, run: Run) -> None:
-        self._watcher = StatusPoller([run.dir], run.environ)
-        self._next = 0.0
-        self._said: tuple[RunState, str] | None = None
-        self._doubt = UnknownStateTracker()
-        self._news: list[str] = []
-
-    def look(self) -> RunStatus | None:
-        """Return the status if it is time to query it again."""
-        if time.monotonic() < self._next:
-            return None
-        (status,) = self._watcher.look()
-        self._next = time.monotonic() + self._watcher.poll_s
-        if words := self._doubt.words(status):
-            self._news.append(words)
-        says = status.state, status.words if status.tasks is not None else ""
-        if says != self._said and (status.tasks is not None or status.state is RunState.PENDING):
-            about = f" ({status.words})" if status.words else ""
-            self._news.append(f"job is {status.state}{about}")
-        self._said = says
-        return status
-
-    def news(self) -> Iterator[EventLine]:
-        """Yield the notices since the last call."""
-        yield from map(EventLine, self._news)
-        self._news = []
+def _notices(
+    status: RunStatus, before: RunStatus | None, unknown: UnknownStateTracker
+) -> Iterator[EventLine]:
+    """Yield a line if the state became unknown or changed."""
+    if words := unknown.words(status):
+        yield EventLine(words)
+    is_array = status.tasks is not None
+    is_new = before is None or before.state is not status.state or (is_array and before.words != status.words)
+    if is_new and (is_array or status.state is RunState.PENDING):
+        yield EventLine(f"job is {status.state}" + (f" ({status.words})" if status.words else ""))

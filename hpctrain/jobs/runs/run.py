@@ -117,14 +117,14 @@ class Run:
     def _watch(self, limit_s: float | None, doubt: UnknownStateTracker | None = None) -> Iterator[RunStatus]:
         """Yield statuses until the run ends or `limit_s` is over; do not oversleep the limit of `doubt`."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
-        watcher = _watcher([self])
+        poller = _poller([self])
         while True:
-            (status,) = watcher.look()
+            (status,) = poller.look()
             yield status
             left = deadline - time.monotonic()
             if status.state.ended or left <= 0:
                 return
-            pause = min(watcher.poll_s, left)
+            pause = min(poller.poll_s, left)
             time.sleep(min(pause, doubt.left_s) if doubt is not None and doubt.left_s else pause)
 
     def await_exit(self) -> None:
@@ -186,10 +186,10 @@ def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> lis
     Raises:
         OSError: the folder of a run cannot be read.
     """
-    return _watcher(runs, skip_unreadable=skip_unreadable).look() if runs else []
+    return _poller(runs, skip_unreadable=skip_unreadable).look() if runs else []
 
 
-def _watcher(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoller:
+def _poller(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoller:
     from hpctrain.jobs.runs.status_poller import StatusPoller
 
     return StatusPoller([run.dir for run in runs], runs[0].environ, skip_unreadable=skip_unreadable)

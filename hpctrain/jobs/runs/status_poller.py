@@ -39,11 +39,17 @@ class StatusPoller:
         self._last_sure: dict[RunDir, float] = {}
         self._poll_s = 0.0
         self._asks_slurm = False
+        self._due = 0.0
 
     @property
     def poll_s(self) -> float:
-        """Seconds until the next query that puts no load on the scheduler."""
+        """Seconds between queries that do not overload the scheduler."""
         return max(self._poll_s, _POLL_S["slurm" if self._asks_slurm else "local"])
+
+    @property
+    def is_due(self) -> bool:
+        """True once `poll_s` have passed since the last query."""
+        return time.monotonic() >= self._due
 
     def look(self) -> list[RunStatus]:
         """Return the status of each run, in order; that of a job array combines its tasks.
@@ -58,6 +64,7 @@ class StatusPoller:
             self._poll_s = min(2 * self.poll_s, _LONGEST_POLL_S)
         else:
             self._poll_s = 0.0
+        self._due = time.monotonic() + self.poll_s
         for run in self._runs:
             if tasks[run]:
                 with self._noting_unreadable(run, found):

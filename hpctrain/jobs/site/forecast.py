@@ -8,11 +8,11 @@ from datetime import datetime
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.site.job_request import JobRequest
-from hpctrain.jobs.site.problem import format_time_limit
 from hpctrain.slurm.command import SlurmCall, is_transient
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.site_facts import Partition, Site
-from hpctrain.text import pluralize
+from hpctrain.text import join_or, pluralize
 
 #: Slurm simulates its queue to predict a start. With a long queue there is no forecast.
 FORECAST_TIMEOUT_S = 10.0
@@ -110,7 +110,7 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
         [request.time_limit_s] if request.gives("time") else [one.time_without_option_s for one in partitions]
     )
     if not limits or None in limits:
-        names = " or ".join(partition.name for partition in partitions) or "its partition"
+        names = join_or(partition.name for partition in partitions) if partitions else "its partition"
         return f"No cost estimate ({size}): neither --time nor {names} sets a limit."
     limit_s = max(limit for limit in limits if limit is not None)
     hours = tasks * spec.most_granted * each * limit_s / 3600

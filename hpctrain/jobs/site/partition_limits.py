@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 
 from hpctrain.jobs.site.job_request import JobRequest
-from hpctrain.jobs.site.problem import SiteProblem, format_memory, format_time_limit
+from hpctrain.jobs.site.problem import SiteProblem, format_memory
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.text import pluralize
 

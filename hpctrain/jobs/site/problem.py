@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.slurm.duration import format_duration
-
 
 @dataclass(frozen=True)
 class SiteProblem:
@@ -14,11 +12,6 @@ class SiteProblem:
     words: str
     lifted_by: str | None = None
     """QOS flag that lifts the limit (sacctmgr(1), FLAGS of a QOS)."""
-
-
-def format_time_limit(seconds: float | None) -> str:
-    """Format a time limit in Slurm's notation."""
-    return "unlimited" if seconds is None else format_duration(seconds)
 
 
 def format_memory(mib: int) -> str:

@@ -16,7 +16,7 @@ from hpctrain.jobs.site.problem import SiteProblem
 from hpctrain.jobs.site.requeue_notes import requeue_notes
 from hpctrain.slurm.site_discovery import RunQuery, query_qos
 from hpctrain.slurm.site_facts import Partition, Qos, Site
-from hpctrain.text import pluralize, suggest
+from hpctrain.text import join_or, pluralize, suggest
 
 
 def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[str], list[Partition]]:
@@ -104,7 +104,7 @@ def _standing(
         )
         if lifted:
             notes.append(
-                f"{problem.words} Only where the job's QOS is {' or '.join(lifted)} does that not hold "
+                f"{problem.words} Only where the job's QOS is {join_or(lifted)} does that not hold "
                 f"({problem.lifted_by})."
             )
         else:
@@ -143,7 +143,7 @@ def _elsewhere(request: JobRequest, refused: Sequence[Partition], site: Site) ->
     ]
     if not names:
         return ""
-    return f"As it is, the job fits partition {' or '.join(names)} (--partition)."
+    return f"As it is, the job fits partition {join_or(names)} (--partition)."
 
 
 def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:

@@ -15,10 +15,7 @@ from hpctrain.jobs.options.option_value import OptionSource
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.options.unused_options import check_unused_options
-from hpctrain.jobs.submit.preflight_local import check_files
-from hpctrain.jobs.submit.render import render
-from hpctrain.jobs.submit.time_left import check_time_left
+from hpctrain.jobs.submit.preflight import SubmissionDraft, run_preflight
 from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import BackendName, JobSpec
 
@@ -112,21 +109,17 @@ def _prepare(
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     container = _container(settings, backend.name, cwd, environ)
     spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python, container=container)
-    notes += check_unused_options(settings.given, asked, spec)
-    notes += check_time_left(settings.given, spec)
-    check_files(spec, environ)
-    snapshot = None
-    if asked.get("code_snapshot", True):
-        # Imported only if needed, because importing what runs git is slow.
-        from hpctrain.jobs.submit.code_snapshot import plan_snapshot
-
-        snapshot, why_none = plan_snapshot(spec.script, asked["code_snapshot_limit"], environ, folder=code)
-        notes += why_none
-    text = render(spec)
-    outlook = backend.check(spec, text, settings.site)
-    notes += outlook.notes
+    draft = SubmissionDraft(spec, settings, backend, environ, code)
+    notes += run_preflight(draft)
     return PreparedSubmission(
-        spec, text, tuple(notes), outlook.foretell, outlook.refusal, backend, environ, snapshot
+        spec=spec,
+        script=draft.script,
+        notes=tuple(notes),
+        foretell=draft.outlook.foretell,
+        refusal=draft.outlook.refusal,
+        backend=backend,
+        environ=environ,
+        snapshot=draft.snapshot,
     )
 
 

@@ -6,6 +6,7 @@ import os
 from functools import cache
 
 from hpctrain.cluster import detect
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 
@@ -19,7 +20,7 @@ def should_stop() -> bool:
     """
     told = _agreement().ask()
     # Each call counts as progress.
-    activity.enter("step")
+    activity.enter(RankPhase.STEP)
     activity.trained()
     return told
 

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from itertools import islice, pairwise
 from typing import Any
 
+from hpctrain.checkpoint.interval import longest_save_s
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics
 
-#: Allowance for a save longer than any measured, in seconds and as a factor. The ranks use the same values,
-#: and start no save that does not fit.
-_MARGIN_S, _MARGIN_FACTOR = 2.0, 1.25
 #: The ranks agree on a step while they compute the next one, and complete that.
 _STEPS = 3
 #: Time for a signal sent through Slurm to arrive.
@@ -27,7 +25,7 @@ def minimum_lead_s(step_s: float, save_s: float) -> float:
         step_s: the longest step, including a validation between two steps.
         save_s: the longest save, until it was committed.
     """
-    return _SIGNAL_S + _STEPS * step_s + _MARGIN_FACTOR * save_s + _MARGIN_S
+    return _SIGNAL_S + _STEPS * step_s + longest_save_s(save_s)
 
 
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hpctrain.records.rank_phase import RankPhase
+
 #: Limit of a phase, as a multiple of its longest duration in this run.
 _TIMES_LONGEST = 10.0
 #: A rank sends a message every second, or every ten with ten thousand ranks. One that is silent for this many
@@ -19,15 +21,15 @@ _SILENT_S = 30.0
 #: Minimum limit of each phase, as a multiple of the floor, because an unseen phase may be long. `start` is
 #: the script's own code before a training begins, whose duration is unknown. `first` is the first step, which
 #: may compile.
-_FLOORS = {
-    "start": math.inf,
-    "load": 6.0,
-    "first": 6.0,
-    "data": 1.0,
-    "step": 1.0,
-    "validate": 4.0,
-    "save": 12.0,
-    "end": math.inf,
+_FLOORS: dict[str, float] = {
+    RankPhase.START: math.inf,
+    RankPhase.LOAD: 6.0,
+    RankPhase.FIRST: 6.0,
+    RankPhase.DATA: 1.0,
+    RankPhase.STEP: 1.0,
+    RankPhase.VALIDATE: 4.0,
+    RankPhase.SAVE: 12.0,
+    RankPhase.END: math.inf,
 }
 
 
@@ -42,12 +44,12 @@ class PhaseLimits:
 
     def of(self, phase: str) -> float:
         """Return the limit of a phase in seconds."""
-        if self.floor_s is None or phase == "end":
+        if self.floor_s is None or phase == RankPhase.END:
             return math.inf
         longest = self.longest_s.get(phase)
         if longest is None:
             return self.floor_s * _FLOORS.get(phase, math.inf)
-        floor = 6.0 if phase == "start" else _FLOORS.get(phase, math.inf)
+        floor = 6.0 if phase == RankPhase.START else _FLOORS.get(phase, math.inf)
         return max(self.floor_s * floor, longest * _TIMES_LONGEST)
 
     def learn(self, phase: str, seconds: float) -> None:
@@ -59,7 +61,7 @@ class PhaseLimits:
 class RankProgress:
     """Last known state of a connected rank."""
 
-    phase: str = "start"
+    phase: str = RankPhase.START
     step: int = 0
     beats: int = -1
     since: float = 0.0
@@ -70,7 +72,8 @@ class RankProgress:
     @property
     def limited_as(self) -> str:
         """The phase whose limit applies."""
-        return "first" if self.phase in ("step", "data") and self.step == 0 else self.phase
+        is_first = self.step == 0 and self.phase in (RankPhase.STEP, RankPhase.DATA)
+        return RankPhase.FIRST if is_first else self.phase
 
 
 @dataclass(frozen=True)

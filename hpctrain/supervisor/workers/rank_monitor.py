@@ -32,7 +32,7 @@ from hpctrain.supervisor.workers.straggler_detection import (
     Straggler,
     StragglerDetector,
 )
-from hpctrain.text import pluralize
+from hpctrain.text import format_ranks, pluralize
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,9 @@ class RankMonitor:
             if there <= inquiry.told.keys():
                 self._conclude(inquiry)
                 return
-            log.warning("no answer from %s: asking by SIGQUIT", _ranks(sorted(there - inquiry.told.keys())))
+            log.warning(
+                "no answer from %s: asking by SIGQUIT", format_ranks(sorted(there - inquiry.told.keys()))
+            )
             inquiry.signalled_at = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
             threading.Thread(target=self._signal, daemon=True).start()
@@ -260,15 +262,9 @@ def describe_hang(
         one = told[first]
         text += f"; {where} is in {one.place}, phase {one.phase}, after {pluralize(one.step, 'step')}"
     if len(missing) > 1:
-        text += f", and with it {_ranks(missing[1:])}"
+        text += f", and with it {format_ranks(missing[1:])}"
     others = [one for rank, one in told.items() if rank not in missing]
     if others:
         most = max((one.place for one in others), key=[one.place for one in others].count)
         text += f", while {len(others)} of {len(told) + len(silent)} ranks wait in {most}"
     return text
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"

@@ -8,10 +8,10 @@ from typing import Any
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_count
 
-#: Fields of a line that are not training metrics.
-RESERVED_FIELDS = frozenset(
-    {"step", "epoch", "time", "attempt", "spent", "last_step", "model_flops", "peak_flops"}
-)
+#: Fields that hpctrain writes into a line; no metric can have these names.
+RESERVED_FIELDS = frozenset({"step", "epoch", "time", "attempt", "spent", "last_step"})
+#: Fields that are no curves. A script logs its FLOPs for the model FLOPs utilization only.
+NOT_CURVES = RESERVED_FIELDS | {"model_flops", "peak_flops"}
 
 #: Placeholder for a figure derived from steps, in a run that reports none.
 NO_STEPS = "this script reports no steps"
@@ -48,6 +48,5 @@ def metric_values(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in record.items()
-        if name not in RESERVED_FIELDS
-        and (type(value) is float or (type(value) is int and abs(value) < 1e300))
+        if name not in NOT_CURVES and (type(value) is float or (type(value) is int and abs(value) < 1e300))
     }

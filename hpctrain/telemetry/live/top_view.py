@@ -19,6 +19,7 @@ from hpctrain.text import (
     format_duration,
     format_memory,
     format_number,
+    format_ranks,
     format_share,
     pluralize,
     printable,
@@ -309,11 +310,9 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
 def _struck(event: Mapping[str, Any]) -> str:
     """Return the ranks affected by a fault, and their node."""
     ranks, host = event.get("ranks"), event.get("host")
-    if not isinstance(ranks, list) or not ranks:
+    if not isinstance(ranks, list) or not (numbers := [rank for rank in ranks if isinstance(rank, int)]):
         return ""
-    first, last = ranks[0], ranks[-1]
-    words = f"rank {first}" if len(ranks) == 1 else f"ranks {first} to {last}"
-    return f"{words} on {host}" if host else words
+    return f"{format_ranks(numbers)} on {host}" if host else format_ranks(numbers)
 
 
 def _kind(event: Mapping[str, Any]) -> str:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.util import find_spec
 
+from hpctrain.class_registry import Registry
 from hpctrain.errors import UserError
-from hpctrain.telemetry.loggers.csv_file import Csv
 from hpctrain.telemetry.loggers.logger import Logger
-from hpctrain.telemetry.loggers.mlflow import MLflow
-from hpctrain.telemetry.loggers.neptune import Neptune
-from hpctrain.telemetry.loggers.tensorboard import TensorBoard
-from hpctrain.telemetry.loggers.wandb import Wandb
-from hpctrain.text import suggest
 
-#: Logger class by name, and the package that it requires.
-_KINDS: dict[str, tuple[Callable[[], Logger], str | None]] = {
-    "csv": (Csv, None),
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (Wandb, "wandb"),
-    "mlflow": (MLflow, "mlflow"),
-    "neptune": (Neptune, "neptune_scale"),
-}
+LOGGERS: Registry[Logger] = Registry(
+    setting="loggers",
+    kind=Logger,  # type: ignore[type-abstract]
+    ours={
+        "csv": "csv_file:Csv",
+        "tensorboard": "tensorboard:TensorBoard",
+        "wandb": "wandb:Wandb",
+        "mlflow": "mlflow:MLflow",
+        "neptune": "neptune:Neptune",
+    },
+)
+#: Package that a logger requires, by the name of the logger.
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune_scale"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
@@ -34,30 +34,18 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
         UserError: a name is unknown, a package is not installed, or two loggers have the same name.
     """
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    loggers = [_find(one) if isinstance(one, str) else _checked(one) for one in given]
+    loggers = [LOGGERS.find(one)() if isinstance(one, str) else _checked(one) for one in given]
     for name, count in Counter(logger.name for logger in loggers).items():
         if count > 1:
             raise UserError(f"{count} loggers are named {name!r}. Give each a name of its own: name=…")
-    for logger in loggers:
-        kind, package = next(
-            ((kind, package) for kind, (made, package) in _KINDS.items() if isinstance(logger, made)),  # type: ignore[arg-type]
-            ("", None),
-        )
-        if package is not None and find_spec(package) is None:
+    for kind, package in _PACKAGES.items():
+        if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(package) is None:
             ended = " Neptune's hosted service has ended." * (kind == "neptune")
             raise UserError(
                 f"The logger {kind!r} needs the package {package.replace('_', '-')}, which is not installed. "
                 f"Install it: pip install 'hpctrain[{kind}]'.{ended}"
             )
     return loggers
-
-
-def _find(name: str) -> Logger:
-    if name not in _KINDS:
-        hint = suggest(name, _KINDS, otherwise=f"Choose from {', '.join(_KINDS)}, or give your own.")
-        raise UserError(f"There is no logger {name!r}. {hint}")
-    made, _ = _KINDS[name]
-    return made()
 
 
 def _checked(logger: object) -> Logger:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.telemetry.report.html_renderer import render_page
-from hpctrain.telemetry.report.run_comparison import comparison_rows, spec_differences
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
+from hpctrain.telemetry.report.summary import comparison_rows, spec_differences
 from hpctrain.text import format_duration
 
 _MOST_POINTS = 2000

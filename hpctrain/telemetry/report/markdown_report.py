@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterable, Sequence
 
 from hpctrain.telemetry.report.advice import advise
-from hpctrain.telemetry.report.run_comparison import comparison_rows, spec_differences
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import time_breakdown_rows
 from hpctrain.telemetry.report.summary import (
+    comparison_rows,
     describe_attempt_cost,
     describe_attempt_end,
     describe_follow_up,
     key_figures,
+    spec_differences,
     summarize,
 )
 from hpctrain.text import format_clock, format_duration, printable

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.telemetry.accounting.metric_fields import NOT_CURVES
 from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.text import format_number
 
@@ -54,7 +54,7 @@ class MetricCurves:
     @property
     def names(self) -> list[str]:
         """Names of all metrics: loss first, then validation metrics, then the others."""
-        names = {name for record in self.counting.values() for name in record} - RESERVED_FIELDS
+        names = {name for record in self.counting.values() for name in record} - NOT_CURVES
         names = {name for name in names if self._has_numbers(name)}
         return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
 

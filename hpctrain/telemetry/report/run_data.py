@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,3 +167,8 @@ def _cause_on_record(
     finished = [event for event in events if event.get("kind") == "finished"]
     cause = finished[-1].get("cause") if finished else None
     return str(cause) if cause else (attempts[-1].cause if attempts else None)
+
+
+def format_setting(value: object) -> str:
+    """Return a value of a specification or of the environment as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

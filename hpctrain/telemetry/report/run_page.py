@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from hpctrain.telemetry.report.device_metrics import COLUMNS, HeatMap, NodeSerie
 from hpctrain.telemetry.report.html_renderer import render_page
 from hpctrain.telemetry.report.jsonl import gc_disabled
 from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
-from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.run_data import RunData, format_setting
 from hpctrain.telemetry.report.summary import (
     CATEGORY_TEXT,
     describe_attempt_cost,
@@ -83,7 +82,7 @@ def render_run_page(facts: RunData, *, live_s: int | None = None) -> str:
         environment=_environment(facts),
         checkpoints=[_checkpoint(one) for one in facts.checkpoints[:-13:-1]],
         checkpoint_words=_checkpoint_words(facts.checkpoints),
-        spec=[(name, _plain(value)) for name, value in facts.spec.items()],
+        spec=[(name, format_setting(value)) for name, value in facts.spec.items()],
     )
 
 
@@ -264,7 +263,7 @@ def _environment(facts: RunData) -> list[tuple[str, str]]:
     known = {name: value for name, value in facts.environment.items() if name not in ("time", "attempt")}
     settings = known.pop("settings", None)
     rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
-    return [(str(name), _plain(value)) for name, value in rows if value is not None]
+    return [(str(name), format_setting(value)) for name, value in rows if value is not None]
 
 
 def _rounded(value: float | None) -> float | None:
@@ -321,7 +320,3 @@ def _checkpoint_words(checkpoints: Sequence[CheckpointRecord]) -> str:
     kept = len({one.step for one in checkpoints if one.kept})
     shown = " The last twelve:" if len(checkpoints) > 12 else ""
     return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} of them still there.{shown}"
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

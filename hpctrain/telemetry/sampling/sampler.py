@@ -22,8 +22,7 @@ from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.cluster.host_name import host_name
 from hpctrain.files import append_json_line, make_folder
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.sampling.gpu_reading import GpuReading
-from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 
 #: Seconds between two readings.

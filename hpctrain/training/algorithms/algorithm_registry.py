@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hpctrain.class_registry import Registry
 from hpctrain.training.algorithms.base import Algorithm
-from hpctrain.training.base.class_registry import Registry
 
 ALGORITHMS: Registry[Algorithm] = Registry(
     setting="algorithm",
@@ -13,10 +13,10 @@ ALGORITHMS: Registry[Algorithm] = Registry(
     kind=Algorithm,
     ours={
         "allreduce": "base:AllReduce",
-        "fp16": "half_precision:Float16",
-        "bf16": "half_precision:BFloat16",
+        "fp16": "compression:Float16",
+        "bf16": "compression:BFloat16",
         "powersgd": "powersgd:PowerSGD",
-        "bytegrad": "bytegrad:ByteGrad",
+        "bytegrad": "compression:ByteGrad",
         "qadam": "qadam:QAdam",
         "decentralized": "decentralized:Decentralized",
         "low_precision_decentralized": "decentralized:LowPrecisionDecentralized",

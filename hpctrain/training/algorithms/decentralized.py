@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.algorithms.base import Algorithm, noop_hook, register_comm_hook
-from hpctrain.training.algorithms.quantization import QuantizedRows
+from hpctrain.training.algorithms.compression import QuantizedRows
 
 
 class Decentralized(Algorithm):

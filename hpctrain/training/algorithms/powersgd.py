@@ -19,7 +19,8 @@ class PowerSGD(Algorithm):
 
     The residual is added to the next gradient (error feedback). Vectors, and matrices that would not become
     smaller, are averaged uncompressed. Before a checkpoint the ranks average their residuals, which keeps
-    their sum over the ranks, and so the next mean.
+    their sum over the ranks, and so the next mean. They are stored by parameter; torch's hook stores them by
+    bucket, so that a checkpoint would depend on the bucket size.
     """
 
     def __init__(self, rank: int = 2, seed: int = 0) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
 from hpctrain.training.algorithms.base import Algorithm, GradBucket, completed_future, register_comm_hook
-from hpctrain.training.algorithms.quantization import quantized_all_reduce_mean
+from hpctrain.training.algorithms.compression import quantized_all_reduce_mean
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils import worker as torch_worker
 
 from hpctrain.errors import UserError
+from hpctrain.torch_compat import dataloader_worker
 from hpctrain.training.data.sample_seeds import SampleSeeds
 
 #: True if this rank keeps a sample: (epoch, shard, number in the shard) -> bool. Others are read and dropped.
@@ -153,7 +153,7 @@ class InterleavedReader(IterableDataset[ShardChunk]):
     def __iter__(self) -> Iterator[ShardChunk]:
         # In a DataLoader worker some streams return only a part of themselves, but here each shard has just
         # one reader.
-        torch_worker._worker_info = None
+        dataloader_worker._worker_info = None
         epoch, marks = self.first_epoch, dict(self.marks)
         while self.num_epochs is None or epoch < self.num_epochs:
             reading = deque(

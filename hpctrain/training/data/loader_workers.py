@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.errors import HpctrainError
-from hpctrain.runtime.parent_death import die_with_parent
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, write_progress_to
 

@@ -24,9 +24,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.authentication import new_secret
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
+from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
-from hpctrain.runtime.parent_death import die_with_parent
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.serialization import dumps
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.loop.message_batcher import MessageBatcher
-from hpctrain.training.observe.metrics_file import RESERVED_FIELDS
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timer import TimingSample
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from hpctrain.errors import UserError
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
@@ -207,7 +208,7 @@ class TrainingLoop:
                     self._progress.say(f"hpctrain: {advice}")
             self._team.barrier()
             self._callbacks.fit_end()
-        activity.enter("end")
+        activity.enter(RankPhase.END)
         if sentence := self._strategy.finish():
             self._progress.say(f"hpctrain: {sentence}")
 
@@ -251,7 +252,7 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Load the newest checkpoint, if any, and prepare the next step."""
         state = self.state
-        activity.enter("load")
+        activity.enter(RankPhase.LOAD)
         self._checkpoints.resume()
         for remark in (*self._feed.remarks, *self._strategy.remarks, *state.remarks):
             self._progress.say(f"hpctrain: {remark}")
@@ -366,12 +367,12 @@ class TrainingLoop:
             self._leave()
         self._write()
         if before.save or now.save or self._checkpoints.due():
-            with activity.during("save"):
+            with activity.during(RankPhase.SAVE):
                 self._checkpoints.save()
 
     def _leave(self) -> NoReturn:
         self._write()
-        activity.enter("save")
+        activity.enter(RankPhase.SAVE)
         self._checkpoints.leave()
 
     def _validation_due(self) -> bool:
@@ -388,7 +389,7 @@ class TrainingLoop:
         # Checkpoints do not keep a callback's request to end, so this validation must not be interrupted.
         stop = None if state.finished and not self._feed.finished else self._stop
         put_back = snapshot_buffers(self._module)
-        with activity.during("validate"), self._spent.on("validation"):
+        with activity.during(RankPhase.VALIDATE), self._spent.on("validation"):
             results = run_validation(
                 self._strategy,
                 self._validation_set,

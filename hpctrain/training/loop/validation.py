@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpctrain.errors import UserError
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
@@ -75,7 +76,7 @@ def run_validation(
             for name, mean in scalars.items():
                 sums[name] = sums.get(name, 0.0) + mean.to(team.device).double() * num_samples
             count += num_samples
-            activity.enter("validate")
+            activity.enter(RankPhase.VALIDATE)
     if way.interrupted:
         return None
     # A rank without samples does not have the names.

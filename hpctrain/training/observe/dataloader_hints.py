@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hpctrain.text import pluralize
+
 #: Minimum training time in seconds, and minimum share of waiting, for a hint.
 _SEEN_S, _SHARE = 20.0, 0.2
 
@@ -24,8 +26,8 @@ def warn_too_many_workers(num_workers: int, cpus: int) -> str | None:
     if num_workers <= cpus:
         return None
     return (
-        f"num_workers is {num_workers}, and a rank has {_processors(cpus)} here, on which they take turns. "
-        f"Ask for more with --cpus-per-task, or set {cpus}."
+        f"num_workers is {num_workers}, and a rank has {pluralize(cpus, 'processor')} here, on which they "
+        f"take turns. Ask for more with --cpus-per-task, or set {cpus}."
     )
 
 
@@ -43,12 +45,8 @@ def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: 
     said = f"{waited_s / all_s:.0%} of the time went by waiting for data with num_workers={num_workers}"
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
-        return f"{said}: try {more}, for a rank has {_processors(cpus)} here."
+        return f"{said}: try {more}, for a rank has {pluralize(cpus, 'processor')} here."
     return (
-        f"{said}, and a rank has {_processors(cpus)} here: ask for more with --cpus-per-task, "
+        f"{said}, and a rank has {pluralize(cpus, 'processor')} here: ask for more with --cpus-per-task, "
         "or make loading cheaper."
     )
-
-
-def _processors(count: int) -> str:
-    return f"{count} processor{'s' if count != 1 else ''}"

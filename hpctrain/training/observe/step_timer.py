@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
 
 T = TypeVar("T")
@@ -71,14 +72,14 @@ class StepTimer:
         """Yield `batches`; time to get each counts as waiting for data, unless the GPU is busy."""
         iterator = iter(batches)
         while True:
-            activity.enter("data")
+            activity.enter(RankPhase.DATA)
             begun = time.perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             seconds = time.perf_counter() - begun
-            activity.enter("step")
+            activity.enter(RankPhase.STEP)
             activity.data_s += seconds
             if not self._on_gpu or torch.cuda.current_stream(self._device).query():
                 self._on_data_s += seconds

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UserError
+from hpctrain.torch_compat import BatchNorm
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def _again_later(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def _statistics_at_rest(part: nn.Module) -> Iterator[None]:
     """Let batch norm update copies of its running statistics within the block."""
-    layers = [layer for layer in part.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    layers = [layer for layer in part.modules() if isinstance(layer, BatchNorm) and layer.training]
     own = [dict(layer._buffers) for layer in layers]
     for layer, buffers in zip(layers, own, strict=True):
         layer._buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})

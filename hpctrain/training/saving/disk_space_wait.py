@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.errors import DiskFull
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.text import format_size
@@ -64,7 +65,7 @@ class DiskSpaceWait:
             self._say(f"hpctrain: {cause}")
         tried = time.monotonic()
         while True:
-            activity.enter("save")
+            activity.enter(RankPhase.SAVE)
             own = min(left_s(), self._begun + LIMIT_S - time.monotonic())
             if (left := self._team.lowest(own)) <= 0:
                 return False

@@ -7,12 +7,10 @@ import time
 from collections.abc import Mapping
 from enum import Enum
 
+from hpctrain.checkpoint.interval import SAVE_MARGIN_S, longest_save_s
 from hpctrain.errors import UserError
 from hpctrain.rundir import REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-
-#: Margin of a save over the measured one: seconds and factor.
-_MARGIN_S, _MARGIN_FACTOR = 2.0, 1.25
 
 
 class StopDeadline:
@@ -59,7 +57,7 @@ def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | N
     if write_s is None:
         return FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT
     whole_s = longest_save_s(write_s)
-    rest_s = 0.0 if in_flight_s is None else max(_MARGIN_S, whole_s - in_flight_s)
+    rest_s = 0.0 if in_flight_s is None else max(SAVE_MARGIN_S, whole_s - in_flight_s)
     if rest_s + whole_s <= left_s:
         return FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT
     if whole_s <= left_s:
@@ -67,11 +65,6 @@ def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | N
     if in_flight_s is not None and rest_s <= left_s:
         return FinalSavePlan.THE_ONE_IN_FLIGHT
     return FinalSavePlan.NONE
-
-
-def longest_save_s(write_s: float) -> float:
-    """Return the maximum seconds of a save, from the measured ones."""
-    return write_s * _MARGIN_FACTOR + _MARGIN_S
 
 
 def _parse(text: str) -> dict[str, float]:

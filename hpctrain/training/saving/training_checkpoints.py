@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory
+from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import EXIT_CONTINUE, DiskFull, UserError
 from hpctrain.rundir import NODE_MTBF_VARIABLE, RunDir
@@ -23,7 +23,6 @@ from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
 from hpctrain.training.saving.stop_deadline import (
     FinalSavePlan,
     StopDeadline,
-    longest_save_s,
     plan_final_save,
 )
 from hpctrain.training.saving.training_state import TrainingState

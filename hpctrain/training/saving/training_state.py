@@ -11,8 +11,11 @@ from hpctrain.checkpoint.store import LoadedCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.module import Module
-from hpctrain.training.optim.optimizer_diff import check_optimizer_class, ignored_hyperparameters
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.optim.optimizer_setup import (
+    OptimizerSetup,
+    check_optimizer_class,
+    ignored_hyperparameters,
+)
 
 
 class Stateful(Protocol):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from hpctrain.torch_compat import pytree
 
 #: Default number of micro-batches per stage: more of them leave stages idle for less time.
 _MICRO_BATCHES_A_STAGE = 4

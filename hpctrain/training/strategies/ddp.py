@@ -1,11 +1,202 @@
-"""Distributed data parallelism: one process per device, gradients averaged during the backward pass."""
+"""Replicas of the module on all ranks, with gradients averaged during the backward pass."""
 
 from __future__ import annotations
 
-from hpctrain.training.strategies.ddp_base import DataParallelBase
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.torch_compat import buffer_broadcast_kwargs
+from hpctrain.training.algorithms import Algorithm, find_algorithm
+from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
+from hpctrain.training.strategies.base import Strategy
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+
+if TYPE_CHECKING:
+    from hpctrain.training.trainer_config import TrainerConfig
+
+
+class DataParallelBase(Strategy):
+    """One replica of the module per rank, in torch's DistributedDataParallel.
+
+    After the first backward pass of a process DDP regroups its gradient buckets, which changes the order of
+    additions between more than two ranks. A resumed process would then differ in the last bit from one that
+    never stopped. So every process regroups before its first real step, with a separate graph that touches
+    each parameter once and uses neither data, buffers nor random state.
+    """
+
+    has_buckets = True
+
+    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+        """Broadcast rank 0's parameters and buffers. All ranks must call this."""
+        super().__init__(module, team, settings)
+        self.algorithm: Algorithm = find_algorithm(settings.algorithm)
+        # A single rank needs no wrapper.
+        self._forward: nn.Module | None = None
+        self._forwards: list[nn.Module] = []
+        if team.is_distributed and not takes_optimizer_idx(module):
+            self._forward = self._averaging()
+
+    def gradient_parts(self) -> list[int]:
+        """Return the sizes of DDP's buckets, filled from the last parameter to the first up to the limit."""
+        if not self.team.is_distributed:
+            return []
+        limit = (self.settings.bucket_cap_mb or 25) * 2**20
+        parts: list[int] = []
+        part = 0
+        for parameter in reversed(list(self.module.parameters())):
+            part += parameter.nbytes if parameter.requires_grad else 0
+            if part >= (2**20 if self.settings.bucket_cap_mb is None and not parts else limit):
+                parts, part = [*parts, part], 0
+        return [*parts, part] if part else parts
+
+    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
+        """Return the output and number of samples to compute the loss over.
+
+        Called between `training_step` and `training_step_end`.
+        """
+        return output, num_samples
+
+    def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        if self._forward is None:
+            return self._take(batch, batch_idx, num_samples, self.turn)
+        try:
+            output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
+        except RuntimeError as error:
+            _explain(error, self.module)
+            raise
+        return output, counted
+
+    def _take(self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]) -> tuple[Any, float]:
+        module = self.module
+        output, counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
+        return module.training_step_end(output), counted
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return a context whose passes add to this rank's gradients without synchronisation."""
+        if isinstance(self._forward, DistributedDataParallel):
+            return self._forward.no_sync()
+        return nullcontext()
+
+    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+        if self.team.is_distributed:
+            # The replicas are equal only from here on.
+            self.algorithm.begin(self.module, self.team)
+            for forward in (*self._forwards, self._forward):
+                if isinstance(forward, DistributedDataParallel):
+                    self.algorithm.attach(forward)
+            self.algorithm.optimized(optimization)
+        return optimization
+
+    def updated(self, step: int) -> None:
+        if self.team.is_distributed:
+            self.algorithm.updated(step)
+
+    def align_buffers(self) -> None:
+        """Broadcast rank 0's buffers, such as running means. All ranks must call this.
+
+        Forward passes do so too, before each rank updates the buffers from its own samples.
+        """
+        if self.team.is_distributed:
+            self.algorithm.align()
+            broadcast_buffers(self.module)
+
+    def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+        super().take_turns(parameters)
+        for own in parameters if self.team.is_distributed else ():
+            with only_trainable(self.module, own):
+                self._forwards.append(self._averaging())
+
+    @contextmanager
+    def turn_of(self, idx: int) -> Iterator[None]:
+        with super().turn_of(idx):
+            if self._forwards:
+                self._forward = self._forwards[idx]
+            yield
+
+    def _averaging(self) -> nn.Module:
+        """Wrap the step so that gradients of currently trainable parameters are averaged over the ranks."""
+        step = _Step(self.module, self._take)
+        if not any(p.requires_grad for p in self.module.parameters()):
+            return step
+        forward = DistributedDataParallel(
+            step,
+            device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.settings.bucket_cap_mb,
+            static_graph=self.settings.static_graph,
+            find_unused_parameters=self.settings.find_unused_parameters,
+            # Replicas that may differ broadcast buffers in `align_buffers` instead.
+            **buffer_broadcast_kwargs(self.algorithm.shares_gradients),
+        )
+        touched: torch.Tensor = forward(None, 0, 0, touch_only=True)
+        torch.autograd.backward(touched)
+        forward.zero_grad(set_to_none=True)
+        return forward
 
 
 class DDP(DataParallelBase):
     """Strategy in which each rank computes its loss over its own share of the global batch."""
 
     has_algorithms = True
+
+
+class DDPSpawn(DDP):
+    """Variant of ddp in which the calling process starts the ranks, unless a launcher has started them."""
+
+    spawns = True
+
+
+class _Step(nn.Module):
+    """Forward pass for DDP to wrap, which runs a training step."""
+
+    def __init__(self, module: Module, take: Callable[..., tuple[Any, float]]) -> None:
+        super().__init__()
+        self.module = module
+        self._take = take
+
+    def forward(
+        self,
+        batch: Any,
+        batch_idx: int,
+        num_samples: int,
+        turn: tuple[int, ...] = (),
+        touch_only: bool = False,
+    ) -> Any:
+        if touch_only:
+            return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
+        return self._take(batch, batch_idx, num_samples, turn)
+
+
+def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Return a zero that depends on every parameter; its backward pass reaches the last parameter first."""
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        total = total + (parameter * 0).sum().to(total.device, total.dtype)
+    return total
+
+
+def _explain(error: RuntimeError, module: nn.Module) -> None:
+    """Name the parameters that the previous step did not use, if torch's error is about them.
+
+    Raises:
+        UserError: there are unused parameters, and find_unused_parameters is not set.
+    """
+    if "find_unused_parameters=True" not in str(error):
+        return
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
+    raise UserError(
+        f"{type(module).__name__}.training_step did not use {', '.join(names)}, and ranks would wait for "
+        "their gradients. Take them out of the module, or freeze them (requires_grad_(False)); if steps "
+        "differ in what they use, set find_unused_parameters=True."
+    ) from error

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
-from hpctrain.training.strategies.ddp_base import DataParallelBase
+from hpctrain.training.strategies.ddp import DataParallelBase
 from hpctrain.training.strategies.node_gather import NodeGather
 
 if TYPE_CHECKING:

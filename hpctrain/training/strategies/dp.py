@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.torch_compat import pytree
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.module import Module

@@ -7,6 +7,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,11 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain import messages
 from hpctrain.errors import UserError
+from hpctrain.torch_compat import FSDP_ATTRIBUTES, fsdp_states
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
-from hpctrain.training.strategies.fsdp_unwrap import fits_unsharded, unshard_module
-from hpctrain.training.strategies.fsdp_wrapping import find_wrap_modules
 from hpctrain.training.strategies.sharded_params import (
     ShardedParameters,
     check_module_parameters,
@@ -200,3 +200,81 @@ def _explained() -> Iterator[None]:
                 "block, and not what is inside of it."
             )
         raise
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def find_wrap_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model: the elements of Sequential, ModuleList and ModuleDict.
+
+    Of nested containers only the innermost count. A block that shares a parameter with the rest of the model
+    is left out, and gathered with the rest.
+    """
+    everywhere = _occurrences(module)
+    units: dict[nn.Module, None] = {}
+    for block in _blocks(module):
+        inside = _occurrences(block)
+        if inside and all(everywhere[parameter] == count for parameter, count in inside.items()):
+            units[block] = None
+    return list(units)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _occurrences(module: nn.Module) -> Counter[nn.Parameter]:
+    """Count the occurrences of each parameter, without 0-dimensional ones, which cannot be sharded."""
+    named = module.named_parameters(remove_duplicate=False)
+    return Counter(parameter for _, parameter in named if parameter.ndim)
+
+
+def fits_unsharded(module: nn.Module, device: torch.device) -> bool:
+    """True if this rank's device has memory for all sharded parameters as a whole."""
+    if device.type != "cuda":
+        return True
+    missing = sum(p.numel() * p.element_size() for p in module.parameters() if isinstance(p, DTensor))
+    free, _ = torch.cuda.mem_get_info(device)
+    return missing < 0.9 * free
+
+
+def unshard_module(module: nn.Module) -> None:
+    """Gather all parameters and remove every trace of sharding. All ranks must call this.
+
+    Other hooks, attributes and submodules stay; the parameters are new objects.
+    """
+    for part in module.modules():
+        fsdp_states.pop(part, None)
+        for hooks in _hooks(part):
+            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                del hooks[key]
+        for name in [name for name in vars(part) if name.startswith(FSDP_ATTRIBUTES)]:
+            delattr(part, name)
+        if isinstance(part, FSDPModule):
+            # torch replaces the class by a new one, derived from FSDPModule and the module's own class.
+            part.__class__ = type(part).__mro__[2]
+    wholes: dict[torch.Tensor, nn.Parameter] = {}
+    for part in module.modules():
+        parameters: dict[str, Any] = part._parameters
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                if parameter not in wholes:
+                    full = parameter.full_tensor().detach()
+                    wholes[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                parameters[name] = wholes[parameter]
+
+
+def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            yield value
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")

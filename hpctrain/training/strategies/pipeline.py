@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils import _pytree as pytree
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.torch_compat import pytree
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD
 from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.batch_plan import DataRank

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
-from hpctrain.training.base.torch_compat import all_gather_single
+from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.module import Module
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hpctrain.training.base.class_registry import Registry
+from hpctrain.class_registry import Registry
 from hpctrain.training.strategies.base import Strategy
 
 #: Strategy that the job requests; the template ddp2 sets this variable.
@@ -16,7 +16,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     kind=Strategy,
     ours={
         "ddp": "ddp:DDP",
-        "ddp_spawn": "ddp_spawn:DDPSpawn",
+        "ddp_spawn": "ddp:DDPSpawn",
         "ddp2": "ddp2:DDP2",
         "dp": "dp:DP",
         "horovod": "horovod:Horovod",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpctrain import messages
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
-from hpctrain.training.strategies.ddp_base import DataParallelBase
+from hpctrain.training.strategies.ddp import DataParallelBase
 from hpctrain.training.strategies.sharded_params import ShardedParameters, gradient_norm
 
 

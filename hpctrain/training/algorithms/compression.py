@@ -1,13 +1,47 @@
-"""Quantization of vectors to 8 bits per element, with a minimum and maximum per row."""
+"""All-reduce of gradients in 16 or 8 bits.
+
+ByteGrad: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.training.base.torch_compat import all_gather_single
+from hpctrain.torch_compat import all_gather_single
+from hpctrain.training.algorithms.base import Algorithm, GradBucket, completed_future, register_comm_hook
+
+
+class _HalfPrecision(Algorithm):
+    hook: ClassVar[Any]
+    """A communication hook of torch; it takes a process group, or None for all ranks."""
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        register_comm_hook(parallel, self._exchange)
+
+    def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        self.sent_bytes += 2 * bucket.buffer().numel()
+        exchanged: Future[torch.Tensor] = self.hook(None, bucket)
+        return exchanged
+
+
+class Float16(_HalfPrecision):
+    """All-reduce in float16, with 11 bits of precision: values above 65,504 overflow, below 6e-8 vanish."""
+
+    hook = staticmethod(default_hooks.fp16_compress_hook)
+
+
+class BFloat16(_HalfPrecision):
+    """All-reduce in bfloat16, with 8 bits of precision and the range of float32."""
+
+    hook = staticmethod(default_hooks.bf16_compress_hook)
+
 
 _LEVELS = 255
 
@@ -61,3 +95,16 @@ def quantized_all_reduce_mean(flat: torch.Tensor, world_size: int) -> tuple[torc
     all_gather_single(got.codes, piece.codes)
     all_gather_single(got.ranges, piece.ranges)
     return got.restored().reshape(-1)[: len(flat)], own.nbytes + piece.nbytes
+
+
+class ByteGrad(Algorithm):
+    """Averaging of gradient buckets at one byte per element, scaled to a bucket's minimum and maximum."""
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        register_comm_hook(parallel, self._exchange)
+
+    def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        mean, sent = quantized_all_reduce_mean(gradients, self.team.ranks.world_size)
+        self.sent_bytes += sent
+        return completed_future(gradients.copy_(mean))

@@ -23,15 +23,15 @@ class Registry(Generic[T]):
 
     setting: str
     """The setting that takes the name, for messages."""
-    group: str
-    """Entry point group of installed packages: name = "module:Class"."""
     kind: type[T]
-    """Their base class."""
+    """Their base class, or the protocol that they follow."""
     ours: Mapping[str, str]
     """Classes of hpctrain: name and "module:Class", relative to the package of `kind`.
 
     Each is imported only on request, because some import large libraries.
     """
+    group: str | None = None
+    """Entry point group of installed packages: name = "module:Class"."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Unsupported names, each with an explanation."""
     registered: dict[str, type[T]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Registry(Generic[T]):
             raise UserError(f"{origin} is {name!r}; give a name, such as {next(iter(self.ours))!r}.")
         if name in self.registered:
             return self.registered[name]
-        others = {point.name: point for point in entry_points(group=self.group)}
+        others = {point.name: point for point in entry_points(group=self.group)} if self.group else {}
         if name in others:
             kind = others[name].load()
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):

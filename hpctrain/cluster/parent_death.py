@@ -30,7 +30,7 @@ def die_with_supervisor(environ: MutableMapping[str, str]) -> None:
     threading.Thread(target=watch, name="hpctrain-lifeline", daemon=True).start()
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies; does nothing on systems other than Linux."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent dies. Does nothing except on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,0 +1,74 @@
+"""Processes of this host, identified by pid and start time because pids are reused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """A live process as shown by /proc, not a zombie."""
+
+    pid: int
+    parent: int
+    #: Clock ticks since boot; with the pid this identifies a process uniquely.
+    started: int
+    argv: tuple[str, ...]
+    #: Its initial environment; empty if we lack permission.
+    environ: Mapping[str, str]
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal to exactly this process; True if it was still running."""
+        with suppress(OSError):
+            fd = os.pidfd_open(self.pid)
+            try:
+                if _stat(self.pid)[2] == self.started:
+                    signal.pidfd_send_signal(fd, number)
+                    return True
+            finally:
+                os.close(fd)
+        return False
+
+    def kill(self) -> None:
+        """Send SIGKILL to exactly this process."""
+        self.signal(signal.SIGKILL)
+
+
+def processes(uid: int | None = None) -> list[ProcessInfo]:
+    """Return the live processes of this host, or those of one user; none if there is no /proc."""
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    found = (_read(int(name), uid) for name in names if name.isdecimal())
+    return [process for process in found if process is not None]
+
+
+def _read(pid: int, uid: int | None) -> ProcessInfo | None:
+    folder = Path("/proc") / str(pid)
+    # The process may exit at any moment.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        if uid is not None and folder.stat().st_uid != uid:
+            return None
+        state, parent, started = _stat(pid)
+        pairs = (word.partition("=") for word in _words(folder / "environ"))
+        environ = {key: value for key, _, value in pairs}
+        if state not in "ZX":
+            return ProcessInfo(pid, parent, started, tuple(_words(folder / "cmdline")), environ)
+    return None
+
+
+def _stat(pid: int) -> tuple[str, int, int]:
+    """Return state, parent and start time of a process; see proc(5)."""
+    # The second field is the command in parentheses, which may itself contain spaces and parentheses.
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[1]), int(fields[19])
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return os.fsdecode(path.read_bytes()).removesuffix("\0").split("\0")
+    except PermissionError:
+        return []

@@ -1,0 +1,259 @@
+"""Checks of a submission, in order, before anything is written."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.backends import Backend, PreflightResult
+from hpctrain.jobs.options.option_value import DEFAULT_SOURCE
+from hpctrain.jobs.options.resolved_options import ResolvedOptions
+from hpctrain.jobs.options.unused_options import check_unused_options
+from hpctrain.jobs.submit.render import render
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.duration import format_time_limit
+from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+
+_SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
+#: Seconds: ranks may take a minute to start; with less than this they may not reach a first checkpoint.
+_LEAST_S = 300.0
+#: Seconds by which Slurm may send its signal early.
+_EARLY_S = 60.0
+
+
+@dataclass
+class SubmissionDraft:
+    """A job under check. `JobSpec` has already checked its own values (`spec/validation.py`)."""
+
+    spec: JobSpec
+    settings: ResolvedOptions
+    backend: Backend
+    environ: Mapping[str, str]
+    code: Path | None
+    """A folder of the working tree to copy, if the script is not in it."""
+    script: str = ""
+    """The batch script; set by `check_template`."""
+    snapshot: CodeSnapshot | None = None
+    """Code to copy into the run folder; set by `check_code`."""
+    outlook: PreflightResult = field(default_factory=PreflightResult)
+    """Findings of the backend; set by `check_backend`."""
+
+
+def run_preflight(draft: SubmissionDraft) -> list[str]:
+    """Run all checks and return their notes for the user.
+
+    Raises:
+        SpecError: the job cannot run as requested.
+    """
+    return [note for check in CHECKS for note in check(draft) or ()]
+
+
+def check_options(draft: SubmissionDraft) -> list[str]:
+    """Check that each option has an effect."""
+    return check_unused_options(draft.settings.given, draft.settings.options, draft.spec)
+
+
+def check_time_left(draft: SubmissionDraft) -> list[str]:
+    """Return a warning if the ranks get the stop signal within five minutes of the job's start."""
+    spec, settings = draft.spec, draft.settings.given
+    if spec.time_limit_s is None:
+        return []
+    early_s = _EARLY_S if spec.backend == "slurm" else 0.0
+    left_s = spec.time_limit_s - spec.stop_before_limit_s - early_s
+    if left_s >= _LEAST_S:
+        return []
+    lead_s, origin = (
+        DEFAULT_STOP_BEFORE_LIMIT_S,
+        f"default: {DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of --time",
+    )
+    if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
+        lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
+    better = format_time_limit(60 * math.ceil((_LEAST_S + lead_s + early_s) / 60))
+    early = f", less {early_s:.0f} s by which Slurm may be early" if early_s else ""
+    sentence = (
+        f"The time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}) less "
+        f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early} may leave "
+        f"{max(0.0, left_s):g} s to start and train. Three attempts without a new checkpoint end the run. "
+        f"Give --time {better} or more."
+    )
+    return [sentence]
+
+
+def _check_syntax(script: Path) -> None:
+    """Fail for a script with syntax errors, before the job waits in the queue."""
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise SpecError(
+            f"The script {str(script)!r} is no valid Python in line {error.lineno}: {error.msg}. "
+            "Mend it first."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"The script {str(script)!r} cannot be read as Python: {error}.") from None
+
+
+def check_script(draft: SubmissionDraft) -> None:
+    """Check that the script is a readable Python file."""
+    script = Path(draft.spec.script)
+    try:
+        mode = script.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "Check its path."
+        if shutil.which(script.name):
+            hint = (
+                f"{script.name!r} is a command. Commands are not supported yet; give the path of the script."
+            )
+        raise SpecError(f"There is no script {str(script)!r}. {hint}") from None
+    except OSError as error:
+        raise SpecError(f"The script {str(script)!r} cannot be looked at: {error.strerror}.") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise SpecError(f"The script {str(script)!r} is {kind}. Give the path of a Python file.")
+    if not os.access(script, os.R_OK):
+        raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
+    if script.suffix == ".py":
+        _check_syntax(script)
+    else:
+        _check_shebang(script)
+
+
+def _check_shebang(script: Path) -> None:
+    """Fail for a script of another interpreter, which Python would report as a syntax error."""
+    with open(script, "rb") as file:
+        first = file.readline(256)
+    words = first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
+    if script.suffix in _SHELL or (words and "python" not in words):
+        why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
+        raise SpecError(
+            f"The script {str(script)!r} {why}, but every rank runs it with Python. Give the Python script, "
+            "and lines of shell with --setup."
+        )
+
+
+def check_environment(draft: SubmissionDraft) -> None:
+    """Check interpreter, conda or virtual environment, and container.
+
+    A bare name of an interpreter is looked up where the job runs.
+    """
+    spec, python = draft.spec, Path(draft.spec.python)
+    is_given = spec.shell.python is None and python.is_absolute()
+    if is_given and not (python.is_file() and os.access(python, os.X_OK)):
+        raise SpecError(
+            f"There is no interpreter {str(python)!r} that could be run. Start hpctrain with another."
+        )
+    spec.shell.check_files(draft.environ)
+    if spec.container is not None:
+        spec.container.check_files()
+
+
+def check_run_folder(draft: SubmissionDraft) -> None:
+    """Check that the run folder can be written, and that it is new or that of the same kind of run."""
+    try:
+        _check_run_folder(RunDir(Path(draft.spec.run_dir)), is_array=draft.spec.array is not None)
+    except OSError as error:
+        raise SpecError(
+            f"The run folder {draft.spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
+            "Choose another."
+        ) from error
+
+
+def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
+    path = run.path
+    if path.is_dir():
+        _check_kind(run, is_array=is_array)
+        # Checkpoints may have been imported before the first submission.
+        names = set(os.listdir(path)) - {run.lock.name, run.checkpoints.name}
+        missing = {run.spec.name, run.job_script.name} - names
+        if names and missing:
+            raise SpecError(
+                f"The folder {str(path)!r} (--run-dir) is neither empty nor a run: it holds "
+                f"{min(names)!r} and no {min(missing)}. Choose another."
+            )
+    elif path.exists():
+        raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose another.")
+    nearest = path
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise SpecError(
+            f"{str(nearest)!r}, on the way to the run folder {str(path)!r}, is no folder. Choose another."
+        )
+    room = os.statvfs(nearest)
+    if not (room.f_blocks or room.f_files):
+        raise SpecError(
+            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is no place for "
+            "files. Choose another."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SpecError(
+            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is not yours to "
+            "write in. Choose another."
+        )
+
+
+def _check_kind(run: RunDir, *, is_array: bool) -> None:
+    """Fail if a single run would continue as an array or vice versa: their folders differ."""
+    if run.array is not None and run.array.tasks() and run.array.spec.exists():
+        task = run.path.name.rpartition("-")[2]
+        raise SpecError(
+            f"{str(run.path)!r} (--run-dir) is a task of a job array. To continue it, submit with "
+            f"--run-dir {shlex.quote(str(run.array.path))} --array {task}."
+        )
+    if is_array and run.spec.exists() and not run.tasks():
+        raise SpecError(
+            f"The run in {str(run.path)!r} (--run-dir) is a single one, and cannot go on as a job array "
+            "(--array). Leave out --array, or choose another folder."
+        )
+    if not is_array and run.tasks():
+        raise SpecError(
+            f"{str(run.path)!r} (--run-dir) holds a job array. Say with --array which tasks to continue, or "
+            "choose another folder."
+        )
+
+
+def check_code(draft: SubmissionDraft) -> Iterable[str]:
+    """Choose the code to copy; check its size, and that git can list it."""
+    asked = draft.settings.options
+    if not asked.get("code_snapshot", True):
+        return ()
+    # Imported only if needed, because importing what runs git is slow.
+    from hpctrain.jobs.submit.code_snapshot import plan_snapshot
+
+    script, limit_mb = draft.spec.script, asked["code_snapshot_limit"]
+    draft.snapshot, notes = plan_snapshot(script, limit_mb, draft.environ, folder=draft.code)
+    return notes
+
+
+def check_template(draft: SubmissionDraft) -> None:
+    """Render the batch script; a user's own template must still start the supervisor."""
+    draft.script = render(draft.spec)
+
+
+def check_backend(draft: SubmissionDraft) -> Iterable[str]:
+    """Check the job against this machine (`backends/local.py`) or its Slurm site (`site/site_check.py`)."""
+    draft.outlook = draft.backend.check(draft.spec, draft.script, draft.settings.site)
+    return draft.outlook.notes
+
+
+#: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
+CHECKS: tuple[Callable[[SubmissionDraft], Iterable[str] | None], ...] = (
+    check_options,
+    check_time_left,
+    check_script,
+    check_environment,
+    check_run_folder,
+    check_code,
+    check_template,
+    check_backend,
+)

@@ -1,0 +1,49 @@
+"""Parts of torch that are private, or named otherwise in some version. Only this module imports them.
+
+`tests/test_torch_compat.py` checks them against the installed version.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed._composable_state import _module_state_mapping as fsdp_states
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.data._utils import worker as dataloader_worker
+
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "FSDP_ATTRIBUTES",
+    "BatchNorm",
+    "ShardedTensor",
+    "StorageInfo",
+    "all_gather_single",
+    "buffer_broadcast_kwargs",
+    "dataloader_worker",
+    "fsdp_states",
+    "pytree",
+]
+
+#: Prefixes of the attributes that `fully_shard` and its decorator add to a module.
+FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+#: Gathers all ranks' tensors into one; named `all_gather_into_tensor` before torch 2.13.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_SHARES_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+def buffer_broadcast_kwargs(shares: bool) -> dict[str, Any]:
+    """Return DistributedDataParallel's argument for the broadcast of rank 0's buffers in the forward pass."""
+    return {_SHARES_BUFFERS: shares}

@@ -1,0 +1,79 @@
+"""Private parts of torch: as expected in the installed version, and imported by one module only."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from hpctrain import torch_compat
+
+PACKAGE = Path(torch_compat.__file__).parent
+#: The heartbeat of a hung rank must not import anything.
+ALLOWED = {"torch_compat.py", "heartbeat.py"}
+
+
+def private_imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torch")]
+        else:
+            continue
+        found += [name for name in names if any(part.startswith("_") for part in name.split("."))]
+    return found
+
+
+def test_no_other_module_imports_private_parts_of_torch():
+    found = {path.name: private_imports(path) for path in PACKAGE.rglob("*.py") if path.name not in ALLOWED}
+    assert {name: imports for name, imports in found.items() if imports} == {}
+    assert private_imports(PACKAGE / "torch_compat.py")
+
+
+def test_storage_info_is_the_place_of_a_tensor():
+    fields = [field.name for field in dataclasses.fields(torch_compat.StorageInfo)]
+    assert fields[:3] == ["relative_path", "offset", "length"]
+    info = torch_compat.StorageInfo("__0_0.distcp", 64, 128)
+    table = Metadata({}, storage_data={}, version=torch_compat.CURRENT_DCP_VERSION)
+    assert pickle.loads(pickle.dumps((info, table))) == (info, table)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_batch_norm_is_the_base_of_all_kinds(kind):
+    assert issubclass(kind, torch_compat.BatchNorm)
+
+
+def test_pytree_maps_nested_batches():
+    batch = {"x": (torch.zeros(2), [torch.ones(2)])}
+    doubled = torch_compat.pytree.tree_map(lambda tensor: tensor + 1, batch)
+    assert doubled["x"][1][0].tolist() == [2, 2]
+
+
+def test_the_worker_info_of_a_data_worker_can_be_set(monkeypatch):
+    monkeypatch.setattr(torch_compat.dataloader_worker, "_worker_info", "this one")
+    assert torch.utils.data.get_worker_info() == "this one"
+
+
+def test_fully_shard_leaves_the_traces_that_are_removed(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module = nn.Linear(2, 2)
+        before = set(vars(module))
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        assert isinstance(module, FSDPModule)
+        assert type(module).__mro__[2] is nn.Linear
+        assert module in torch_compat.fsdp_states
+        added = set(vars(module)) - before
+        assert {name for name in added if not name.startswith(torch_compat.FSDP_ATTRIBUTES)} == set()
+    finally:
+        torch.distributed.destroy_process_group()
