@@ -88,12 +88,12 @@ class Trainer(TrainerConfig):
             return
         # Install handlers only after the rendezvous: until then a stop signal ends the process at once,
         # because the ranks cannot agree on a stop yet.
-        team = with_devices(init_distributed(self.ranks, os.environ), devices)
+        context = with_devices(init_distributed(self.ranks, os.environ), devices)
         with capture_stop_signals() as stop:
             fit = TrainingLoop(
                 settings=self,
                 module=module,
-                team=team,
+                context=context,
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
                 callbacks=CallbackList(self.callbacks, self, module),
@@ -146,8 +146,8 @@ class Trainer(TrainerConfig):
     def _evaluation(self, module: Module, dataset: Any) -> Iterator[Evaluation]:
         # Without a launcher, one device is enough; no processes are started.
         devices = self._own_devices()[:1]
-        team = with_devices(init_distributed(self.ranks, os.environ), devices)
-        evaluation = Evaluation(self, module, team, dataset, os.environ)
+        context = with_devices(init_distributed(self.ranks, os.environ), devices)
+        evaluation = Evaluation(self, module, context, dataset, os.environ)
         try:
             yield evaluation
         finally:

@@ -70,7 +70,7 @@ def main() -> None:
         fully_shard(module)
     state = TrainingState(module, configure_optimizers_of(module), NoFeed())
     store = CheckpointStore(folder, dist.group.WORLD)
-    like = {**state.like(), "table": table(rank, world_size)}
+    like = {**state.template(), "table": table(rank, world_size)}
     loaded, broken = store.load_newest(like)
     assert broken == []
     if loaded is not None:

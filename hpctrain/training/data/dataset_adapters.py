@@ -24,8 +24,8 @@ from hpctrain.training.data.stream_step_source import StreamStepSource
 def make_step_source(
     dataset: Any,
     loading: LoaderConfig,
-    deal: DataRank,
-    team: DistributedContext,
+    data_rank: DataRank,
+    context: DistributedContext,
     *,
     seed: int,
     global_batch_size: int,
@@ -37,23 +37,23 @@ def make_step_source(
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
     _refuse_loader(dataset, "train_dataset")
-    feed: StepSource
+    source: StepSource
     if is_stream(dataset):
-        if deal.world_size != team.ranks.world_size:
+        if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which the ranks read in parts, and with this strategy every rank "
                 "needs all of each batch. Give a data set with len() and an index."
             )
-        feed = StreamStepSource(
-            dataset, loading, deal, team, seed=seed, global_batch_size=global_batch_size, until=until
+        source = StreamStepSource(
+            dataset, loading, data_rank, context, seed=seed, global_batch_size=global_batch_size, until=until
         )
     else:
-        feed = MapStepSource(
-            dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until
+        source = MapStepSource(
+            dataset, loading, data_rank, seed=seed, global_batch_size=global_batch_size, until=until
         )
     end = {"max_steps": until.steps, "max_epochs": until.epochs}
-    _check_equal(team, {**feed.identity(), **end}, "train_dataset")
-    return feed
+    _check_equal(context, {**source.identity(), **end}, "train_dataset")
+    return source
 
 
 def _refuse_loader(dataset: Any, name: str) -> None:
@@ -69,13 +69,13 @@ def _refuse_loader(dataset: Any, name: str) -> None:
         )
 
 
-def _check_equal(team: DistributedContext, own: dict[str, Any], name: str) -> None:
+def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
     """Check that all ranks have the same data, because each computes the shares of all ranks by itself.
 
     Raises:
         UserError: they differ; raised on all ranks.
     """
-    first, *others = team.gather(own)
+    first, *others = context.gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise UserError(
@@ -97,8 +97,8 @@ class ValidationSet(Protocol):
 def make_validation_set(
     dataset: Any,
     loading: LoaderConfig,
-    deal: DataRank,
-    team: DistributedContext,
+    data_rank: DataRank,
+    context: DistributedContext,
     *,
     seed: int,
     global_batch_size: int,
@@ -111,10 +111,10 @@ def make_validation_set(
     """
     _refuse_loader(dataset, name)
     seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
-    batch_size = deal.largest(global_batch_size)
+    batch_size = data_rank.largest(global_batch_size)
     make = _ValidationStream if is_stream(dataset) else _ValidationMap
-    data: ValidationSet = make(dataset, loading, deal, seeds, batch_size, name)
-    _check_equal(team, data.identity(), name)
+    data: ValidationSet = make(dataset, loading, data_rank, seeds, batch_size, name)
+    _check_equal(context, data.identity(), name)
     return data
 
 
@@ -125,19 +125,19 @@ class _ValidationMap:
         self,
         dataset: Any,
         loading: LoaderConfig,
-        deal: DataRank,
+        data_rank: DataRank,
         seeds: SampleSeeds,
         batch_size: int,
         name: str,
     ) -> None:
-        self._loading, self._deal, self._batch_size, self._name = loading, deal, batch_size, name
+        self._loading, self._data_rank, self._batch_size, self._name = loading, data_rank, batch_size, name
         self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, name)
 
     def identity(self) -> dict[str, Any]:
         return {"num_samples": self._fetcher.num_samples}
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
-        low, high = self._deal.part(self._fetcher.num_samples)
+        low, high = self._data_rank.part(self._fetcher.num_samples)
         starts = range(low, high, self._batch_size)
         sizes = [min(self._batch_size, high - start) for start in starts]
         orders = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
@@ -152,13 +152,13 @@ class _ValidationStream:
         self,
         dataset: Any,
         loading: LoaderConfig,
-        deal: DataRank,
+        data_rank: DataRank,
         seeds: SampleSeeds,
         batch_size: int,
         name: str,
     ) -> None:
         self._stream = ShardedStream(dataset, name)
-        self._loading, self._deal, self._seeds, self._batch_size = loading, deal, seeds, batch_size
+        self._loading, self._data_rank, self._seeds, self._batch_size = loading, data_rank, seeds, batch_size
 
     def identity(self) -> dict[str, Any]:
         return {"num_shards": self._stream.num_shards}
@@ -167,7 +167,7 @@ class _ValidationStream:
         lanes = ShardReaders(
             self._stream,
             self._loading,
-            self._deal,
+            self._data_rank,
             self._seeds,
             chunk_size=self._batch_size,
             num_epochs=1,

@@ -58,12 +58,12 @@ class LoaderConfig:
         )
 
 
-def make_loader_config(settings: TrainerConfig, team: DistributedContext) -> LoaderConfig:
+def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> LoaderConfig:
     """Return the loading settings for a rank."""
     return LoaderConfig(
         num_workers=settings.num_workers,
         collate_fn=settings.collate_fn,
-        pin_memory=team.device.type == "cuda",
+        pin_memory=context.device.type == "cuda",
         prefetch_factor=settings.prefetch_factor,
         timeout_s=settings.dataloader_timeout_s,
         seed_samples=settings.seed_samples,

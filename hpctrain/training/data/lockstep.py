@@ -8,7 +8,9 @@ from typing import Any
 from hpctrain.runtime.distributed_context import DistributedContext
 
 
-def pad_to_longest(batches: Iterator[tuple[int, Any]], team: DistributedContext) -> Iterator[tuple[int, Any]]:
+def pad_to_longest(
+    batches: Iterator[tuple[int, Any]], context: DistributedContext
+) -> Iterator[tuple[int, Any]]:
     """Yield (number of samples, batch) as often as the rank with the most batches.
 
     A rank that has none left yields its last batch with 0 samples, or another rank's batch if it never had
@@ -16,9 +18,9 @@ def pad_to_longest(batches: Iterator[tuple[int, Any]], team: DistributedContext)
     """
     held: tuple[int, Any] | None = None
     new = next(batches, None)
-    while who := [rank for rank, has in enumerate(team.gather(new is not None)) if has]:
-        if held is None and len(who) < team.ranks.world_size:  # only possible before the first batch
-            held = team.broadcast(new, who[0], "a batch, for ranks that have none,")
+    while who := [rank for rank, has in enumerate(context.gather(new is not None)) if has]:
+        if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
+            held = context.broadcast(new, who[0], "a batch, for ranks that have none,")
         held = new or held
         assert held is not None
         yield (held[0] if new else 0), held[1]

@@ -24,7 +24,7 @@ class ShardReaders:
         self,
         stream: ShardedStream,
         loading: LoaderConfig,
-        deal: DataRank,
+        data_rank: DataRank,
         seeds: SampleSeeds,
         *,
         chunk_size: int,
@@ -38,7 +38,7 @@ class ShardReaders:
         Args:
             stream: stream to read.
             loading: settings, including the number of data workers.
-            deal: this rank.
+            data_rank: this rank.
             seeds: random generators of the samples.
             chunk_size: maximum samples per chunk.
             num_epochs: epochs to read; None for no end.
@@ -47,9 +47,9 @@ class ShardReaders:
             marks: start of each shard in it, by default its beginning; None if the shard has ended.
         """
         num_shards = stream.num_shards
-        own = list_rank_shards(deal.rank, num_shards, deal.world_size)
+        own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
         num_workers = min(loading.num_workers, len(own))
-        keep = _Keeper(deal, num_shards, first_epoch, trained or [0] * num_shards)
+        keep = _Keeper(data_rank, num_shards, first_epoch, trained or [0] * num_shards)
         self._lanes: dict[int, Iterator[ShardChunk]] = {}
         for number in range(max(num_workers, 1)):
             lane = InterleavedReader(
@@ -84,11 +84,13 @@ class ShardReaders:
 class _Keeper:
     """Filter for samples that this rank trains and has not trained yet."""
 
-    def __init__(self, deal: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]) -> None:
-        self._deal, self._num_shards = deal, num_shards
+    def __init__(
+        self, data_rank: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]
+    ) -> None:
+        self._data_rank, self._num_shards = data_rank, num_shards
         self._first_epoch, self._trained = first_epoch, trained
 
     def __call__(self, epoch: int, shard: int, number: int) -> bool:
         if epoch == self._first_epoch and number < self._trained[shard]:
             return False
-        return owner_rank(shard, number, self._num_shards, self._deal.world_size) == self._deal.rank
+        return owner_rank(shard, number, self._num_shards, self._data_rank.world_size) == self._data_rank.rank

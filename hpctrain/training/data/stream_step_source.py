@@ -44,15 +44,15 @@ class StreamStepSource:
     """Step source for an `IterableDataset` or a similar object."""
 
     micro_batch_size: int | None = None
-    has_news = True
+    exchanges_ends = True
     remarks: Sequence[str] = ()
 
     def __init__(
         self,
         dataset: Any,
         loading: LoaderConfig,
-        deal: DataRank,
-        team: DistributedContext,
+        data_rank: DataRank,
+        context: DistributedContext,
         *,
         seed: int,
         global_batch_size: int,
@@ -64,11 +64,11 @@ class StreamStepSource:
             UserError: the stream can be read only once.
         """
         self._stream = ShardedStream(dataset, "train_dataset")
-        self._loading, self._deal, self._team = loading, deal, team
+        self._loading, self._data_rank, self._context = loading, data_rank, context
         self._seed, self._global_batch_size, self._until = seed, global_batch_size, until
         self._collate = loading.collate_fn or default_collate
         self.last_step: int | None = until.steps
-        self._own = list_rank_shards(deal.rank, self._stream.num_shards, deal.world_size)
+        self._own = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
         self._step = 0
         self._plan = StreamPlan(self._stream.num_shards, global_batch_size, until)
         self._shelves = ShardBuffers(self._own, self._plan.lengths_in, self._open_lanes)
@@ -96,11 +96,11 @@ class StreamStepSource:
         lengths = self._plan.lengths_in(cursor.epoch)
         own = self._shelves.marks(cursor.epoch, cursor.taken(lengths).tolist())
         marks: dict[int, ReaderCheckpoint | None] = {}
-        told = self._team.gather(
+        gathered = self._context.gather(
             {shard: mark and (mark.number, mark.state, mark.resumable) for shard, mark in own.items()},
             "train_dataset",
         )
-        for of_rank in told:
+        for of_rank in gathered:
             marks.update({shard: mark and ReaderCheckpoint(*mark) for shard, mark in of_rank.items()})
         of_all = [marks.get(shard, self._marks.get(shard)) for shard in range(self._stream.num_shards)]
         return {
@@ -157,7 +157,7 @@ class StreamStepSource:
             batch = self._plan.take()
             self._step += 1
             of_ranks = self._readers(batch)
-            mine = batch.picks[of_ranks == self._deal.rank]
+            mine = batch.picks[of_ranks == self._data_rank.rank]
             share = RankBatch(
                 self._step,
                 batch.epoch,
@@ -178,7 +178,7 @@ class StreamStepSource:
     def close(self) -> None:
         self._shelves.close()
 
-    def trial(self) -> tuple[int, Any]:
+    def trial_batches(self) -> tuple[int, Any]:
         of_ranks = self._readers(self._plan.coming[0])
         some = [*self._shelves.samples()] or [self._spare]
 
@@ -187,12 +187,12 @@ class StreamStepSource:
 
         return int(of_ranks.bincount().max()), batch_of
 
-    def news(self) -> float:
+    def local_ends(self) -> float:
         self._plan.plan(self._step)
         return float(bool(self._ends_to_tell()))
 
-    def hear(self, news: float) -> None:
-        if news:
+    def receive_ends(self, total: float) -> None:
+        if total:
             self._settle()
 
     @property
@@ -206,7 +206,7 @@ class StreamStepSource:
     def _readers(self, batch: StreamBatch) -> torch.Tensor:
         """Return the rank of each sample."""
         shard, number = batch.picks.unbind(1)
-        return owner_rank(shard, number, self._stream.num_shards, self._deal.world_size)
+        return owner_rank(shard, number, self._stream.num_shards, self._data_rank.world_size)
 
     def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in parts:
@@ -234,8 +234,8 @@ class StreamStepSource:
         """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
         while True:
             ends: dict[tuple[int, int], int] = {}
-            for told in self._team.gather(self._ends_to_tell()):
-                ends.update(told)
+            for gathered in self._context.gather(self._ends_to_tell()):
+                ends.update(gathered)
             if not ends:
                 return
             self._plan.learn(ends)
@@ -244,11 +244,11 @@ class StreamStepSource:
     def _find_spare(self) -> None:
         """Set a spare sample for steps without own samples, from another rank if this one has none."""
         own = next(self._shelves.samples(), None)
-        have = self._team.gather(own is not None)
+        have = self._context.gather(own is not None)
         if not self._plan.coming or all(have):
             self._spare = own
             return
-        given = self._team.broadcast(own, have.index(True), "a sample, for ranks that have none,")
+        given = self._context.broadcast(own, have.index(True), "a sample, for ranks that have none,")
         self._spare = given if own is None else own
 
     def _open_lanes(self) -> ShardReaders:
@@ -256,7 +256,7 @@ class StreamStepSource:
         return ShardReaders(
             self._stream,
             self._loading,
-            self._deal,
+            self._data_rank,
             SampleSeeds(self._seed, "training", seed_globals=self._loading.seed_samples),
             chunk_size=min(-(-self._global_batch_size // num_shards), _LONGEST_CHUNK),
             num_epochs=self._until.epochs,

@@ -27,7 +27,7 @@ class Evaluation:
         self,
         settings: TrainerConfig,
         module: Module,
-        team: DistributedContext,
+        context: DistributedContext,
         dataset: Any,
         environ: Mapping[str, str],
     ) -> None:
@@ -36,25 +36,25 @@ class Evaluation:
         Raises:
             UserError: the data set is empty, or is not a usable data set.
         """
-        self._team, self._precision = team, settings.precision
+        self._context, self._precision = context, settings.precision
         strategy = find_strategy(settings.strategy, environ)
         self._data = make_validation_set(
             dataset,
-            make_loader_config(settings, team),
-            DataRank(team.ranks.rank, team.ranks.world_size),
-            team,
+            make_loader_config(settings, context),
+            DataRank(context.ranks.rank, context.ranks.world_size),
+            context,
             seed=settings.seed,
             global_batch_size=settings.global_batch_size,
             name="dataset",
         )
-        self._strategy = strategy(module, team, settings)
+        self._strategy = strategy(module, context, settings)
 
     def means(self, method: str, lone_name: str) -> dict[str, float]:
         """Return the mean metrics; see `run_validation`. All ranks must call this."""
         means = run_validation(
             self._strategy,
             self._data,
-            self._team,
+            self._context,
             precision=self._precision,
             method=method,
             lone_name=lone_name,
@@ -65,16 +65,16 @@ class Evaluation:
     def predictions(self) -> list[Any]:
         """Return the outputs of `predict_step` for all batches, in rank order. All ranks must call this."""
         own = []
-        team, strategy = self._team, self._strategy
+        context, strategy = self._context, self._strategy
         with eval_mode(strategy.module), torch.no_grad(), closing(self._data.batches()) as mine:
-            batches = pad_to_longest(mine, team) if strategy.in_lockstep else mine
+            batches = pad_to_longest(mine, context) if strategy.in_lockstep else mine
             for batch_idx, (num_held, batch) in enumerate(batches):
-                with forward_context(self._precision, team.device):
-                    on_device = cast_batch(to_device(batch, team.device), self._precision)
+                with forward_context(self._precision, context.device):
+                    on_device = cast_batch(to_device(batch, context.device), self._precision)
                     output, _ = strategy.evaluation_step("predict_step", on_device, batch_idx, num_held)
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
-        return [output for outputs in team.gather(own, "what predict_step returned") for output in outputs]
+        return [output for outputs in context.gather(own, "what predict_step returned") for output in outputs]
 
     def finish(self) -> None:
         """Restore the complete module on every rank. All ranks must call this."""

@@ -69,9 +69,9 @@ def session(
     ranks = detect(os.environ)
     # Install handlers only after the rendezvous: until then a stop signal ends the process at once, because
     # the ranks cannot agree on a stop yet.
-    team = init_distributed(ranks, os.environ)
+    context = init_distributed(ranks, os.environ)
     with capture_stop_signals() as stop:
-        made = Session(team, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
+        made = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
         try:
             yield made
         except BaseException as error:
@@ -91,13 +91,13 @@ class Session:
     """
 
     def __init__(
-        self, team: DistributedContext, options: dict[str, Any], run: RunDir | None, stop: StopFlag
+        self, context: DistributedContext, options: dict[str, Any], run: RunDir | None, stop: StopFlag
     ) -> None:
-        self._team, self.ranks, self.device = team, team.ranks, team.device
+        self._context, self.ranks, self.device = context, context.ranks, context.device
         self.weight = 1.0
         self.ending: str | None = None
         self._options, self._run, self._stop = options, run, stop
-        self._whole = _Whole()
+        self._prepared = _PreparedModules()
         self._fit: TrainingLoop | None = None
         self._training = TrainingMarker(
             "the loop over batches()", None if run is None else run.path, os.environ
@@ -187,7 +187,7 @@ class Session:
         max_steps: int | None,
         max_epochs: int | None,
     ) -> Iterator[Any]:
-        if not self._whole.optimizers:
+        if not self._prepared.optimizers:
             raise UserError(
                 "batches() was called before prepare(model, optimizer): there is nothing to train."
             )
@@ -200,15 +200,15 @@ class Session:
         )
         fit = self._fit = TrainingLoop(
             settings=settings,
-            module=self._whole,
-            team=self._team,
+            module=self._prepared,
+            context=self._context,
             train_dataset=dataset,
             val_dataset=None,
-            callbacks=CallbackList((), self, self._whole),
+            callbacks=CallbackList((), self, self._prepared),
             run=self._run,
             environ=os.environ,
             stop=self._stop,
-            strategy=_AsItIs,
+            strategy=_PreparedStrategy,
         )
         training.ends_at(fit.last_step)
         with closing(fit.steps()) as steps:
@@ -233,8 +233,8 @@ class Session:
 
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
-            self._whole.models.append(thing.to(self.device))
-            if not self._team.is_distributed or not any(p.requires_grad for p in thing.parameters()):
+            self._prepared.models.append(thing.to(self.device))
+            if not self._context.is_distributed or not any(p.requires_grad for p in thing.parameters()):
                 return thing
             return DistributedDataParallel(
                 thing,
@@ -242,10 +242,10 @@ class Session:
                 gradient_as_bucket_view=True,
             )
         if isinstance(thing, torch.optim.Optimizer):
-            self._whole.optimizers.append(thing)
+            self._prepared.optimizers.append(thing)
             return thing
         if hasattr(thing, "step") and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            self._whole.schedulers.append(thing)
+            self._prepared.schedulers.append(thing)
             return thing
         raise UserError(
             f"prepare() was given a {type(thing).__name__}; it takes modules, optimizers and "
@@ -253,7 +253,7 @@ class Session:
         )
 
 
-class _Whole(Module):
+class _PreparedModules(Module):
     """Container of all prepared objects."""
 
     def __init__(self) -> None:
@@ -266,12 +266,12 @@ class _Whole(Module):
         return self.optimizers, self.schedulers
 
 
-class _AsItIs(Strategy):
+class _PreparedStrategy(Strategy):
     """Strategy for prepared modules, which are on their device and synchronize their gradients themselves."""
 
     def place(self) -> None:
         pass
 
     def align_buffers(self) -> None:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             broadcast_buffers(self.module)

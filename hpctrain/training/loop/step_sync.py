@@ -1,4 +1,4 @@
-"""Exchange between the ranks after each step: losses, stop and save requests, data news.
+"""Exchange between the ranks after each step: losses, stop and save requests, ends of stream shards.
 
 The sum is computed during the next step and read at its end, so no step waits for it. All ranks read the same
 sum at the same step, so they agree on a stop without further messages. Short steps share a message (see
@@ -47,22 +47,22 @@ class StepFlags:
     """A checkpoint is requested."""
     end: bool = False
     """The training is to end with the steps done so far."""
-    news: float = 0.0
+    stream_ends: float = 0.0
     """Value from the step source, to be summed over all ranks."""
 
 
 class StepSync:
     """Exchange of step results and requests. All ranks must call each method."""
 
-    def __init__(self, team: DistributedContext, *, one_by_one: bool) -> None:
+    def __init__(self, context: DistributedContext, *, one_by_one: bool) -> None:
         """Start with an empty exchange.
 
         Args:
-            team: the ranks that take part.
+            context: the ranks that take part.
             one_by_one: if true, each step is sent before the next but one, however short it is.
         """
-        self._team = team
-        self._grouping = MessageBatcher(one_by_one=one_by_one or team.ranks.world_size > _FEW)
+        self._context = context
+        self._grouping = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _FEW)
         self._own: list[_Own] = []
         self._sent: list[_Own] = []
         self._names: list[str] | None = None
@@ -89,7 +89,7 @@ class StepSync:
 
     def send(self, own: StepFlags) -> None:
         """Send the recorded steps and this rank's requests."""
-        flags = [float(own.stop), float(own.save), float(own.end), own.news, self._grouping.take()]
+        flags = [float(own.stop), float(own.save), float(own.end), own.stream_ends, self._grouping.take()]
         self._sent, self._own = self._own, []
         if self._names is None:
             self._names = self._agreed_names()
@@ -99,7 +99,7 @@ class StepSync:
         values = self._values()
         if others:
             values = [0.0 for _ in range(len(names) * len(self._sent))]
-        self._read = _send(self._team, [*flags, float(others)], values)
+        self._read = _send(self._context, [*flags, float(others)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
         """Wait for the sum over all ranks, which had a step's time to arrive.
@@ -110,12 +110,12 @@ class StepSync:
         """
         if self._read is None:
             raise RuntimeError("nothing was sent")
-        stop, save, end, news, seconds, others, *values = self._read()
+        stop, save, end, stream_ends, seconds, others, *values = self._read()
         self._read = None
-        self._grouping.hear(seconds / self._team.ranks.world_size)
+        self._grouping.hear(seconds / self._context.ranks.world_size)
         if others:
             self._names = self._agreed_names()
-            values = _send(self._team, [], self._values())()
+            values = _send(self._context, [], self._values())()
         results, rest = [], iter(values)
         for own in self._sent:
             # The names come first, so that zip does not take a value too many from `rest`.
@@ -123,15 +123,15 @@ class StepSync:
             if scalars.get(TOKENS_FIELD):
                 scalars["loss"] /= scalars[TOKENS_FIELD]
             results.append(StepResult(own.step, own.epoch, scalars, own.ended))
-        return StepFlags(stop > 0, save > 0, end > 0, news), results
+        return StepFlags(stop > 0, save > 0, end > 0, stream_ends), results
 
     def _values(self) -> list[torch.Tensor | float]:
         return [each.sums.values[name] for each in self._sent for name in sorted(each.sums.values)]
 
     def _agreed_names(self) -> list[str]:
         own = [sorted(each.sums.values) for each in self._sent]
-        for rank, names in enumerate(told := self._team.gather(own)):
-            for step, first, other in zip(self._sent, told[0], names, strict=True):
+        for rank, names in enumerate(gathered := self._context.gather(own)):
+            for step, first, other in zip(self._sent, gathered[0], names, strict=True):
                 if other != first:
                     raise UserError(
                         f"The metrics of step {step.step} are {first} on rank 0, but {other} on rank {rank}. "
@@ -152,31 +152,31 @@ class _Own(NamedTuple):
 
 
 def _send(
-    team: DistributedContext, flags: list[float], scalars: list[torch.Tensor | float]
+    context: DistributedContext, flags: list[float], scalars: list[torch.Tensor | float]
 ) -> Callable[[], list[float]]:
     """Start the sum over all ranks; return a function that waits for it."""
-    device = team.device
+    device = context.device
     if device.type == "cpu":
-        return start_sum(team, [*flags, *map(float, scalars)])
+        return start_sum(context, [*flags, *map(float, scalars)])
     values = [torch.as_tensor(scalar, dtype=torch.float64) for scalar in scalars]
     host = torch.tensor(flags, dtype=torch.float64)
     own = torch.cat(
         [host.to(device, non_blocking=True), *(v.reshape(1).to(device, non_blocking=True) for v in values)]
     )
-    told, pending = _exchange(team, own, None) if team.is_distributed else (own[None], None)
+    gathered, pending = _exchange(context, own, None) if context.is_distributed else (own[None], None)
     # The copy to the host uses its own stream. On the compute stream it would wait for the next step, which
     # is already queued.
     aside = _stream_aside(device)
     aside.wait_stream(torch.cuda.current_stream(device))
-    arrived = torch.empty(told.shape, dtype=torch.float64, pin_memory=True)
+    arrived = torch.empty(gathered.shape, dtype=torch.float64, pin_memory=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(aside):
         if pending is not None:
             pending.wait()
-        arrived.copy_(told, non_blocking=True)
+        arrived.copy_(gathered, non_blocking=True)
         event.record(aside)
-    # The memory of `told` must not be reused before the copy is done.
-    told.record_stream(aside)
+    # The memory of `gathered` must not be reused before the copy is done.
+    gathered.record_stream(aside)
 
     def read() -> list[float]:
         event.synchronize()
@@ -185,21 +185,21 @@ def _send(
     return read
 
 
-def start_sum(team: DistributedContext, own: list[float]) -> Callable[[], list[float]]:
+def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], list[float]]:
     """Start the sum of host numbers over all ranks; return a function that waits for it."""
-    if not team.is_distributed:
+    if not context.is_distributed:
         return lambda: own
-    told, pending = _exchange(team, torch.tensor(own, dtype=torch.float64), team.control)
+    gathered, pending = _exchange(context, torch.tensor(own, dtype=torch.float64), context.control)
 
     def read() -> list[float]:
         pending.wait()
-        return _sum(told)
+        return _sum(gathered)
 
     return read
 
 
 def _exchange(
-    team: DistributedContext, own: torch.Tensor, group: dist.ProcessGroup | None
+    context: DistributedContext, own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, Any]:
     """Start the exchange of numbers.
 
@@ -209,10 +209,10 @@ def _exchange(
     Returns:
         A row per rank, or one row with the sum; and a handle to wait for it.
     """
-    if team.ranks.world_size > _FEW:
+    if context.ranks.world_size > _FEW:
         return own[None], dist.all_reduce(own, group=group, async_op=True)
-    told = own.new_empty((team.ranks.world_size, len(own)))
-    return told, dist.all_gather(list(told), own, group=group, async_op=True)
+    gathered = own.new_empty((context.ranks.world_size, len(own)))
+    return gathered, dist.all_gather(list(gathered), own, group=group, async_op=True)
 
 
 def _sum(rows: torch.Tensor) -> list[float]:

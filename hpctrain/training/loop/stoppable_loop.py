@@ -23,14 +23,14 @@ class StoppableLoop:
         interrupted: True if the ranks stopped early; all after the same number of batches.
     """
 
-    def __init__(self, team: DistributedContext, stop: StopFlag) -> None:
+    def __init__(self, context: DistributedContext, stop: StopFlag) -> None:
         """Start without messages.
 
         Args:
-            team: the ranks.
+            context: the ranks.
             stop: this rank's stop flag.
         """
-        self._team, self._stop, self._grouping = team, stop, MessageBatcher()
+        self._context, self._stop, self._grouping = context, stop, MessageBatcher()
         self._read: Callable[[], list[float]] | None = None
         self.interrupted = False
 
@@ -52,7 +52,7 @@ class StoppableLoop:
 
     def _tell(self, *, has_more: bool) -> None:
         seconds = self._grouping.take() if has_more else 0.0
-        self._read = start_sum(self._team, [float(self._stop.is_set), float(has_more), seconds])
+        self._read = start_sum(self._context, [float(self._stop.is_set), float(has_more), seconds])
 
     def _hear(self) -> bool:
         """Read the pending message, if any; return True if a rank has batches left and there is no stop."""

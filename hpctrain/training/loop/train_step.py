@@ -41,18 +41,18 @@ class TrainStep:
         Raises:
             UserError: the module uses manual optimization.
         """
-        self._strategy, self._module, self._team = strategy, strategy.module, strategy.team
+        self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler = settings, scaler
         self._optimizers = optimization.optimizers
         self._updates = OptimizerStep(optimization, strategy, settings, scaler)
         self._each_alone = takes_optimizer_idx(self._module)
         # A pipeline runs its backward passes within the training step.
-        self._has_gone_back = strategy.splits_itself and strategy.team.is_distributed
+        self._has_gone_back = strategy.splits_itself and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
-        self._world_size = strategy.deal(self._team.ranks).world_size
-        self._forward_context = forward_context(settings.precision, self._team.device)
-        self._changes_batches = needs_transfer(self._team.device) or casts_batches(settings.precision)
-        self._tokens = _Tokens(self._team, self._world_size)
+        self._world_size = strategy.data_rank(self._context.ranks).world_size
+        self._forward_context = forward_context(settings.precision, self._context.device)
+        self._changes_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
+        self._tokens = _Tokens(self._context, self._world_size)
 
     def take(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         """Train one step.
@@ -125,7 +125,7 @@ class TrainStep:
         """Add the gradient of a micro-batch, at its weight in the global batch."""
         batch = micro_batch.batch
         if self._changes_batches:
-            batch = cast_batch(to_device(batch, self._team.device), self._settings.precision)
+            batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         with self._forward_context:
             output, num_samples = self._strategy.training_step(
                 batch, share.batch_idx, micro_batch.num_samples
@@ -146,7 +146,7 @@ class TrainStep:
     def _note_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
         if norm is not None:
             # Every rank has the full norm, and the ranks' values are summed.
-            part = norm.detach().double() / self._team.ranks.world_size
+            part = norm.detach().double() / self._context.ranks.world_size
             sums.values.setdefault("grad_norm", part.item() if part.device.type == "cpu" else part)
 
 
@@ -157,16 +157,16 @@ class _Tokens:
     is weighted as if each sample had one token; a final factor on the gradients corrects that.
     """
 
-    def __init__(self, team: DistributedContext, world_size: int) -> None:
-        self._team, self._world_size = team, world_size
+    def __init__(self, context: DistributedContext, world_size: int) -> None:
+        self._context, self._world_size = context, world_size
         self._total: torch.Tensor | None = None
         self._pending: Any = None
 
     def add(self, count: torch.Tensor, share: RankBatch, last: bool) -> torch.Tensor:
         """Count the tokens of a micro-batch; return the preliminary weight of its loss."""
-        count = count.detach().to(self._team.device, torch.float32)
+        count = count.detach().to(self._context.device, torch.float32)
         self._total = count.clone() if self._total is None else self._total + count
-        if last and self._team.is_distributed:
+        if last and self._context.is_distributed:
             self._pending = dist.all_reduce(self._total, async_op=True)
         return count * (self._world_size / share.batch_size)
 

@@ -62,7 +62,7 @@ class TrainingLoop:
         *,
         settings: TrainerConfig,
         module: Module,
-        team: DistributedContext,
+        context: DistributedContext,
         train_dataset: Any,
         val_dataset: Any,
         callbacks: CallbackList,
@@ -76,7 +76,7 @@ class TrainingLoop:
         Args:
             settings: the training's settings.
             module: the module to train.
-            team: the ranks.
+            context: the ranks.
             train_dataset: training data.
             val_dataset: validation data, or None.
             callbacks: the callbacks.
@@ -88,16 +88,16 @@ class TrainingLoop:
         Raises:
             UserError: a data set is empty, or is not usable.
         """
-        self._settings, self._team, self._stop = settings, team, stop
+        self._settings, self._context, self._stop = settings, context, stop
         self._callbacks = callbacks
-        loading = make_loader_config(settings, team)
+        loading = make_loader_config(settings, context)
         strategy = strategy or find_strategy(settings.strategy, environ)
-        deal = self._deal = strategy.deal(team.ranks)
-        self._feed = make_step_source(
+        data_rank = self._data_rank = strategy.data_rank(context.ranks)
+        self._source = make_step_source(
             train_dataset,
             loading,
-            deal,
-            team,
+            data_rank,
+            context,
             seed=settings.seed,
             global_batch_size=settings.global_batch_size,
             until=StopCondition(settings.max_steps, settings.max_epochs),
@@ -108,8 +108,8 @@ class TrainingLoop:
             else make_validation_set(
                 val_dataset,
                 loading,
-                DataRank(team.ranks.rank, team.ranks.world_size),
-                team,
+                DataRank(context.ranks.rank, context.ranks.world_size),
+                context,
                 seed=settings.seed,
                 global_batch_size=settings.global_batch_size,
             )
@@ -123,49 +123,53 @@ class TrainingLoop:
         callbacks.check(validates=val_dataset is not None and settings.validate_every is not None)
         self._module = module
         cast_module(module, settings.precision)
-        self._strategy = strategy(module, team, settings)
+        self._strategy = strategy(module, context, settings)
         optimization = configure_optimizers_of(module)
         if not self._strategy.splits_itself:
             check_trainable(module, optimization)
         if takes_optimizer_idx(module):
             self._strategy.take_turns([parameters_of(each) for each in optimization.optimizers])
         optimization = self._strategy.optimized(optimization)
-        scaler = make_scaler(settings.precision, team.device)
-        self.state = TrainingState(module, optimization, self._feed)
+        scaler = make_scaler(settings.precision, context.device)
+        self.state = TrainingState(module, optimization, self._source)
         self.state.scaler, self.state.callbacks = scaler, callbacks
         self.state.algorithm = self._strategy.algorithm
         self._stepping = TrainStep(self._strategy, optimization, settings, scaler)
         self.sums = MetricAccumulator()
-        self._reports = StepSync(team, one_by_one=self._feed.has_news or callbacks.hear_steps)
-        self._spent = StepTimer(team.device, team.ranks.world_size)
-        self._clock = ComputeTimer(module, self.state.optimizers[0], team)
-        self._cpus = count_rank_cpus(team.ranks.local_world_size)
-        self._progress = make_progress(self._feed.last_step, team.ranks.is_main, settings.global_batch_size)
+        self._reports = StepSync(context, one_by_one=self._source.exchanges_ends or callbacks.wants_steps)
+        self._spent = StepTimer(context.device, context.ranks.world_size)
+        self._clock = ComputeTimer(module, self.state.optimizers[0], context)
+        self._cpus = count_rank_cpus(context.ranks.local_world_size)
+        self._progress = make_progress(
+            self._source.last_step, context.ranks.is_main, settings.global_batch_size
+        )
         self._log = (
             None
             if run is None
             else RunWriter(
                 run,
-                team,
+                context,
                 environ,
                 log_every=settings.log_every,
                 record_samples=settings.record_samples,
-                say=self._progress.say,
+                print_message=self._progress.print_message,
                 spent=self._spent,
-                last_step=self._feed.last_step,
+                last_step=self._source.last_step,
             )
         )
-        surroundings = (
-            collect_environment(settings, team, self._strategy.gradient_parts()) if team.ranks.is_main else {}
+        environment = (
+            collect_environment(settings, context, self._strategy.gradient_parts())
+            if context.ranks.is_main
+            else {}
         )
         if self._log is not None:
-            self._log.surroundings(surroundings)
-        loggers = find_loggers(settings.loggers) if team.ranks.is_main else []
-        self._tracking = LoggerProcess(loggers, run, surroundings, self._progress.say)
+            self._log.environment(environment)
+        loggers = find_loggers(settings.loggers) if context.ranks.is_main else []
+        self._tracking = LoggerProcess(loggers, run, environment, self._progress.print_message)
         self._checkpoints = TrainingCheckpoints(
             self.state,
             settings=settings,
-            team=team,
+            context=context,
             run=run,
             log=self._log,
             progress=self._progress,
@@ -176,7 +180,7 @@ class TrainingLoop:
     @property
     def last_step(self) -> int | None:
         """Last step of the training; None if unknown."""
-        return self._feed.last_step
+        return self._source.last_step
 
     def run(self) -> None:
         """Resume, and train to the last step or to an agreed stop.
@@ -196,27 +200,27 @@ class TrainingLoop:
         Raises:
             SystemExit: with code 75, after a stop.
         """
-        rng.seed_all(rng.derive_seed(self._settings.seed, "rank", self._team.ranks.rank))
-        with self._progress, self._tracking, self._checkpoints, self._changed_module(), closing(self._feed):
+        rng.seed_all(rng.derive_seed(self._settings.seed, "rank", self._context.ranks.rank))
+        with self._progress, self._tracking, self._checkpoints, self._changed_module(), closing(self._source):
             self._begin()
             if not self.state.finished:
                 yield from self._steps()
                 if advice := warn_too_few_workers(
                     *self._spent.on_data(), self._settings.num_workers, self._cpus
                 ):
-                    self._progress.say(f"hpctrain: {advice}")
-            self._team.barrier()
+                    self._progress.print_message(f"hpctrain: {advice}")
+            self._context.barrier()
             self._callbacks.fit_end()
         activity.enter("end")
         if sentence := self._strategy.finish():
-            self._progress.say(f"hpctrain: {sentence}")
+            self._progress.print_message(f"hpctrain: {sentence}")
 
     def _steps(self) -> Iterator[StepData]:
         """Yield the steps; a message sent after one step is read after the next."""
         state, reports = self.state, self._reports
         self._spent.now()
         reports.begin()
-        for step in self._spent.waiting(self._feed.steps()):
+        for step in self._spent.waiting(self._source.steps()):
             self._note_share(step.share)
             self.sums = MetricAccumulator()
             self._clock.begin()
@@ -224,7 +228,7 @@ class TrainingLoop:
             self._clock.end()
             state.step, state.epoch = step.share.step, step.share.epoch
             wishes = self._show(*self._read()) if reports.are_under_way else _NONE
-            state.finished = self._feed.finished or wishes.end
+            state.finished = self._source.finished or wishes.end
             if wishes.stop or wishes.save or self._is_boundary():
                 reports.add(state.step, state.epoch, self.sums, None)
                 self._tell()
@@ -253,10 +257,10 @@ class TrainingLoop:
         state = self.state
         activity.enter("load")
         self._checkpoints.resume()
-        for remark in (*self._feed.remarks, *self._strategy.remarks, *state.remarks):
-            self._progress.say(f"hpctrain: {remark}")
-        self._feed.begin(state.step)
-        state.finished = self._feed.finished
+        for remark in (*self._source.remarks, *self._strategy.remarks, *state.remarks):
+            self._progress.print_message(f"hpctrain: {remark}")
+        self._source.begin(state.step)
+        state.finished = self._source.finished
         if not self._module.training:  # keep parts frozen in evaluation mode, such as a norm layer
             self._module.train()
         if state.step == 0:
@@ -270,9 +274,9 @@ class TrainingLoop:
             self._write()
             self._checkpoints.add_score()
         if state.finished:
-            self._progress.say(f"already complete: step {state.step} was the last step")
+            self._progress.print_message(f"already complete: step {state.step} was the last step")
         else:
-            self._feed.micro_batch_size = self._find_micro_batch_size()
+            self._source.micro_batch_size = self._find_micro_batch_size()
 
     def _train(self, step: StepData) -> None:
         """Train one optimizer step on this rank's share of the global batch."""
@@ -282,7 +286,7 @@ class TrainingLoop:
 
     def _note_share(self, share: RankBatch) -> None:
         # If all ranks train the same samples, only rank 0 records them.
-        if self._log is not None and (self._deal.world_size > 1 or self._team.ranks.is_main):
+        if self._log is not None and (self._data_rank.world_size > 1 or self._context.ranks.is_main):
             self._log.share(share)
 
     def _tell(self) -> None:
@@ -292,14 +296,14 @@ class TrainingLoop:
                 stop=self._stop.is_set,
                 save=self._checkpoints.wished(),
                 end=self._callbacks.ending is not None,
-                news=self._feed.news(),
+                stream_ends=self._source.local_ends(),
             )
         )
 
     def _read(self) -> tuple[StepFlags, list[StepResult]]:
         with self._clock.exchange():
             wishes, results = self._reports.read()
-        self._feed.hear(wishes.news)
+        self._source.receive_ends(wishes.stream_ends)
         for result in results:
             self._callbacks.step_end(result.step, result.scalars)
         return wishes, results
@@ -315,18 +319,18 @@ class TrainingLoop:
     def _find_micro_batch_size(self) -> int | None:
         """Return the configured size; for "auto", the size from before a stop if it still fits, or search."""
         setting, state = self._settings.micro_batch_size, self.state
-        if self._strategy.splits_itself and self._team.is_distributed:
+        if self._strategy.splits_itself and self._context.is_distributed:
             return None
         if setting != "auto":
             return setting
-        share, batch_of = self._feed.trial()
-        world_size = self._team.ranks.world_size
+        share, batch_of = self._source.trial_batches()
+        world_size = self._context.ranks.world_size
 
         def forward_backward(count: int) -> None:
-            batch = to_device(batch_of(count), self._team.device)
+            batch = to_device(batch_of(count), self._context.device)
             batch = cast_batch(batch, self._settings.precision)
             turn = self._strategy.turn_of(0) if takes_optimizer_idx(self._module) else nullcontext()
-            with turn, forward_context(self._settings.precision, self._team.device):
+            with turn, forward_context(self._settings.precision, self._context.device):
                 # No rank may wait here for one that runs out of memory.
                 scalars = self._stepping.scalars(self._strategy.trial_step(batch))
             torch.autograd.backward(self._stepping.weighted(scalars["loss"], 1.0))
@@ -336,11 +340,11 @@ class TrainingLoop:
             kept = state.micro_batches[1]
             with preserve_state(self._module):
                 fits = fits_in_memory(
-                    self._module, self._team.device, lambda: forward_backward(min(kept, share))
+                    self._module, self._context.device, lambda: forward_backward(min(kept, share))
                 )
-            if self._team.lowest(float(fits)) > 0:
+            if self._context.lowest(float(fits)) > 0:
                 return kept
-        size = find_micro_batch_size(self._module, self._team, share, forward_backward)
+        size = find_micro_batch_size(self._module, self._context, share, forward_backward)
         state.micro_batches = (world_size, size)
         return size
 
@@ -379,20 +383,20 @@ class TrainingLoop:
         every, state = self._settings.validate_every, self.state
         if self._validation_set is None or every is None or state.step in (0, state.validated_step):
             return False
-        return state.finished or (self._feed.at_epoch_end if every == "epoch" else state.step % every == 0)
+        return state.finished or (self._source.at_epoch_end if every == "epoch" else state.step % every == 0)
 
     def _validate(self) -> bool:
         """Validate; return False if the ranks agreed to stop during it, with no state changed."""
         assert self._validation_set is not None
         state = self.state
         # Checkpoints do not keep a callback's request to end, so this validation must not be interrupted.
-        stop = None if state.finished and not self._feed.finished else self._stop
+        stop = None if state.finished and not self._source.finished else self._stop
         put_back = snapshot_buffers(self._module)
         with activity.during("validate"), self._spent.on("validation"):
             results = run_validation(
                 self._strategy,
                 self._validation_set,
-                self._team,
+                self._context,
                 precision=self._settings.precision,
                 stop=stop,
             )
@@ -403,7 +407,7 @@ class TrainingLoop:
         results = {f"val_{name}" if name in state.latest else name: mean for name, mean in results.items()}
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
-        self._progress.say(f"step {state.step}: {format_scalars(state.validation)}")
+        self._progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
         self._callbacks.validation_end(state.step, state.validation)
         state.finished = state.finished or self._is_to_end()
         return True
@@ -412,9 +416,9 @@ class TrainingLoop:
         """True if a callback of any rank requests the end of the training. All ranks must call this."""
         if not self._callbacks:
             return False
-        ending = next(filter(None, self._team.gather(self._callbacks.ending)), None)
+        ending = next(filter(None, self._context.gather(self._callbacks.ending)), None)
         if ending is not None:
-            self._progress.say(f"the training ends at step {self.state.step}: {ending}")
+            self._progress.print_message(f"the training ends at step {self.state.step}: {ending}")
         return ending is not None
 
     def _check_sanity(self) -> None:
@@ -426,7 +430,7 @@ class TrainingLoop:
                 results = run_validation(
                     self._strategy,
                     self._validation_set,
-                    self._team,
+                    self._context,
                     precision=self._settings.precision,
                     num_batches=num_batches,
                 )
@@ -452,7 +456,7 @@ class TrainingLoop:
     def _advise_on_workers(self) -> None:
         advice = warn_too_many_workers(self._settings.num_workers, self._cpus)
         if advice and self._settings.num_workers:
-            self._progress.say(f"hpctrain: {advice}")
+            self._progress.print_message(f"hpctrain: {advice}")
 
     def _write(self) -> None:
         """Show and log the latest step, whatever its number."""

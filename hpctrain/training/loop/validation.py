@@ -26,7 +26,7 @@ from hpctrain.training.strategies import Strategy
 def run_validation(
     strategy: Strategy,
     data: ValidationSet,
-    team: DistributedContext,
+    context: DistributedContext,
     *,
     precision: str,
     method: str = "validation_step",
@@ -42,7 +42,7 @@ def run_validation(
     Args:
         strategy: the strategy of the module.
         data: the samples.
-        team: the ranks.
+        context: the ranks.
         precision: precision of the forward pass.
         method: the module's method, such as `validation_step`.
         lone_name: name of the metric if the method returns a scalar.
@@ -56,13 +56,13 @@ def run_validation(
     origin = f"{type(module).__name__}.{method}"
     sums: dict[str, torch.Tensor] = {}
     count = 0
-    way = StoppableLoop(team, stop or StopFlag())
+    way = StoppableLoop(context, stop or StopFlag())
     with eval_mode(module), torch.no_grad(), closing(data.batches()) as own:
         some = islice(own, num_batches)
-        batches = pad_to_longest(some, team) if strategy.in_lockstep else some
+        batches = pad_to_longest(some, context) if strategy.in_lockstep else some
         for batch_idx, (num_held, batch) in enumerate(way.through(batches)):
-            with forward_context(precision, team.device):
-                on_device = cast_batch(to_device(batch, team.device), precision)
+            with forward_context(precision, context.device):
+                on_device = cast_batch(to_device(batch, context.device), precision)
                 output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
             if num_samples == 0:
                 continue
@@ -73,16 +73,16 @@ def run_validation(
                     "Return the same names every time."
                 )
             for name, mean in scalars.items():
-                sums[name] = sums.get(name, 0.0) + mean.to(team.device).double() * num_samples
+                sums[name] = sums.get(name, 0.0) + mean.to(context.device).double() * num_samples
             count += num_samples
             activity.enter("validate")
     if way.interrupted:
         return None
     # A rank without samples does not have the names.
-    names = _agreed_names(team, list(sums) if count else None, origin)
-    zero = torch.zeros((), dtype=torch.float64, device=team.device)
+    names = _agreed_names(context, list(sums) if count else None, origin)
+    zero = torch.zeros((), dtype=torch.float64, device=context.device)
     total = torch.stack([zero + count, *(sums.get(name, zero) for name in names)])
-    if team.is_distributed:
+    if context.is_distributed:
         dist.all_reduce(total)
     return dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
 
@@ -99,12 +99,12 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _agreed_names(team: DistributedContext, own: list[str] | None, origin: str) -> list[str]:
-    told = [(rank, names) for rank, names in enumerate(team.gather(own)) if names is not None]
-    if not told:
+def _agreed_names(context: DistributedContext, own: list[str] | None, origin: str) -> list[str]:
+    gathered = [(rank, names) for rank, names in enumerate(context.gather(own)) if names is not None]
+    if not gathered:
         raise UserError(f"the data set for {origin} gave no sample to any rank.")
-    first, names = told[0]
-    for rank, others in told:
+    first, names = gathered[0]
+    for rank, others in gathered:
         if set(others) != set(names):
             raise UserError(
                 f"{origin} returned {sorted(others)} on rank {rank} but {sorted(names)} on rank {first}."

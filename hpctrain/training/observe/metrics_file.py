@@ -20,8 +20,10 @@ RESERVED_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
 class MetricsFile:
     """Writer of `metrics.jsonl`: one object per logged step, on rank 0."""
 
-    def __init__(self, run: RunDir, attempt: int, say: ReportMessage, last_step: int | None) -> None:
-        self._lines, self._attempt = BufferedLineWriter(run.metrics, say), attempt
+    def __init__(
+        self, run: RunDir, attempt: int, print_message: ReportMessage, last_step: int | None
+    ) -> None:
+        self._lines, self._attempt = BufferedLineWriter(run.metrics, print_message), attempt
         # Written to the first line of each attempt, because its value may change between attempts.
         self._once = {} if last_step is None else {"last_step": last_step}
 
@@ -45,8 +47,8 @@ class MetricsFile:
 class SamplesFile:
     """Writer of `samples/attempt-000-rank-00000.jsonl`: the sample indices of each step of a rank."""
 
-    def __init__(self, path: Path, say: ReportMessage) -> None:
-        self._path, self._lines = path, BufferedLineWriter(path, say)
+    def __init__(self, path: Path, print_message: ReportMessage) -> None:
+        self._path, self._lines = path, BufferedLineWriter(path, print_message)
         self._make_folder()
 
     def write(self, share: RankBatch) -> None:

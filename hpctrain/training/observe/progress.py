@@ -26,7 +26,7 @@ class Progress(Protocol):
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show a trained step."""
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a message for the user."""
 
 
@@ -50,7 +50,7 @@ class _Silence:
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         pass
 
 
@@ -85,7 +85,7 @@ class _Lines(_Silence):
             of = "" if self._last_step is None else f"/{self._last_step}"
             print(f"step {step}{of}  {format_scalars(scalars)}{self._pace.take(step)}")
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         print(text)
 
 
@@ -119,7 +119,7 @@ class _Bar(_Silence):
         self._paced = self._pace.take(step) or self._paced
         self._bar.update(self._task, completed=step, scalars=format_scalars(scalars) + self._paced)
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
 

@@ -21,26 +21,28 @@ class RunWriter:
     def __init__(
         self,
         run: RunDir,
-        team: DistributedContext,
+        context: DistributedContext,
         environ: Mapping[str, str],
         *,
         log_every: int,
         record_samples: bool,
-        say: ReportMessage,
+        print_message: ReportMessage,
         spent: StepTimer,
         last_step: int | None,
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
-        rank = team.ranks.rank
+        rank = context.ranks.rank
         number = environ.get(ATTEMPT_VARIABLE)
-        self._attempt: int = team.from_main(
+        self._attempt: int = context.from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
         self._run, self._log_every, self._spent = run, log_every, spent
-        self._events = BufferedLineWriter(run.events, say) if rank == 0 else None
-        self._metrics = MetricsFile(run, self._attempt, say, last_step) if rank == 0 else None
-        self._environment = BufferedLineWriter(run.environment, say) if rank == 0 else None
-        self._samples = SamplesFile(run.samples(self._attempt, rank), say) if record_samples else None
+        self._events = BufferedLineWriter(run.events, print_message) if rank == 0 else None
+        self._metrics = MetricsFile(run, self._attempt, print_message, last_step) if rank == 0 else None
+        self._environment = BufferedLineWriter(run.environment, print_message) if rank == 0 else None
+        self._samples = (
+            SamplesFile(run.samples(self._attempt, rank), print_message) if record_samples else None
+        )
 
     def is_asked_to_requeue(self) -> bool:
         """True if the user requested a requeue: save now, and continue in another attempt."""
@@ -51,7 +53,7 @@ class RunWriter:
         if self._events is not None:
             self._events.append(event_record(kind, self._attempt, **fields))
 
-    def surroundings(self, values: Mapping[str, Any]) -> None:
+    def environment(self, values: Mapping[str, Any]) -> None:
         """Write the environment of this attempt."""
         if self._environment is not None:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})

@@ -58,7 +58,7 @@ class CheckpointManager:
         self,
         store: CheckpointStore,
         state: TrainingState,
-        cadence: CheckpointSchedule,
+        schedule: CheckpointSchedule,
         *,
         run: RunDir,
         log: RunWriter,
@@ -66,7 +66,7 @@ class CheckpointManager:
         settings: TrainerConfig,
         is_main: bool,
     ) -> None:
-        self._store, self._state, self._cadence = store, state, cadence
+        self._store, self._state, self._schedule = store, state, schedule
         self._run, self._log, self._progress, self._settings = run, log, progress, settings
         self._is_main = is_main
         self._in_flight: _InFlight | None = None
@@ -101,20 +101,20 @@ class CheckpointManager:
 
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
-        return self._store.load_newest(self._state.like())
+        return self._store.load_newest(self._state.template())
 
     def may_begin(self) -> bool:
         """True if another save can begin; waits for the one in flight, within a limit. Call on rank 0 only.
 
         The limit keeps the training running if a disk hangs.
         """
-        if self._cadence.rests:
+        if self._schedule.in_backoff:
             return False
         if self._in_flight is None:
             return True
-        write_s = self._cadence.write_s
+        write_s = self._schedule.write_s
         limit_s = IO_TIMEOUT_S if write_s is None else max(_LONGEST_WAIT_S, _TIMES_LATEST * write_s)
-        if self._cadence.is_troubled:
+        if self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
         if self._store.finish(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
             return True
@@ -125,7 +125,9 @@ class CheckpointManager:
                 f"the state after step {self._state.step} is not saved"
             )
             self._log.event("failure", cause=f"{cause}.")
-            self._progress.say(f"hpctrain: {cause}, nor are those after it until it is. Training continues.")
+            self._progress.print_message(
+                f"hpctrain: {cause}, nor are those after it until it is. Training continues."
+            )
         return False
 
     def begin(self) -> None:
@@ -141,7 +143,7 @@ class CheckpointManager:
         self._store.begin(self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score())
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
-        self._cadence.begun(stall_s)
+        self._schedule.begun(stall_s)
 
     def save_result(self) -> None:
         """Save the state of the last step, and wait for it.
@@ -176,7 +178,7 @@ class CheckpointManager:
         try:
             self._store.add_score(self._state.step, score)
         except (CheckpointError, OSError) as error:
-            self._progress.say(
+            self._progress.print_message(
                 f"hpctrain: the checkpoint of step {self._state.step} is not among the best: {error}"
             )
 
@@ -207,7 +209,7 @@ class CheckpointManager:
         self._closed = True
         # The next attempt may use other nodes, so delete this node's local tier now.
         for note in self._store.close(clean=True, timeout_s=timeout_s):
-            self._progress.say(f"hpctrain: {note}")
+            self._progress.print_message(f"hpctrain: {note}")
         return self.settle()
 
     def is_shared(self, saved: CommittedSave) -> bool:
@@ -224,19 +226,19 @@ class CheckpointManager:
         except FileNotFoundError:
             cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
             self._log.event("failure", cause=cause)
-            self._progress.say(f"hpctrain: {cause}")
+            self._progress.print_message(f"hpctrain: {cause}")
         except OSError:
             return  # the save reports the error
 
     def _note_saved(self, saved: CommittedSave) -> None:
         self.found_disk_full = False
         for note in saved.notes:
-            self._progress.say(f"hpctrain: {note}")
+            self._progress.print_message(f"hpctrain: {note}")
         fields: dict[str, Any] = {}
         if self._in_flight is not None and self._in_flight.step == saved.step:
             fields["stall_s"] = self._in_flight.stall_s
             self._in_flight = None
-            self._cadence.saved(saved.seconds)
+            self._schedule.saved(saved.seconds)
         if self.is_shared(saved):
             self.write_s = saved.seconds
         if saved.score is not None:
@@ -260,9 +262,9 @@ class CheckpointManager:
         if self._in_flight is None or not isinstance(error, TierCopyFailed):
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
-            self._cadence.failed()
+            self._schedule.failed()
         self._log.event("failure", cause=str(error))
-        self._progress.say(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
+        self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
 
     def _score(self) -> float | None:
         """Return the state's score; None without `keep_best`, or if this step was not validated."""

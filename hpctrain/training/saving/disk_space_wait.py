@@ -28,26 +28,26 @@ class DiskSpaceWait:
 
     def __init__(
         self,
-        team: DistributedContext,
+        context: DistributedContext,
         saves: CheckpointManager,
         log: RunWriter,
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
         folder: Path,
         step: int,
     ) -> None:
         """Prepare to wait.
 
         Args:
-            team: the ranks.
+            context: the ranks.
             saves: provides the size of the state.
             log: receives the event.
-            say: prints a line.
+            print_message: prints a line.
             folder: folder of the checkpoints.
             step: the step of the state to be saved.
         """
-        self._team, self._log, self._say = team, log, say
+        self._context, self._log, self._print_message = context, log, print_message
         self._folder, self._step = folder, step
-        self._needed = sum(team.gather(saves.state_bytes))
+        self._needed = sum(context.gather(saves.state_bytes))
         self._begun = time.monotonic()
         self._is_said = False
 
@@ -61,16 +61,18 @@ class DiskSpaceWait:
             self._is_said = True
             cause = f"{self._words()}. Free space there: the ranks wait for it, and then save."
             self._log.event("failure", cause=cause, **{"class": "disk-full"})
-            self._say(f"hpctrain: {cause}")
+            self._print_message(f"hpctrain: {cause}")
         tried = time.monotonic()
         while True:
             activity.enter("save")
             own = min(left_s(), self._begun + LIMIT_S - time.monotonic())
-            if (left := self._team.lowest(own)) <= 0:
+            if (left := self._context.lowest(own)) <= 0:
                 return False
             time.sleep(min(_LOOK_EVERY_S, left))
             due = time.monotonic() - tried > min(_TRY_EVERY_S, left)
-            if self._team.from_main(due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES):
+            if self._context.from_main(
+                due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES
+            ):
                 return True
 
     def refusal(self) -> DiskFull:
@@ -82,7 +84,7 @@ class DiskSpaceWait:
         )
 
     def _words(self) -> str:
-        free = self._team.from_main(_free_bytes(self._folder))
+        free = self._context.from_main(_free_bytes(self._folder))
         return (
             f"no room for the state of step {self._step} in {self._folder}: "
             f"it needs {format_size(self._needed)}, and {format_size(free)} are free"

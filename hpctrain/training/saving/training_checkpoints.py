@@ -42,7 +42,7 @@ class TrainingCheckpoints:
         state: TrainingState,
         *,
         settings: TrainerConfig,
-        team: DistributedContext,
+        context: DistributedContext,
         run: RunDir | None,
         log: RunWriter | None,
         progress: Progress,
@@ -56,13 +56,13 @@ class TrainingCheckpoints:
         """
         if run is not None:
             run.check_records()
-        self._state, self._settings, self._team = state, settings, team
+        self._state, self._settings, self._context = state, settings, context
         self._log, self._progress, self._stop = log, progress, stop
         self._grace = StopDeadline(environ, stop)
-        is_main = team.ranks.is_main
-        self._cadence = CheckpointSchedule(
+        is_main = context.ranks.is_main
+        self._schedule = CheckpointSchedule(
             settings.checkpoint_every,
-            num_nodes=team.ranks.num_nodes,
+            num_nodes=context.ranks.num_nodes,
             node_mtbf_s=_node_mtbf_s(environ),
             history=InterruptionHistory.of(run.read_events()) if run is not None and is_main else None,
         )
@@ -72,7 +72,7 @@ class TrainingCheckpoints:
         if run is not None and log is not None:
             store = CheckpointStore(
                 run.checkpoints,
-                team.control,
+                context.control,
                 retention=settings.retention,
                 second_tier=settings.second_tier(environ),
                 records=(run.metrics, run.events),
@@ -80,7 +80,7 @@ class TrainingCheckpoints:
             self._saves = CheckpointManager(
                 store,
                 state,
-                self._cadence,
+                self._schedule,
                 run=run,
                 log=log,
                 progress=progress,
@@ -113,13 +113,13 @@ class TrainingCheckpoints:
             self._prepared = True
             self._saves.prepare()
         self._saves.settle()
-        return self._team.ranks.is_main and self._cadence.wishes()
+        return self._context.ranks.is_main and self._schedule.is_due_by_time()
 
     def due(self) -> bool:
         """True if a checkpoint is due after this step: by its number, for its score, or as the last one."""
         state = self._state
         scored = self._settings.keep_best > 0 and state.validated_step == state.step > 0
-        return state.finished or scored or self._cadence.due(state.step)
+        return state.finished or scored or self._schedule.due(state.step)
 
     def save(self) -> None:
         """Save the state after this step. All ranks must call this.
@@ -134,7 +134,7 @@ class TrainingCheckpoints:
             return
         if self._state.finished:
             self._save_result(self._saves)
-        elif self._team.from_main(self._team.ranks.is_main and self._saves.may_begin()):
+        elif self._context.from_main(self._context.ranks.is_main and self._saves.may_begin()):
             self._saves.begin()
             if not self._settings.checkpoint_async:
                 self._saves.finish()
@@ -153,8 +153,10 @@ class TrainingCheckpoints:
 
     def _room(self, saves: CheckpointManager) -> DiskSpaceWait:
         assert self._log is not None
-        say = self._progress.say
-        return DiskSpaceWait(self._team, saves, self._log, say, self._run_checkpoints, self._state.step)
+        print_message = self._progress.print_message
+        return DiskSpaceWait(
+            self._context, saves, self._log, print_message, self._run_checkpoints, self._state.step
+        )
 
     def _left_to_begin_s(self) -> float:
         """Return the seconds within which a save must begin to end before this rank is killed."""
@@ -176,7 +178,7 @@ class TrainingCheckpoints:
         begun = time.monotonic()
         loaded, broken = self._saves.load()
         for sentence in broken:
-            self._progress.say(f"hpctrain: {sentence}")
+            self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
             self._refuse_to_begin_anew(broken)
             return
@@ -184,7 +186,7 @@ class TrainingCheckpoints:
         if loaded.rank_state:  # imported checkpoints have none
             rng.restore_rng_state(loaded.rank_state)
         else:
-            rank = self._team.ranks.rank
+            rank = self._context.ranks.rank
             rng.seed_all(rng.derive_seed(self._settings.seed, "rank", rank, "step", loaded.step))
         self._log.event(
             "resumed",
@@ -193,15 +195,15 @@ class TrainingCheckpoints:
             broken=broken,
             seconds=time.monotonic() - begun,
         )
-        self._progress.say(f"resumed after step {loaded.step} from {loaded.path}")
+        self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def _refuse_to_begin_anew(self, broken: list[str]) -> None:
         """Raise if all checkpoints are broken, instead of training again from step 0.
 
         All ranks must call this.
         """
-        folder, is_main = self._run_checkpoints, self._team.ranks.is_main
-        aside = self._team.from_main(sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else [])
+        folder, is_main = self._run_checkpoints, self._context.ranks.is_main
+        aside = self._context.from_main(sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else [])
         if broken or aside:
             raise UserError(
                 f"No checkpoint in {folder} is whole, and training would begin anew, at step 0. "
@@ -226,37 +228,39 @@ class TrainingCheckpoints:
             SystemExit: with code 75, always.
         """
         # Slurm decides which ranks receive a signal; this rank may not be one of them.
-        told = self._team.gather(self._stop.signal_name)
-        step, signal_name = self._state.step, next(filter(None, told), None)
+        gathered = self._context.gather(self._stop.signal_name)
+        step, signal_name = self._state.step, next(filter(None, gathered), None)
         if self._saves is None or self._log is None:
-            self._progress.say(f"stopping after step {step}; nothing is saved without a run folder")
+            self._progress.print_message(f"stopping after step {step}; nothing is saved without a run folder")
         else:
             saved = self._save_before_the_end(self._saves, signal_name)
             self._log.event("signal", signal=signal_name, step=step, saved=saved)
             if saved:
-                self._progress.say(f"stopping after step {step}, which is saved")
+                self._progress.print_message(f"stopping after step {step}, which is saved")
         raise SystemExit(EXIT_CONTINUE)
 
     def _save_before_the_end(self, saves: CheckpointManager, signal_name: str | None) -> bool:
         """Save within the deadline; on rank 0, return True if this step's state is in the run folder."""
         saves.settle()
-        for_requeue = self._team.from_main(self._log is not None and self._log.is_asked_to_requeue())
-        left_s = self._team.lowest(self._grace.left_s(for_requeue=for_requeue))
+        for_requeue = self._context.from_main(self._log is not None and self._log.is_asked_to_requeue())
+        left_s = self._context.lowest(self._grace.left_s(for_requeue=for_requeue))
         ends_at = time.monotonic() + min(left_s, MAX_SAVE_S)
         write_s = saves.write_s
-        plan = FinalSavePlan(self._team.from_main(plan_final_save(left_s, write_s, saves.in_flight_s).value))
+        plan = FinalSavePlan(
+            self._context.from_main(plan_final_save(left_s, write_s, saves.in_flight_s).value)
+        )
         if plan in (FinalSavePlan.IN_ITS_PLACE, FinalSavePlan.NONE):
             saves.abandon()
         if plan in (FinalSavePlan.IN_ITS_PLACE, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT):
             saves.begin()
         elif write_s is not None:
-            self._progress.say(
+            self._progress.print_message(
                 f"hpctrain: {signal_name} leaves {max(0.0, left_s):.0f} s, and saving takes {write_s:.0f} s: "
                 f"the state after step {self._state.step} is not saved. The newest checkpoint stands."
             )
         finished = saves.finish(ends_at - time.monotonic())
         saved, room = saves.settle(), None
-        while self._team.lowest(float(saves.found_disk_full)):
+        while self._context.lowest(float(saves.found_disk_full)):
             room = room or self._room(saves)
             if not room.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
@@ -264,7 +268,7 @@ class TrainingCheckpoints:
             finished = saves.finish(ends_at - time.monotonic())
             saved += saves.settle()
         if not finished:
-            self._progress.say(
+            self._progress.print_message(
                 f"hpctrain: the time that {signal_name} leaves is over, and saving has not ended: "
                 "it is given up. The newest checkpoint stands."
             )
