@@ -20,9 +20,9 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm, register_alg
 from hpctrain.training.base.device_selection import find_devices, has_launcher, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
-from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -90,7 +90,7 @@ class Trainer(TrainerConfig):
         # because the ranks cannot agree on a stop yet.
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
         with capture_stop_signals() as stop:
-            fit = TrainingLoop(
+            loop = build_training_loop(
                 settings=self,
                 module=module,
                 context=context,
@@ -101,11 +101,11 @@ class Trainer(TrainerConfig):
                 environ=os.environ,
                 stop=stop,
             )
-            training.ends_at(fit.last_step)
+            training.ends_at(loop.last_step)
             try:
-                fit.run()
+                loop.run()
             finally:
-                self.step, self.metrics = fit.state.step, fit.state.validation
+                self.step, self.metrics = loop.state.step, loop.state.validation
                 training.step = self.step
 
     def end(self, reason: str = "a callback ended it") -> None:

@@ -7,15 +7,14 @@ from contextlib import closing
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.interleaved_reader import ShardedStream, is_stream
-from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
-from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.shard_readers import ShardReaders
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.data.stream_step_source import StreamStepSource
@@ -26,9 +25,6 @@ def make_step_source(
     loading: LoaderConfig,
     data_rank: DataRank,
     context: DistributedContext,
-    *,
-    seed: int,
-    global_batch_size: int,
     until: StopCondition,
 ) -> StepSource:
     """Return the step source for a training set, map-style or stream. All ranks must call this.
@@ -44,13 +40,9 @@ def make_step_source(
                 "train_dataset is a stream, which the ranks read in parts, and with this strategy every rank "
                 "needs all of each batch. Give a data set with len() and an index."
             )
-        source = StreamStepSource(
-            dataset, loading, data_rank, context, seed=seed, global_batch_size=global_batch_size, until=until
-        )
+        source = StreamStepSource(dataset, loading, data_rank, context, until)
     else:
-        source = MapStepSource(
-            dataset, loading, data_rank, seed=seed, global_batch_size=global_batch_size, until=until
-        )
+        source = MapStepSource(dataset, loading, data_rank, until)
     end = {"max_steps": until.steps, "max_epochs": until.epochs}
     _check_equal(context, {**source.identity(), **end}, "train_dataset")
     return source
@@ -99,9 +91,6 @@ def make_validation_set(
     loading: LoaderConfig,
     data_rank: DataRank,
     context: DistributedContext,
-    *,
-    seed: int,
-    global_batch_size: int,
     name: str = "val_dataset",
 ) -> ValidationSet:
     """Return the adapter for a validation set, map-style or stream. All ranks must call this.
@@ -110,10 +99,8 @@ def make_validation_set(
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
     _refuse_loader(dataset, name)
-    seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
-    batch_size = data_rank.largest(global_batch_size)
     make = _ValidationStream if is_stream(dataset) else _ValidationMap
-    data: ValidationSet = make(dataset, loading, data_rank, seeds, batch_size, name)
+    data: ValidationSet = make(dataset, loading, data_rank, name)
     _check_equal(context, data.identity(), name)
     return data
 
@@ -121,17 +108,10 @@ def make_validation_set(
 class _ValidationMap:
     """Validation on a map-style data set: each rank takes a range."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        loading: LoaderConfig,
-        data_rank: DataRank,
-        seeds: SampleSeeds,
-        batch_size: int,
-        name: str,
-    ) -> None:
-        self._loading, self._data_rank, self._batch_size, self._name = loading, data_rank, batch_size, name
-        self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, name)
+    def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
+        self._loading, self._data_rank, self._name = loading, data_rank, name
+        self._batch_size = data_rank.largest(loading.global_batch_size)
+        self._fetcher = make_fetcher(dataset, loading.collate_fn, loading.seeds("validation"), name)
 
     def identity(self) -> dict[str, Any]:
         return {"num_samples": self._fetcher.num_samples}
@@ -148,17 +128,10 @@ class _ValidationMap:
 class _ValidationStream:
     """Validation on a stream: each rank takes its training shards; ranks with a common shard take turns."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        loading: LoaderConfig,
-        data_rank: DataRank,
-        seeds: SampleSeeds,
-        batch_size: int,
-        name: str,
-    ) -> None:
+    def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._stream = ShardedStream(dataset, name)
-        self._loading, self._data_rank, self._seeds, self._batch_size = loading, data_rank, seeds, batch_size
+        self._loading, self._data_rank = loading, data_rank
+        self._batch_size = data_rank.largest(loading.global_batch_size)
 
     def identity(self) -> dict[str, Any]:
         return {"num_shards": self._stream.num_shards}
@@ -168,7 +141,7 @@ class _ValidationStream:
             self._stream,
             self._loading,
             self._data_rank,
-            self._seeds,
+            self._loading.seeds("validation"),
             chunk_size=self._batch_size,
             num_epochs=1,
         )
@@ -177,11 +150,7 @@ class _ValidationStream:
             for chunk in lanes.all_chunks():
                 waiting += chunk.samples.values()
                 while len(waiting) >= self._batch_size:
-                    yield self._batch_size, self._batch(waiting[: self._batch_size])
+                    yield self._batch_size, self._loading.collate(waiting[: self._batch_size])
                     del waiting[: self._batch_size]
         if waiting:
-            yield len(waiting), self._batch(waiting)
-
-    def _batch(self, samples: list[Any]) -> Any:
-        batch = (self._loading.collate_fn or default_collate)(samples)
-        return pin_batch(batch) if self._loading.pin_memory else batch
+            yield len(waiting), self._loading.collate(waiting)

@@ -11,7 +11,6 @@ from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.data.sample_seeds import SampleSeeds
 
 
 @dataclass(frozen=True)
@@ -96,27 +95,20 @@ class MapStepSource:
     remarks: Sequence[str] = ()
 
     def __init__(
-        self,
-        dataset: Any,
-        loading: LoaderConfig,
-        data_rank: DataRank,
-        *,
-        seed: int,
-        global_batch_size: int,
-        until: StopCondition,
+        self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
         """Set up the source.
 
         Raises:
             UserError: the data set has no length or no samples.
         """
-        seeds = SampleSeeds(seed, "training", seed_globals=loading.seed_samples)
-        self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, "train_dataset")
+        self._fetcher = make_fetcher(dataset, loading.collate_fn, loading.seeds("training"), "train_dataset")
         self._loading, self._data_rank = loading, data_rank
-        self._plan = BatchPlan(SampleOrder(self._fetcher.num_samples, seed), global_batch_size)
-        if global_batch_size > (has := self._fetcher.num_samples):
+        batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
+        self._plan = BatchPlan(SampleOrder(num_samples, loading.seed), batch_size)
+        if batch_size > num_samples:
             # Users relate learning rates and throughput to the batch size that they configured.
-            remark = f"global_batch_size is {global_batch_size}, but train_dataset has {has} samples: "
+            remark = f"global_batch_size is {batch_size}, but train_dataset has {num_samples} samples: "
             self.remarks = [f"{remark}every step trains all of them"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last

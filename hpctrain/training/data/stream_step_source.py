@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
@@ -22,8 +21,7 @@ from hpctrain.training.data.interleaved_reader import (
     dump_checkpoints,
     load_checkpoints,
 )
-from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
-from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.shard_buffers import ShardBuffers
 from hpctrain.training.data.shard_readers import ShardReaders
 from hpctrain.training.data.step_source import MicroBatch, StepData, StopCondition
@@ -53,9 +51,6 @@ class StreamStepSource:
         loading: LoaderConfig,
         data_rank: DataRank,
         context: DistributedContext,
-        *,
-        seed: int,
-        global_batch_size: int,
         until: StopCondition,
     ) -> None:
         """Set up the source.
@@ -65,12 +60,11 @@ class StreamStepSource:
         """
         self._stream = ShardedStream(dataset, "train_dataset")
         self._loading, self._data_rank, self._context = loading, data_rank, context
-        self._seed, self._global_batch_size, self._until = seed, global_batch_size, until
-        self._collate = loading.collate_fn or default_collate
+        self._until = until
         self.last_step: int | None = until.steps
         self._own = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
         self._step = 0
-        self._plan = StreamPlan(self._stream.num_shards, global_batch_size, until)
+        self._plan = StreamPlan(self._stream.num_shards, loading.global_batch_size, until)
         self._shelves = ShardBuffers(self._own, self._plan.lengths_in, self._open_lanes)
         self._marks: dict[int, ReaderCheckpoint | None] = {}
         self._spare: Any = None
@@ -79,9 +73,9 @@ class StreamStepSource:
 
     def identity(self) -> dict[str, Any]:
         return {
-            "seed": self._seed,
+            "seed": self._loading.seed,
             "num_shards": self._stream.num_shards,
-            "global_batch_size": self._global_batch_size,
+            "global_batch_size": self._loading.global_batch_size,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,7 +177,7 @@ class StreamStepSource:
         some = [*self._shelves.samples()] or [self._spare]
 
         def batch_of(count: int) -> Any:
-            return self._batch([some[i % len(some)] for i in range(count)])
+            return self._loading.collate([some[i % len(some)] for i in range(count)])
 
         return int(of_ranks.bincount().max()), batch_of
 
@@ -210,11 +204,7 @@ class StreamStepSource:
 
     def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in parts:
-            yield MicroBatch(self._batch(samples[low:high] or [self._spare]), high - low)
-
-    def _batch(self, samples: list[Any]) -> Any:
-        batch = self._collate(samples)
-        return pin_batch(batch) if self._loading.pin_memory else batch
+            yield MicroBatch(self._loading.collate(samples[low:high] or [self._spare]), high - low)
 
     # Agreement of the ranks on the next steps.
 
@@ -257,8 +247,8 @@ class StreamStepSource:
             self._stream,
             self._loading,
             self._data_rank,
-            SampleSeeds(self._seed, "training", seed_globals=self._loading.seed_samples),
-            chunk_size=min(-(-self._global_batch_size // num_shards), _LONGEST_CHUNK),
+            self._loading.seeds("training"),
+            chunk_size=min(-(-self._loading.global_batch_size // num_shards), _LONGEST_CHUNK),
             num_epochs=self._until.epochs,
             first_epoch=cursor.epoch,
             trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),

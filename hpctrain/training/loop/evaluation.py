@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.base.precision import cast_batch, forward_context
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_validation_set
-from hpctrain.training.data.loader_config import make_loader_config, map_tensors, to_device
+from hpctrain.training.data.loader_config import make_loader_config, map_tensors
 from hpctrain.training.data.lockstep import pad_to_longest
-from hpctrain.training.loop.validation import eval_mode, run_validation
+from hpctrain.training.loop.validation import eval_mode, evaluate_batches, run_validation
 from hpctrain.training.module import Module
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -43,8 +42,6 @@ class Evaluation:
             make_loader_config(settings, context),
             DataRank(context.ranks.rank, context.ranks.world_size),
             context,
-            seed=settings.seed,
-            global_batch_size=settings.global_batch_size,
             name="dataset",
         )
         self._strategy = strategy(module, context, settings)
@@ -68,10 +65,7 @@ class Evaluation:
         context, strategy = self._context, self._strategy
         with eval_mode(strategy.module), torch.no_grad(), closing(self._data.batches()) as mine:
             batches = pad_to_longest(mine, context) if strategy.in_lockstep else mine
-            for batch_idx, (num_held, batch) in enumerate(batches):
-                with forward_context(self._precision, context.device):
-                    on_device = cast_batch(to_device(batch, context.device), self._precision)
-                    output, _ = strategy.evaluation_step("predict_step", on_device, batch_idx, num_held)
+            for output, _, num_held in evaluate_batches(strategy, "predict_step", batches, self._precision):
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
         return [output for outputs in context.gather(own, "what predict_step returned") for output in outputs]

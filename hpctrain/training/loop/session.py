@@ -21,6 +21,7 @@ from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
+from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import LRScheduler
@@ -98,7 +99,7 @@ class Session:
         self.ending: str | None = None
         self._options, self._run, self._stop = options, run, stop
         self._prepared = _PreparedModules()
-        self._fit: TrainingLoop | None = None
+        self._loop: TrainingLoop | None = None
         self._training = TrainingMarker(
             "the loop over batches()", None if run is None else run.path, os.environ
         )
@@ -112,7 +113,7 @@ class Session:
     @property
     def step(self) -> int:
         """Completed optimizer steps."""
-        return 0 if self._fit is None else self._fit.state.step
+        return 0 if self._loop is None else self._loop.state.step
 
     def prepare(self, *things: Any) -> Any:
         """Put modules on this rank's device and synchronize their gradients; add all `things` to checkpoints.
@@ -126,7 +127,7 @@ class Session:
         Raises:
             UserError: a thing has another type, or `batches` was called before.
         """
-        if self._fit is not None:
+        if self._loop is not None:
             raise UserError(
                 "prepare() was called after batches(): what it is given has to be loaded by then."
             )
@@ -151,7 +152,10 @@ class Session:
             UserError: nothing was prepared, or the data set is not usable.
         """
         with self._training as training:
-            yield from self._batches(training, dataset, global_batch_size, max_steps, max_epochs)
+            self._loop = self._make_loop(
+                dataset, global_batch_size=global_batch_size, max_steps=max_steps, max_epochs=max_epochs
+            )
+            yield from self._batches(training, self._loop)
 
     def end(self, reason: str = "the loop ended it") -> None:
         """End the training a step or two later, and save; one rank that calls it is enough.
@@ -171,35 +175,25 @@ class Session:
         The values are means over this rank's batch. Every rank must call it in every step, with the same
         names. If a name is logged twice, the last value counts.
         """
-        if self._fit is None:
+        if self._loop is None:
             raise UserError("log() was called outside of the loop over batches().")
-        self._fit.sums.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
+        self._loop.metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Skip the gradient exchange of backward passes within the block."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def _batches(
-        self,
-        training: TrainingMarker,
-        dataset: Any,
-        global_batch_size: int,
-        max_steps: int | None,
-        max_epochs: int | None,
-    ) -> Iterator[Any]:
+    def _make_loop(self, dataset: Any, **length: Any) -> TrainingLoop:
         if not self._prepared.optimizers:
             raise UserError(
                 "batches() was called before prepare(model, optimizer): there is nothing to train."
             )
-        if self._fit is not None:
+        if self._loop is not None:
             raise UserError(
                 "batches() was called twice in one session, whose checkpoints are of the first loop."
             )
-        settings = TrainerConfig(
-            max_steps=max_steps, max_epochs=max_epochs, global_batch_size=global_batch_size, **self._options
-        )
-        fit = self._fit = TrainingLoop(
-            settings=settings,
+        return build_training_loop(
+            settings=TrainerConfig(**length, **self._options),
             module=self._prepared,
             context=self._context,
             train_dataset=dataset,
@@ -210,8 +204,10 @@ class Session:
             stop=self._stop,
             strategy=_PreparedStrategy,
         )
-        training.ends_at(fit.last_step)
-        with closing(fit.steps()) as steps:
+
+    def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
+        training.ends_at(loop.last_step)
+        with closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
                 self._part = len(step.share.indices) / step.share.batch_size
@@ -220,10 +216,10 @@ class Session:
                     try:
                         yield to_device(micro_batch.batch, self.device)
                     except GeneratorExit:
-                        self._say_it_was_left(step.share.step)
+                        self._warn_of_early_exit(step.share.step)
                         raise
 
-    def _say_it_was_left(self, step: int) -> None:
+    def _warn_of_early_exit(self, step: int) -> None:
         if self.is_main:
             print(
                 f"hpctrain: the loop over batches() was left in step {step}, before its end: what was "

@@ -7,6 +7,7 @@ sum at the same step, so they agree on a stop without further messages. Short st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,10 +18,13 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
-from hpctrain.training.loop.message_batcher import MessageBatcher
 from hpctrain.training.observe.metrics_file import RESERVED_FIELDS
 from hpctrain.training.observe.step_timer import TimingSample
 
+#: Seconds of work that one message covers, if it covers more than one item.
+_WORK_S = 0.01
+#: Maximum items per message; limits the delay of a stop if items suddenly take longer.
+_MOST = 16
 #: Maximum number of ranks with several steps per message. With more ranks, such short steps are rare.
 _FEW = 32
 
@@ -51,6 +55,49 @@ class StepFlags:
     """Value from the step source, to be summed over all ranks."""
 
 
+class MessageBatcher:
+    """Counter of work items; the ranks derive the same message size from the last exchanged duration.
+
+    Attributes:
+        size: items in the next message; the same on all ranks.
+    """
+
+    def __init__(self, *, one_by_one: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start counting.
+
+        Args:
+            one_by_one: if true, each item gets its own message, however short it is.
+            clock: monotonic clock in seconds.
+        """
+        self._most, self._clock = 1 if one_by_one else _MOST, clock
+        self.size = 1
+        self.begin()
+
+    def begin(self) -> None:
+        """Discard unsent items and restart the clock: the time since then went to other work."""
+        self._count, self._since = 0, self._clock()
+
+    def add(self) -> None:
+        """Count one completed item."""
+        self._count += 1
+
+    @property
+    def is_full(self) -> bool:
+        """True if a message is due now."""
+        return self._count >= self.size
+
+    def take(self) -> float:
+        """Return this rank's seconds per item since the last call, for the exchange with all ranks."""
+        now = self._clock()
+        seconds = (now - self._since) / max(self._count, 1)
+        self._count, self._since = 0, now
+        return seconds
+
+    def adapt(self, seconds: float) -> None:
+        """Adapt the message size to `seconds` per item, which must be the same on all ranks."""
+        self.size = self._most if seconds * self._most <= _WORK_S else max(1, int(_WORK_S / seconds))
+
+
 class StepSync:
     """Exchange of step results and requests. All ranks must call each method."""
 
@@ -62,7 +109,7 @@ class StepSync:
             one_by_one: if true, each step is sent before the next but one, however short it is.
         """
         self._context = context
-        self._grouping = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _FEW)
+        self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _FEW)
         self._own: list[_Own] = []
         self._sent: list[_Own] = []
         self._names: list[str] | None = None
@@ -70,17 +117,17 @@ class StepSync:
 
     def begin(self) -> None:
         """Restart the clock when training continues after other work."""
-        self._grouping.begin()
+        self._batcher.begin()
 
     def add(self, step: int, epoch: int, sums: MetricAccumulator, ended: TimingSample | None) -> None:
         """Record a step trained by this rank; the names in `sums` must be the same on all ranks."""
         self._own.append(_Own(step, epoch, sums, ended))
-        self._grouping.add()
+        self._batcher.add()
 
     @property
     def are_due(self) -> bool:
         """True if the recorded steps are to be sent now."""
-        return self._grouping.is_full
+        return self._batcher.is_full
 
     @property
     def are_under_way(self) -> bool:
@@ -89,7 +136,7 @@ class StepSync:
 
     def send(self, own: StepFlags) -> None:
         """Send the recorded steps and this rank's requests."""
-        flags = [float(own.stop), float(own.save), float(own.end), own.stream_ends, self._grouping.take()]
+        flags = [float(own.stop), float(own.save), float(own.end), own.stream_ends, self._batcher.take()]
         self._sent, self._own = self._own, []
         if self._names is None:
             self._names = self._agreed_names()
@@ -112,7 +159,7 @@ class StepSync:
             raise RuntimeError("nothing was sent")
         stop, save, end, stream_ends, seconds, others, *values = self._read()
         self._read = None
-        self._grouping.hear(seconds / self._context.ranks.world_size)
+        self._batcher.adapt(seconds / self._context.ranks.world_size)
         if others:
             self._names = self._agreed_names()
             values = _send(self._context, [], self._values())()

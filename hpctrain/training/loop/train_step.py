@@ -15,11 +15,17 @@ from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumu
 from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
-from hpctrain.training.data.step_source import MicroBatch, StepData
+from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.optimizer_step import OptimizerStep
 from hpctrain.training.module import as_scalars, takes_optimizer_idx
-from hpctrain.training.optim.micro_batch_size import add_oom_hint
+from hpctrain.training.optim.micro_batch_size import (
+    add_oom_hint,
+    find_micro_batch_size,
+    fits_in_memory,
+    preserve_state,
+)
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.saving.training_state import TrainingState
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -54,7 +60,7 @@ class TrainStep:
         self._changes_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
         self._tokens = _Tokens(self._context, self._world_size)
 
-    def take(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
+    def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         """Train one step.
 
         Args:
@@ -82,7 +88,38 @@ class TrainStep:
         self._strategy.updated(number)
         self._updates.advance(number)
 
-    def scalars(self, output: Any) -> dict[str, torch.Tensor]:
+    def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
+        """Return the configured size; for "auto", the size from before a stop if it still fits, or search."""
+        setting, module, context = self._settings.micro_batch_size, self._module, self._context
+        if self._strategy.splits_itself and context.is_distributed:
+            return None
+        if setting != "auto":
+            return setting
+        share, batch_of = source.trial_batches()
+        world_size = context.ranks.world_size
+        if state.micro_batches is not None and state.micro_batches[0] == world_size:
+            # Another size would change the order of additions.
+            kept = state.micro_batches[1]
+            with preserve_state(module):
+                fits = fits_in_memory(
+                    module, context.device, lambda: self._try_out(batch_of(min(kept, share)))
+                )
+            if context.lowest(float(fits)) > 0:
+                return kept
+        size = find_micro_batch_size(module, context, share, lambda count: self._try_out(batch_of(count)))
+        state.micro_batches = (world_size, size)
+        return size
+
+    def _try_out(self, batch: Any) -> None:
+        """Compute the gradients of a batch on this rank alone."""
+        batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
+        turn = self._strategy.turn_of(0) if self._each_alone else _NOTHING
+        with turn, self._forward_context:
+            # No rank may wait here for one that runs out of memory.
+            scalars = self._scalars(self._strategy.trial_step(batch))
+        torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
+
+    def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
         """Return the checked output of a training step.
 
         Raises:
@@ -98,7 +135,7 @@ class TrainStep:
             )
         return scalars
 
-    def weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
         """Return the loss as used in the backward pass."""
         weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         return weighted if self._scaler is None else self._scaler.scale(weighted)
@@ -132,7 +169,7 @@ class TrainStep:
             )
         if output is None and self._each_alone:
             return
-        scalars = self.scalars(output)
+        scalars = self._scalars(output)
         part = num_samples / share.batch_size
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
         weight: float | torch.Tensor = part * self._world_size
@@ -140,7 +177,7 @@ class TrainStep:
             weight = self._tokens.add(
                 scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], share, last
             )
-        self._strategy.backward(self.weighted(scalars["loss"], weight))
+        self._strategy.backward(self._weighted(scalars["loss"], weight))
         sums.add(scalars, part)
 
     def _note_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.state_tree import split_tree
@@ -17,13 +18,9 @@ from hpctrain.checkpoint.store import (
     TierCopyFailed,
 )
 from hpctrain.errors import CheckpointError, DiskFull, UserError
-from hpctrain.rundir import RunDir
 from hpctrain.training.base import rng
-from hpctrain.training.observe.progress import Progress
-from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.loop.components import Components
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
-from hpctrain.training.saving.training_state import TrainingState
-from hpctrain.training.trainer_config import TrainerConfig
 
 #: Time after which a save is considered stuck.
 MAX_SAVE_S = 3600.0
@@ -50,25 +47,19 @@ class CheckpointManager:
     `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
 
     Attributes:
+        folder: the folder of checkpoints in the run folder.
         write_s: seconds until the latest checkpoint was in the run folder; None before the first.
         found_disk_full: True if the latest save did not fit on the disk.
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        state: TrainingState,
-        schedule: CheckpointSchedule,
-        *,
-        run: RunDir,
-        log: RunWriter,
-        progress: Progress,
-        settings: TrainerConfig,
-        is_main: bool,
+        self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
     ) -> None:
-        self._store, self._state, self._schedule = store, state, schedule
-        self._run, self._log, self._progress, self._settings = run, log, progress, settings
-        self._is_main = is_main
+        """Save to `store`, whose checkpoints end up in `folder`."""
+        self._store, self._schedule, self.folder = store, schedule, folder
+        self._state, self._settings = parts.state, parts.settings
+        self._log, self._progress = parts.log, parts.progress
+        self._is_main = parts.context.ranks.is_main
         self._in_flight: _InFlight | None = None
         self._closed = False
         self._overdue: int | None = None
@@ -124,7 +115,7 @@ class CheckpointManager:
                 f"The checkpoint of step {self._overdue} is not done after {self.in_flight_s:.0f} s: "
                 f"the state after step {self._state.step} is not saved"
             )
-            self._log.event("failure", cause=f"{cause}.")
+            self._log.write_event("failure", cause=f"{cause}.")
             self._progress.print_message(
                 f"hpctrain: {cause}, nor are those after it until it is. Training continues."
             )
@@ -214,18 +205,17 @@ class CheckpointManager:
 
     def is_shared(self, saved: CommittedSave) -> bool:
         """True if it is in the run folder, not only in this node's local tier."""
-        return saved.path.parent == self._run.checkpoints
+        return saved.path.parent == self.folder
 
     def _look_for_the_others(self) -> None:
         """Report if the folder of the earlier checkpoints is missing."""
-        folder = self._run.checkpoints
         if not self._is_main or self.write_s is None:
             return
         try:
-            os.stat(folder)
+            os.stat(self.folder)
         except FileNotFoundError:
-            cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
-            self._log.event("failure", cause=cause)
+            cause = f"{self.folder} has vanished, with the checkpoints in it. It is made anew."
+            self._log.write_event("failure", cause=cause)
             self._progress.print_message(f"hpctrain: {cause}")
         except OSError:
             return  # the save reports the error
@@ -247,7 +237,7 @@ class CheckpointManager:
                 "metric": self._settings.monitor,
                 "mode": self._settings.mode,
             }
-        self._log.event(
+        self._log.write_event(
             "checkpoint",
             step=saved.step,
             path=str(saved.path),
@@ -263,7 +253,7 @@ class CheckpointManager:
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.failed()
-        self._log.event("failure", cause=str(error))
+        self._log.write_event("failure", cause=str(error))
         self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
 
     def _score(self) -> float | None:
