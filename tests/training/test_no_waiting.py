@@ -22,7 +22,7 @@ OURS = str(Path(hpctrain.__file__).parent)
 #: By file and function: what lies on the CPU by then, such as indices and sums that have arrived.
 ALLOWED = {
     ("metric_accumulator.py", "_double"),
-    ("train_step.py", "_note_norm"),
+    ("train_step.py", "_record_norm"),
     ("step_sync.py", "read"),
     ("sample_order.py", "_walk"),
     ("loader_config.py", "<genexpr>"),

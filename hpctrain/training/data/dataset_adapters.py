@@ -137,7 +137,7 @@ class _ValidationStream:
         return {"num_shards": self._stream.num_shards}
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
-        lanes = ShardReaders(
+        readers = ShardReaders(
             self._stream,
             self._loading,
             self._data_rank,
@@ -146,8 +146,8 @@ class _ValidationStream:
             num_epochs=1,
         )
         waiting: list[Any] = []
-        with closing(lanes):
-            for chunk in lanes.all_chunks():
+        with closing(readers):
+            for chunk in readers.all_chunks():
                 waiting += chunk.samples.values()
                 while len(waiting) >= self._batch_size:
                     yield self._batch_size, self._loading.collate(waiting[: self._batch_size])

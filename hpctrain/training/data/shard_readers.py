@@ -49,10 +49,10 @@ class ShardReaders:
         num_shards = stream.num_shards
         own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
         num_workers = min(loading.num_workers, len(own))
-        keep = _Keeper(data_rank, num_shards, first_epoch, trained or [0] * num_shards)
-        self._lanes: dict[int, Iterator[ShardChunk]] = {}
+        keep = _OwnSampleFilter(data_rank, num_shards, first_epoch, trained or [0] * num_shards)
+        self._readers: dict[int, Iterator[ShardChunk]] = {}
         for number in range(max(num_workers, 1)):
-            lane = InterleavedReader(
+            reader = InterleavedReader(
                 stream,
                 own[number :: max(num_workers, 1)],
                 marks or {},
@@ -62,26 +62,26 @@ class ShardReaders:
                 keep=keep,
                 seeds=seeds,
             )
-            chunks = loading.workers(lane, None, stream.name, 1) if num_workers else iter(lane)
-            self._lanes.update(dict.fromkeys(lane.shards, chunks))
+            chunks = loading.workers(reader, None, stream.name, 1) if num_workers else iter(reader)
+            self._readers.update(dict.fromkeys(reader.shards, chunks))
 
     def next_chunk(self, shard: int) -> ShardChunk:
         """Return the next chunk from the reader of `shard`: of this shard, or of another that it reads."""
-        return next(self._lanes[shard])
+        return next(self._readers[shard])
 
     def all_chunks(self) -> Iterator[ShardChunk]:
         """Yield all remaining chunks of all shards."""
-        for lane in dict.fromkeys(self._lanes.values()):
-            yield from lane
+        for reader in dict.fromkeys(self._readers.values()):
+            yield from reader
 
     def close(self) -> None:
         """Stop the data workers."""
-        for lane in self._lanes.values():
-            if isinstance(lane, LoaderWorkers):
-                lane.close()
+        for reader in self._readers.values():
+            if isinstance(reader, LoaderWorkers):
+                reader.close()
 
 
-class _Keeper:
+class _OwnSampleFilter:
     """Filter for samples that this rank trains and has not trained yet."""
 
     def __init__(

@@ -65,7 +65,7 @@ class StreamStepSource:
         self._own = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
         self._step = 0
         self._plan = StreamPlan(self._stream.num_shards, loading.global_batch_size, until)
-        self._shelves = ShardBuffers(self._own, self._plan.lengths_in, self._open_lanes)
+        self._buffers = ShardBuffers(self._own, self._plan.lengths_in, self._open_readers)
         self._marks: dict[int, ReaderCheckpoint | None] = {}
         self._spare: Any = None
 
@@ -88,7 +88,7 @@ class StreamStepSource:
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
         lengths = self._plan.lengths_in(cursor.epoch)
-        own = self._shelves.marks(cursor.epoch, cursor.taken(lengths).tolist())
+        own = self._buffers.marks(cursor.epoch, cursor.taken(lengths).tolist())
         marks: dict[int, ReaderCheckpoint | None] = {}
         gathered = self._context.gather(
             {shard: mark and (mark.number, mark.state, mark.resumable) for shard, mark in own.items()},
@@ -141,16 +141,16 @@ class StreamStepSource:
             UserError: the stream is empty.
         """
         self._step = after
-        self._shelves.begin(self._plan.cursor.epoch, self._marks)
+        self._buffers.begin(self._plan.cursor.epoch, self._marks)
         self._plan.plan(after)
-        self._settle()
+        self._agree_on_ends()
         self._find_spare()
 
     def steps(self) -> Iterator[StepData]:
         while self._plan.coming:
             batch = self._plan.take()
             self._step += 1
-            of_ranks = self._readers(batch)
+            of_ranks = self._rank_of_samples(batch)
             mine = batch.picks[of_ranks == self._data_rank.rank]
             share = RankBatch(
                 self._step,
@@ -160,21 +160,21 @@ class StreamStepSource:
                 largest=int(of_ranks.bincount().max()),
                 indices=mine,
             )
-            samples = [self._shelves.take(batch.epoch, *pick) for pick in mine.tolist()]
+            samples = [self._buffers.take(batch.epoch, *pick) for pick in mine.tolist()]
             if batch.batch_idx == 0:
                 self._marks = {}
-                self._shelves.forget_before(batch.epoch)
+                self._buffers.forget_before(batch.epoch)
             taken = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
-            self._shelves.forget(batch.epoch, taken)
+            self._buffers.forget(batch.epoch, taken)
             parts = share.parts(self.micro_batch_size)
             yield StepData(share, len(parts), self._micro_batches(samples, parts))
 
     def close(self) -> None:
-        self._shelves.close()
+        self._buffers.close()
 
     def trial_batches(self) -> tuple[int, Any]:
-        of_ranks = self._readers(self._plan.coming[0])
-        some = [*self._shelves.samples()] or [self._spare]
+        of_ranks = self._rank_of_samples(self._plan.coming[0])
+        some = [*self._buffers.samples()] or [self._spare]
 
         def batch_of(count: int) -> Any:
             return self._loading.collate([some[i % len(some)] for i in range(count)])
@@ -183,11 +183,11 @@ class StreamStepSource:
 
     def local_ends(self) -> float:
         self._plan.plan(self._step)
-        return float(bool(self._ends_to_tell()))
+        return float(bool(self._unplanned_ends()))
 
     def receive_ends(self, total: float) -> None:
         if total:
-            self._settle()
+            self._agree_on_ends()
 
     @property
     def at_epoch_end(self) -> bool:
@@ -197,7 +197,7 @@ class StreamStepSource:
     def finished(self) -> bool:
         return not self._plan.coming
 
-    def _readers(self, batch: StreamBatch) -> torch.Tensor:
+    def _rank_of_samples(self, batch: StreamBatch) -> torch.Tensor:
         """Return the rank of each sample."""
         shard, number = batch.picks.unbind(1)
         return owner_rank(shard, number, self._stream.num_shards, self._data_rank.world_size)
@@ -208,24 +208,24 @@ class StreamStepSource:
 
     # Agreement of the ranks on the next steps.
 
-    def _ends_to_tell(self) -> dict[tuple[int, int], int]:
+    def _unplanned_ends(self) -> dict[tuple[int, int], int]:
         """Return ends of own shards that the plan does not include yet, by (epoch, shard)."""
         ends: dict[tuple[int, int], int] = {}
         for batch in self._plan.coming:
             needed = StreamCursor(batch.epoch, 0, batch.after.round, batch.after.shard)
             until = needed.taken(self._plan.lengths_in(batch.epoch))
             for shard in self._own:
-                length = self._shelves.read(batch.epoch, shard, int(until[shard]))
+                length = self._buffers.read(batch.epoch, shard, int(until[shard]))
                 if length is not None and length < int(until[shard]):
                     ends[batch.epoch, shard] = length
         return ends
 
-    def _settle(self) -> None:
+    def _agree_on_ends(self) -> None:
         """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
         while True:
             ends: dict[tuple[int, int], int] = {}
-            for gathered in self._context.gather(self._ends_to_tell()):
-                ends.update(gathered)
+            for ends_of_rank in self._context.gather(self._unplanned_ends()):
+                ends.update(ends_of_rank)
             if not ends:
                 return
             self._plan.learn(ends)
@@ -233,7 +233,7 @@ class StreamStepSource:
 
     def _find_spare(self) -> None:
         """Set a spare sample for steps without own samples, from another rank if this one has none."""
-        own = next(self._shelves.samples(), None)
+        own = next(self._buffers.samples(), None)
         have = self._context.gather(own is not None)
         if not self._plan.coming or all(have):
             self._spare = own
@@ -241,7 +241,7 @@ class StreamStepSource:
         given = self._context.broadcast(own, have.index(True), "a sample, for ranks that have none,")
         self._spare = given if own is None else own
 
-    def _open_lanes(self) -> ShardReaders:
+    def _open_readers(self) -> ShardReaders:
         cursor, num_shards = self._plan.cursor, self._stream.num_shards
         return ShardReaders(
             self._stream,

@@ -45,7 +45,7 @@ class StepExchange:
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = share.step, share.epoch
         before = _NO_REQUESTS
-        if sync.are_under_way:
+        if sync.is_pending:
             before, results = self._receive()
             self._show(results)
         state.finished = parts.source.finished or before.end
@@ -57,9 +57,9 @@ class StepExchange:
             state.latest = latest.scalars
             state.finished = state.finished or now.end
             return StepFlags(stop=before.stop or now.stop, save=before.save or now.save)
-        ended = parts.step_timer.now() if parts.log.is_logged(state.step) else None
+        ended = parts.step_timer.sample() if parts.log.is_logged(state.step) else None
         sync.add(state.step, state.epoch, metrics, ended)
-        if sync.are_due:
+        if sync.is_due:
             self._send()
         return None
 

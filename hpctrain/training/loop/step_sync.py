@@ -26,7 +26,7 @@ _WORK_S = 0.01
 #: Maximum items per message; limits the delay of a stop if items suddenly take longer.
 _MOST = 16
 #: Maximum number of ranks with several steps per message. With more ranks, such short steps are rare.
-_FEW = 32
+_MAX_GATHER_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class StepSync:
             one_by_one: if true, each step is sent before the next but one, however short it is.
         """
         self._context = context
-        self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _FEW)
-        self._own: list[_Own] = []
-        self._sent: list[_Own] = []
+        self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _MAX_GATHER_RANKS)
+        self._recorded: list[_RecordedStep] = []
+        self._sent: list[_RecordedStep] = []
         self._names: list[str] | None = None
         self._read: Callable[[], list[float]] | None = None
 
@@ -121,32 +121,33 @@ class StepSync:
 
     def add(self, step: int, epoch: int, sums: MetricAccumulator, ended: TimingSample | None) -> None:
         """Record a step trained by this rank; the names in `sums` must be the same on all ranks."""
-        self._own.append(_Own(step, epoch, sums, ended))
+        self._recorded.append(_RecordedStep(step, epoch, sums, ended))
         self._batcher.add()
 
     @property
-    def are_due(self) -> bool:
+    def is_due(self) -> bool:
         """True if the recorded steps are to be sent now."""
         return self._batcher.is_full
 
     @property
-    def are_under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if a sent message is not yet read."""
         return self._read is not None
 
-    def send(self, own: StepFlags) -> None:
+    def send(self, requests: StepFlags) -> None:
         """Send the recorded steps and this rank's requests."""
-        flags = [float(own.stop), float(own.save), float(own.end), own.stream_ends, self._batcher.take()]
-        self._sent, self._own = self._own, []
+        flags = [*map(float, (requests.stop, requests.save, requests.end)), requests.stream_ends]
+        flags.append(self._batcher.take())
+        self._sent, self._recorded = self._recorded, []
         if self._names is None:
             self._names = self._agreed_names()
         # Messages have the same length on all ranks. A rank with other names sends zeros and sets a flag.
         names = dict.fromkeys(self._names).keys()
-        others = any(each.sums.values.keys() != names for each in self._sent)
+        names_differ = any(each.sums.values.keys() != names for each in self._sent)
         values = self._values()
-        if others:
+        if names_differ:
             values = [0.0 for _ in range(len(names) * len(self._sent))]
-        self._read = _send(self._context, [*flags, float(others)], values)
+        self._read = _send(self._context, [*flags, float(names_differ)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
         """Wait for the sum over all ranks, which had a step's time to arrive.
@@ -157,10 +158,10 @@ class StepSync:
         """
         if self._read is None:
             raise RuntimeError("nothing was sent")
-        stop, save, end, stream_ends, seconds, others, *values = self._read()
+        stop, save, end, stream_ends, seconds, names_differ, *values = self._read()
         self._read = None
         self._batcher.adapt(seconds / self._context.ranks.world_size)
-        if others:
+        if names_differ:
             self._names = self._agreed_names()
             values = _send(self._context, [], self._values())()
         results, rest = [], iter(values)
@@ -189,7 +190,7 @@ class StepSync:
         return own[-1]
 
 
-class _Own(NamedTuple):
+class _RecordedStep(NamedTuple):
     """A step of this rank."""
 
     step: int
@@ -213,21 +214,21 @@ def _send(
     gathered, pending = _exchange(context, own, None) if context.is_distributed else (own[None], None)
     # The copy to the host uses its own stream. On the compute stream it would wait for the next step, which
     # is already queued.
-    aside = _stream_aside(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
+    copy_stream = _copy_stream(device)
+    copy_stream.wait_stream(torch.cuda.current_stream(device))
     arrived = torch.empty(gathered.shape, dtype=torch.float64, pin_memory=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(copy_stream):
         if pending is not None:
             pending.wait()
         arrived.copy_(gathered, non_blocking=True)
-        event.record(aside)
+        event.record(copy_stream)
     # The memory of `gathered` must not be reused before the copy is done.
-    gathered.record_stream(aside)
+    gathered.record_stream(copy_stream)
 
     def read() -> list[float]:
         event.synchronize()
-        return _sum(arrived)
+        return _sum_rows(arrived)
 
     return read
 
@@ -240,7 +241,7 @@ def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], lis
 
     def read() -> list[float]:
         pending.wait()
-        return _sum(gathered)
+        return _sum_rows(gathered)
 
     return read
 
@@ -251,25 +252,26 @@ def _exchange(
     """Start the exchange of numbers.
 
     The order of additions in an all-reduce depends on a number's position in the message, which is constant
-    only with one step per message. Up to `_FEW` ranks gather instead, and each adds in rank order.
+    only with one step per message. Up to `_MAX_GATHER_RANKS` ranks gather instead, and each adds in rank
+    order.
 
     Returns:
         A row per rank, or one row with the sum; and a handle to wait for it.
     """
-    if context.ranks.world_size > _FEW:
+    if context.ranks.world_size > _MAX_GATHER_RANKS:
         return own[None], dist.all_reduce(own, group=group, async_op=True)
     gathered = own.new_empty((context.ranks.world_size, len(own)))
     return gathered, dist.all_gather(list(gathered), own, group=group, async_op=True)
 
 
-def _sum(rows: torch.Tensor) -> list[float]:
+def _sum_rows(rows: torch.Tensor) -> list[float]:
     return [sum(column) for column in zip(*rows.tolist(), strict=True)]
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _STREAMS[device]

@@ -50,14 +50,14 @@ class TrainStep:
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler = settings, scaler
         self._optimizers = optimization.optimizers
-        self._updates = OptimizerStep(optimization, strategy, settings, scaler)
-        self._each_alone = takes_optimizer_idx(self._module)
+        self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
+        self._optimizers_alternate = takes_optimizer_idx(self._module)
         # A pipeline runs its backward passes within the training step.
-        self._has_gone_back = strategy.splits_itself and strategy.context.is_distributed
+        self._runs_backward = strategy.splits_itself and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
         self._world_size = strategy.data_rank(self._context.ranks).world_size
         self._forward_context = forward_context(settings.precision, self._context.device)
-        self._changes_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
+        self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
         self._tokens = _Tokens(self._context, self._world_size)
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
@@ -72,21 +72,21 @@ class TrainStep:
             UserError: the training step did not return a loss.
         """
         number = step.share.step
-        if not self._each_alone:
+        if not self._optimizers_alternate:
             per_token = self._accumulate(step, micro_batches, sums)
-            self._note_norm(sums, self._updates.update(self._optimizers, number, per_token))
+            self._record_norm(sums, self._optimizer_step.update(self._optimizers, number, per_token))
         else:
             # Each optimizer uses all micro-batches, after the update of the previous one.
-            kept = list(micro_batches)
+            all_micro_batches = list(micro_batches)
             for idx, optimizer in enumerate(self._optimizers):
                 with self._strategy.turn_of(idx):
                     own = MetricAccumulator()
-                    per_token = self._accumulate(step, kept, own)
+                    per_token = self._accumulate(step, all_micro_batches, own)
                     if own.values:
-                        self._note_norm(own, self._updates.update([optimizer], number, per_token))
+                        self._record_norm(own, self._optimizer_step.update([optimizer], number, per_token))
                 sums.join(own)
         self._strategy.updated(number)
-        self._updates.advance(number)
+        self._optimizer_step.advance(number)
 
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
         """Return the configured size; for "auto", the size from before a stop if it still fits, or search."""
@@ -113,7 +113,7 @@ class TrainStep:
     def _try_out(self, batch: Any) -> None:
         """Compute the gradients of a batch on this rank alone."""
         batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
-        turn = self._strategy.turn_of(0) if self._each_alone else _NOTHING
+        turn = self._strategy.turn_of(0) if self._optimizers_alternate else _NOTHING
         with turn, self._forward_context:
             # No rank may wait here for one that runs out of memory.
             scalars = self._scalars(self._strategy.trial_step(batch))
@@ -128,7 +128,7 @@ class TrainStep:
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
             raise UserError(f"{self._origin} returned {sorted(scalars)}; 'loss' is missing among them.")
-        if not (scalars["loss"].requires_grad or self._has_gone_back):
+        if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(
                 f"{self._origin} returned a loss that depends on no parameter which takes a gradient. Return "
                 "it as it was computed, without item() or detach(), and leave something to be trained."
@@ -161,13 +161,13 @@ class TrainStep:
     ) -> None:
         """Add the gradient of a micro-batch, at its weight in the global batch."""
         batch = micro_batch.batch
-        if self._changes_batches:
+        if self._converts_batches:
             batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         with self._forward_context:
             output, num_samples = self._strategy.training_step(
                 batch, share.batch_idx, micro_batch.num_samples
             )
-        if output is None and self._each_alone:
+        if output is None and self._optimizers_alternate:
             return
         scalars = self._scalars(output)
         part = num_samples / share.batch_size
@@ -180,7 +180,7 @@ class TrainStep:
         self._strategy.backward(self._weighted(scalars["loss"], weight))
         sums.add(scalars, part)
 
-    def _note_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
+    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
         if norm is not None:
             # Every rank has the full norm, and the ranks' values are summed.
             part = norm.detach().double() / self._context.ranks.world_size

@@ -59,7 +59,7 @@ class TrainingLoop:
         with closing(self.steps()) as steps:
             for step in steps:
                 one = step.num_micro_batches == 1
-                micro_batches = step.micro_batches if one else timer.waiting(step.micro_batches)
+                micro_batches = step.micro_batches if one else timer.timed(step.micro_batches)
                 self._train_step.run(step, micro_batches, self.metrics)
 
     def steps(self) -> Generator[StepData, None, None]:
@@ -83,7 +83,7 @@ class TrainingLoop:
             self._resume()
             if not self.state.finished:
                 yield from self._steps()
-                waited_s, all_s = parts.step_timer.on_data()
+                waited_s, all_s = parts.step_timer.data_wait()
                 self._print_hint(warn_too_few_workers(waited_s, all_s, settings.num_workers, self._cpus))
             parts.context.barrier()
             parts.callbacks.fit_end()
@@ -93,9 +93,9 @@ class TrainingLoop:
     def _steps(self) -> Iterator[StepData]:
         """Yield the steps. The metrics of a step arrive during the next, unless ranks work together first."""
         parts, state = self._parts, self.state
-        parts.step_timer.now()
+        parts.step_timer.sample()
         self._exchange.begin()
-        for step in parts.step_timer.waiting(parts.source.steps()):
+        for step in parts.step_timer.timed(parts.source.steps()):
             parts.log.write_samples(step.share)
             self.metrics = MetricAccumulator()
             parts.compute_timer.begin()
@@ -153,7 +153,7 @@ class TrainingLoop:
         """Show and log the latest step, whatever its number."""
         parts, state = self._parts, self.state
         parts.progress.show(state.step, state.latest)
-        parts.log.write_step(state.step, state.epoch, state.latest, parts.step_timer.now())
+        parts.log.write_step(state.step, state.epoch, state.latest, parts.step_timer.sample())
 
     def _print_hint(self, hint: str | None) -> None:
         if hint:

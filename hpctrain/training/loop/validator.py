@@ -37,7 +37,7 @@ class Validator:
         # Checkpoints do not keep a callback's request to end, so this validation must not be interrupted.
         stop = None if state.finished and not parts.source.finished else parts.stop
         put_back = snapshot_buffers(parts.module)
-        with activity.during("validate"), parts.step_timer.on("validation"):
+        with activity.during("validate"), parts.step_timer.measure("validation"):
             results = run_validation(
                 parts.strategy, self._data, parts.context, precision=parts.settings.precision, stop=stop
             )

@@ -34,8 +34,8 @@ class ComputeTimer:
         self._is_sampled = False
         first = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
         if first is not None and context.is_distributed:
-            first.register_post_accumulate_grad_hook(self._note_last_gradient)  # type: ignore[no-untyped-call]
-            optimizer.register_step_pre_hook(self._note_update)
+            first.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
+            optimizer.register_step_pre_hook(self._record_update)
 
     def begin(self) -> None:
         """Mark the start of a step; its time without waits for data and other ranks counts as computation."""
@@ -62,12 +62,12 @@ class ComputeTimer:
         if not self._on_gpu:
             activity.exchange_s += time.perf_counter() - begun
 
-    def _note_update(self, *_: object) -> None:
+    def _record_update(self, *_: object) -> None:
         if self._local_done:
             activity.exchange_s += time.perf_counter() - self._local_done
             self._local_done = 0.0
 
-    def _note_last_gradient(self, _parameter: torch.Tensor) -> None:
+    def _record_last_gradient(self, _parameter: torch.Tensor) -> None:
         if not self._on_gpu:
             self._local_done = time.perf_counter()
         elif self._is_sampled:

@@ -35,7 +35,7 @@ class StepTimer:
         self._exchange_s, self._uncounted_s = activity.exchange_s, 0.0
         self._begun, self._on_data_s, self._data_counted_s = self._since, 0.0, 0.0
 
-    def now(self) -> TimingSample:
+    def sample(self) -> TimingSample:
         """Return a sample for now, and restart the sums."""
         now = time.perf_counter()
         taken = {"all": now - self._since, **self._seconds, "data": self._on_data_s - self._data_counted_s}
@@ -54,12 +54,12 @@ class StepTimer:
         self._uncounted_s -= seconds
         return seconds
 
-    def on_data(self) -> tuple[float, float]:
+    def data_wait(self) -> tuple[float, float]:
         """Return the seconds of waiting for data, and all seconds, since the start."""
         return self._on_data_s, time.perf_counter() - self._begun
 
     @contextmanager
-    def on(self, name: Literal["validation"]) -> Iterator[None]:
+    def measure(self, name: Literal["validation"]) -> Iterator[None]:
         """Count the time of the block under `name`."""
         begun = time.perf_counter()
         try:
@@ -67,7 +67,7 @@ class StepTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
-    def waiting(self, batches: Iterable[T]) -> Iterator[T]:
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield `batches`; time to get each counts as waiting for data, unless the GPU is busy."""
         iterator = iter(batches)
         while True:

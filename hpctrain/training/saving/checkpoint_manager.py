@@ -130,7 +130,7 @@ class CheckpointManager:
         begun = time.monotonic()
         self._store.finish(MAX_SAVE_S)
         self.settle()
-        self._look_for_the_others()
+        self._report_missing_folder()
         self._store.begin(self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score())
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
@@ -145,7 +145,7 @@ class CheckpointManager:
         """
         self._store.finish(MAX_SAVE_S)
         self.settle()
-        self._look_for_the_others()
+        self._report_missing_folder()
         try:
             saved = self._store.save(
                 self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score()
@@ -153,9 +153,9 @@ class CheckpointManager:
         except DiskFull:
             raise
         except CheckpointError as error:
-            self._note_failure(error, "")
+            self._record_failure(error, "")
             raise
-        self._note_saved(saved)
+        self._record_saved(saved)
 
     def add_score(self) -> None:
         """Add the score of a checkpoint that was saved before its validation.
@@ -187,9 +187,9 @@ class CheckpointManager:
         good = []
         for end in self._store.finished():
             if isinstance(end, CheckpointError):
-                self._note_failure(end, " Training continues; earlier checkpoints are intact.")
+                self._record_failure(end, " Training continues; earlier checkpoints are intact.")
             else:
-                self._note_saved(end)
+                self._record_saved(end)
                 good.append(end)
         return good
 
@@ -207,7 +207,7 @@ class CheckpointManager:
         """True if it is in the run folder, not only in this node's local tier."""
         return saved.path.parent == self.folder
 
-    def _look_for_the_others(self) -> None:
+    def _report_missing_folder(self) -> None:
         """Report if the folder of the earlier checkpoints is missing."""
         if not self._is_main or self.write_s is None:
             return
@@ -220,7 +220,7 @@ class CheckpointManager:
         except OSError:
             return  # the save reports the error
 
-    def _note_saved(self, saved: CommittedSave) -> None:
+    def _record_saved(self, saved: CommittedSave) -> None:
         self.found_disk_full = False
         for note in saved.notes:
             self._progress.print_message(f"hpctrain: {note}")
@@ -247,14 +247,14 @@ class CheckpointManager:
             **fields,
         )
 
-    def _note_failure(self, error: CheckpointError, comfort: str) -> None:
+    def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
         # A failed copy to the run folder may belong to an earlier save than the one in flight.
         if self._in_flight is None or not isinstance(error, TierCopyFailed):
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.failed()
         self._log.write_event("failure", cause=str(error))
-        self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
+        self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{reassurance}")
 
     def _score(self) -> float | None:
         """Return the state's score; None without `keep_best`, or if this step was not validated."""

@@ -118,14 +118,14 @@ class TrainingCheckpoints:
 
     def _save_result(self, manager: CheckpointManager) -> None:
         """Save the last step's state; wait for space if the disk is full."""
-        room: DiskSpaceWait | None = None
+        disk_wait: DiskSpaceWait | None = None
         while True:
             try:
                 return manager.save_result()
             except DiskFull:
-                room = room or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
-                if not room.wait(self._left_to_begin_s):
-                    raise room.refusal() from None
+                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
+                if not disk_wait.wait(self._left_to_begin_s):
+                    raise disk_wait.refusal() from None
 
     def _left_to_begin_s(self) -> float:
         """Return the seconds within which a save must begin to end before this rank is killed."""
@@ -202,13 +202,13 @@ class TrainingCheckpoints:
         if self._manager is None:
             self._progress.print_message(f"stopping after step {step}; nothing is saved without a run folder")
         else:
-            saved = self._save_before_the_end(self._manager, signal_name)
+            saved = self._save_within_deadline(self._manager, signal_name)
             self._log.write_event("signal", signal=signal_name, step=step, saved=saved)
             if saved:
                 self._progress.print_message(f"stopping after step {step}, which is saved")
         raise SystemExit(EXIT_CONTINUE)
 
-    def _save_before_the_end(self, manager: CheckpointManager, signal_name: str | None) -> bool:
+    def _save_within_deadline(self, manager: CheckpointManager, signal_name: str | None) -> bool:
         """Save within the deadline; on rank 0, return True if this step's state is in the run folder."""
         manager.settle()
         for_requeue = self._context.from_main(self._log.is_asked_to_requeue())
@@ -228,10 +228,10 @@ class TrainingCheckpoints:
                 f"the state after step {self._state.step} is not saved. The newest checkpoint stands."
             )
         finished = manager.finish(ends_at - time.monotonic())
-        saved, room = manager.settle(), None
+        saved, disk_wait = manager.settle(), None
         while self._context.lowest(float(manager.found_disk_full)):
-            room = room or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
-            if not room.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
+            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
+            if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
             manager.begin()
             finished = manager.finish(ends_at - time.monotonic())
