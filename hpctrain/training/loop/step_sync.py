@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
-from hpctrain.training.observe.metrics_file import RESERVED_FIELDS
+from hpctrain.training.base.metric_accumulator import RESERVED_FIELDS, TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.observe.step_timer import TimingSample
 
 #: Seconds of work that one message covers, if it covers more than one item.

@@ -12,6 +12,7 @@ from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.step_source import StepData
 from hpctrain.training.loop.components import Components
 from hpctrain.training.loop.step_exchange import StepExchange
+from hpctrain.training.loop.step_sync import StepResult
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validator import Validator
 from hpctrain.training.observe.dataloader_hints import (
@@ -153,7 +154,8 @@ class TrainingLoop:
         """Show and log the latest step, whatever its number."""
         parts, state = self._parts, self.state
         parts.progress.show(state.step, state.latest)
-        parts.log.write_step(state.step, state.epoch, state.latest, parts.step_timer.sample())
+        ended = parts.step_timer.sample()
+        parts.log.write_steps([StepResult(state.step, state.epoch, state.latest, ended)])
 
     def _print_hint(self, hint: str | None) -> None:
         if hint:

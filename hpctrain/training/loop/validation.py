@@ -18,7 +18,6 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.precision import cast_batch, forward_context
 from hpctrain.training.data.dataset_adapters import ValidationSet
 from hpctrain.training.data.loader_config import to_device
-from hpctrain.training.data.lockstep import pad_to_longest
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import as_scalars
 from hpctrain.training.strategies import Strategy
@@ -29,9 +28,7 @@ T = TypeVar("T")
 def run_validation(
     strategy: Strategy,
     data: ValidationSet,
-    context: DistributedContext,
     *,
-    precision: str,
     method: str = "validation_step",
     lone_name: str = "val_loss",
     num_batches: int | None = None,
@@ -45,8 +42,6 @@ def run_validation(
     Args:
         strategy: the strategy of the module.
         data: the samples.
-        context: the ranks.
-        precision: precision of the forward pass.
         method: the module's method, such as `validation_step`.
         lone_name: name of the metric if the method returns a scalar.
         num_batches: batches per rank, from the first on; None for all.
@@ -55,12 +50,13 @@ def run_validation(
     Raises:
         UserError: the steps of the ranks do not return the same names, or there was no sample.
     """
+    context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
     with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as own:
         some = islice(own, num_batches)
         batches = loop.iterate(pad_to_longest(some, context) if strategy.in_lockstep else some)
-        for output, num_samples, _ in evaluate_batches(strategy, method, batches, precision):
+        for output, num_samples, _ in evaluate_batches(strategy, method, batches):
             if num_samples:
                 means.add(as_scalars(output, lone_name, means.origin), num_samples)
                 activity.enter("validate")
@@ -68,25 +64,37 @@ def run_validation(
 
 
 def evaluate_batches(
-    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]], precision: str
+    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]]
 ) -> Iterator[tuple[Any, int, int]]:
-    """Call a method of the module on each batch.
+    """Call a method of the module on each of `batches`, pairs of number of samples and batch.
 
-    Args:
-        strategy: the strategy of the module.
-        method: the module's method, such as `validation_step`.
-        batches: pairs of number of samples and batch.
-        precision: precision of the forward pass.
-
-    Yields:
-        The output; the number of samples that it represents; the number of this rank's samples.
+    Yields the output, the number of samples that it represents, and the number of this rank's samples.
     """
-    device = strategy.context.device
+    device, precision = strategy.context.device, strategy.settings.precision
     for batch_idx, (num_held, batch) in enumerate(batches):
         with forward_context(precision, device):
             on_device = cast_batch(to_device(batch, device), precision)
             output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
         yield output, num_samples, num_held
+
+
+def pad_to_longest(
+    batches: Iterator[tuple[int, Any]], context: DistributedContext
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number of samples, batch) as often as the rank with the most batches.
+
+    A rank that has none left yields its last batch with 0 samples, or another rank's batch if it never had
+    one. All ranks must call this.
+    """
+    held: tuple[int, Any] | None = None
+    new = next(batches, None)
+    while who := [rank for rank, has in enumerate(context.gather(new is not None)) if has]:
+        if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
+            held = context.broadcast(new, who[0], "a batch, for ranks that have none,")
+        held = new or held
+        assert held is not None
+        yield (held[0] if new else 0), held[1]
+        new = next(batches, None)
 
 
 class _SampleMeans:

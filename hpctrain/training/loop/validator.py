@@ -38,9 +38,7 @@ class Validator:
         stop = None if state.finished and not parts.source.finished else parts.stop
         put_back = snapshot_buffers(parts.module)
         with activity.during("validate"), parts.step_timer.measure("validation"):
-            results = run_validation(
-                parts.strategy, self._data, parts.context, precision=parts.settings.precision, stop=stop
-            )
+            results = run_validation(parts.strategy, self._data, stop=stop)
         if results is None:
             put_back()
             return False
@@ -60,13 +58,7 @@ class Validator:
             return
         if num_batches := parts.settings.sanity_val_batches:
             with preserve_state(parts.module):
-                results = run_validation(
-                    parts.strategy,
-                    self._data,
-                    parts.context,
-                    precision=parts.settings.precision,
-                    num_batches=num_batches,
-                )
+                results = run_validation(parts.strategy, self._data, num_batches=num_batches)
             self._check_names(results or {})
 
     def _check_names(self, results: Mapping[str, float]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
+from hpctrain.files import make_folder
 from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.loop.step_sync import StepResult
-from hpctrain.training.observe.metrics_file import MetricsFile, SamplesFile
 from hpctrain.training.observe.step_timer import TimingSample
 
 
@@ -35,6 +36,8 @@ class RunWriter:
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
         self.run, self._attempt, self._log_every = run, 0, log_every
+        # Written to the first line of each attempt, because its value may change between attempts.
+        self._first_line = {} if last_step is None else {"last_step": last_step}
         self._events = self._metrics = self._environment = self._samples = None
         if run is None:
             return
@@ -44,10 +47,12 @@ class RunWriter:
         )
         if rank == 0:
             self._events = BufferedLineWriter(run.events, print_message)
-            self._metrics = MetricsFile(run, self._attempt, print_message, last_step)
+            self._metrics = BufferedLineWriter(run.metrics, print_message)
             self._environment = BufferedLineWriter(run.environment, print_message)
         if record_samples:
-            self._samples = SamplesFile(run.samples(self._attempt, rank), print_message)
+            self._samples_path = run.samples(self._attempt, rank)
+            self._samples = BufferedLineWriter(self._samples_path, print_message)
+            self._make_samples_folder()
 
     def is_asked_to_requeue(self) -> bool:
         """True if the user requested a requeue: save now, and continue in another attempt."""
@@ -68,26 +73,34 @@ class RunWriter:
         return self._metrics is not None and step % self._log_every == 0
 
     def write_steps(self, results: Iterable[StepResult]) -> None:
-        """Log the results that have a time sample."""
+        """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
-            self._metrics.write(
-                (each.step, each.epoch, each.scalars, each.ended)
-                for each in results
-                if each.ended is not None
+            self._metrics.append_all(
+                [self._metrics_record(each, each.ended) for each in results if each.ended is not None]
             )
-
-    def write_step(self, step: int, epoch: int, scalars: Mapping[str, float], ended: TimingSample) -> None:
-        """Log a step, whatever its number."""
-        if self._metrics is not None:
-            self._metrics.write([(step, epoch, scalars, ended)])
 
     def write_samples(self, share: RankBatch) -> None:
         """Write the sample indices of this rank's step, if they are recorded."""
-        if self._samples is not None:
-            self._samples.write(share)
+        if self._samples is not None and len(share.indices):
+            self._samples.append(
+                {"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()}
+            )
 
     def flush(self) -> None:
         """Retry earlier failed writes."""
+        if self._samples is not None and self._samples.trouble is not None:
+            self._make_samples_folder()
         for file in (self._events, self._metrics, self._environment, self._samples):
             if file is not None:
                 file.flush()
+
+    def _metrics_record(self, result: StepResult, ended: TimingSample) -> dict[str, Any]:
+        place = {"step": result.step, "epoch": result.epoch, "time": ended.time, "attempt": self._attempt}
+        record = {**result.scalars, **place, "spent": ended.spent, **self._first_line}
+        self._first_line = {}
+        return record
+
+    def _make_samples_folder(self) -> None:
+        """Create the folder; if that fails, the lines stay in memory."""
+        with suppress(OSError):
+            make_folder(self._samples_path.parent)
