@@ -8,7 +8,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.data.dataset_adapters import ValidationSet
 from hpctrain.training.loop.components import Components
-from hpctrain.training.loop.validation import run_validation
+from hpctrain.training.loop.evaluation import run_validation
 from hpctrain.training.observe.progress import format_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_buffers
 
