@@ -21,7 +21,7 @@ class _Halved(Algorithm):
     def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
         # Divide before the sum, to avoid overflow.
-        halved = (gradients / self.team.ranks.world_size).to(self.dtype)
+        halved = (gradients / self.context.ranks.world_size).to(self.dtype)
         self.sent_bytes += halved.nbytes
         future = dist.all_reduce(halved, async_op=True).get_future()
 

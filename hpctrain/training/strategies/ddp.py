@@ -9,3 +9,10 @@ class DDP(DataParallelBase):
     """Strategy in which each rank computes its loss over its own share of the global batch."""
 
     has_algorithms = True
+
+
+class DDPSpawn(DataParallelBase):
+    """Strategy that starts the ranks; identical to ddp if a launcher, such as Slurm, has started them."""
+
+    has_algorithms = True
+    spawns = True

@@ -16,7 +16,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     kind=Strategy,
     ours={
         "ddp": "ddp:DDP",
-        "ddp_spawn": "ddp_spawn:DDPSpawn",
+        "ddp_spawn": "ddp:DDPSpawn",
         "ddp2": "ddp2:DDP2",
         "dp": "dp:DP",
         "horovod": "horovod:Horovod",
