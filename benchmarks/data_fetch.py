@@ -41,11 +41,9 @@ class PerSample(Dataset):
 def ours(dataset: TensorDataset, batch: int) -> Iterator[Any]:
     feed = MapStepSource(
         dataset,
-        LoaderConfig(),
+        LoaderConfig(seed=1, global_batch_size=batch),
         DataRank(0, 1),
-        seed=1,
-        global_batch_size=batch,
-        until=StopCondition(steps=10**9),
+        StopCondition(steps=10**9),
     )
     for step in feed.steps():
         for micro_batch in step.micro_batches:

@@ -46,8 +46,8 @@ def timed(steps: int) -> None:
         activity.enter("data")
         activity.enter("step")
         with clock.step():
-            clock._note_last_gradient(module.weight)
-            clock._note_update()
+            clock._record_last_gradient(module.weight)
+            clock._record_update()
 
 
 def beats(count: int) -> None:

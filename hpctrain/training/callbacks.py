@@ -150,9 +150,9 @@ class CallbackList:
         return bool(self._callbacks)
 
     @property
-    def hear_steps(self) -> bool:
+    def wants_steps(self) -> bool:
         """True if a callback overrides `on_step_end`."""
-        return any(map(_hears_steps, self._callbacks))
+        return any(map(_wants_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
         """Check that each callback can work.
@@ -164,7 +164,7 @@ class CallbackList:
             UserError: a callback needs a validation, but there is none.
         """
         for each in self._callbacks:
-            if isinstance(each, EarlyStopping) and not (validates or _hears_steps(each)):
+            if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
                     f"EarlyStopping goes by {each.metric!r}, which a validation measures, and there is "
                     "none: fit() was given no validation set, or validate_every is None. Give both, or leave "
@@ -235,5 +235,5 @@ class CallbackList:
         return names
 
 
-def _hears_steps(callback: Callback) -> bool:
+def _wants_steps(callback: Callback) -> bool:
     return type(callback).on_step_end is not Callback.on_step_end

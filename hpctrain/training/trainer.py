@@ -20,9 +20,9 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm, register_alg
 from hpctrain.training.base.device_selection import find_devices, has_launcher, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
-from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
@@ -90,12 +90,12 @@ class Trainer(TrainerConfig):
             return
         # Install handlers only after the rendezvous: until then a stop signal ends the process at once,
         # because the ranks cannot agree on a stop yet.
-        team = with_devices(init_distributed(self.ranks, os.environ), devices)
+        context = with_devices(init_distributed(self.ranks, os.environ), devices)
         with capture_stop_signals() as stop:
-            fit = TrainingLoop(
+            loop = build_training_loop(
                 settings=self,
                 module=module,
-                team=team,
+                context=context,
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
                 callbacks=CallbackList(self.callbacks, self, module),
@@ -103,11 +103,11 @@ class Trainer(TrainerConfig):
                 environ=os.environ,
                 stop=stop,
             )
-            training.ends_at(fit.last_step)
+            training.ends_at(loop.last_step)
             try:
-                fit.run()
+                loop.run()
             finally:
-                self.step, self.metrics = fit.state.step, fit.state.validation
+                self.step, self.metrics = loop.state.step, loop.state.validation
                 training.step = self.step
 
     def end(self, reason: str = "a callback ended it") -> None:
@@ -148,8 +148,8 @@ class Trainer(TrainerConfig):
     def _evaluation(self, module: Module, dataset: Any) -> Iterator[Evaluation]:
         # Without a launcher, one device is enough; no processes are started.
         devices = self._own_devices()[:1]
-        team = with_devices(init_distributed(self.ranks, os.environ), devices)
-        evaluation = Evaluation(self, module, team, dataset, os.environ)
+        context = with_devices(init_distributed(self.ranks, os.environ), devices)
+        evaluation = Evaluation(self, module, context, dataset, os.environ)
         try:
             yield evaluation
         finally:

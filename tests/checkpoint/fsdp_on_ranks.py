@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import configure_optimizers_of
-from hpctrain.training.saving.training_state import TrainingState
+from hpctrain.training.training_state import TrainingState
 
 
 class Net(Module):
@@ -70,7 +70,7 @@ def main() -> None:
         fully_shard(module)
     state = TrainingState(module, configure_optimizers_of(module), NoFeed())
     store = CheckpointStore(folder, dist.group.WORLD)
-    like = {**state.like(), "table": table(rank, world_size)}
+    like = {**state.template(), "table": table(rank, world_size)}
     loaded, broken = store.load_newest(like)
     assert broken == []
     if loaded is not None:

@@ -98,13 +98,13 @@ def train_leg(
                 told.append({"share": step.share, "micro": micro})
                 before = member.collectives
                 if pending is not None:
-                    feed.hear(sum(team.gather(rank, pending)))
+                    feed.receive_ends(sum(team.gather(rank, pending)))
                 told[-1]["collectives"] = member.collectives - before
                 told[-1]["ends_epoch"] = feed.at_epoch_end
                 finished = feed.finished
-                pending = feed.news()
+                pending = feed.local_ends()
                 if len(told) == num_steps or finished:
-                    feed.hear(sum(team.gather(rank, pending)))
+                    feed.receive_ends(sum(team.gather(rank, pending)))
                     break
             return told, feed.state_dict(), finished, remarks
         finally:

@@ -409,15 +409,15 @@ def test_auto_saves_by_the_clock_and_sooner_where_more_nodes_can_fail():
     one, many = (CheckpointSchedule("auto", num_nodes=n, clock=clock) for n in (1, 100))
     for cadence in (one, many):
         cadence.begun(1.0)
-        assert not cadence.wishes()
+        assert not cadence.is_due_by_time()
         cadence.saved(5.0)
     assert 8 < one.interval_s / many.interval_s < 11
     clock.now = many.interval_s
-    assert many.wishes()
-    assert not one.wishes()
+    assert many.is_due_by_time()
+    assert not one.is_due_by_time()
     many.begun(1.0)
     clock.now = 1e6
-    assert not many.wishes(), "one is in flight"
+    assert not many.is_due_by_time(), "one is in flight"
 
 
 def test_a_failure_is_followed_by_pauses_that_grow_and_a_success_by_none():
@@ -428,16 +428,16 @@ def test_a_failure_is_followed_by_pauses_that_grow_and_a_success_by_none():
         cadence.begun(0.0)
         cadence.failed()
         begin = clock.now
-        assert not cadence.wishes()
-        while cadence.rests:
+        assert not cadence.is_due_by_time()
+        while cadence.in_backoff:
             clock.now += 1.0
         pauses.append(clock.now - begin)
-        assert cadence.wishes(), "tried again before the next step that is due"
+        assert cadence.is_due_by_time(), "tried again before the next step that is due"
     assert pauses == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600]
     cadence.begun(0.0)
     cadence.saved(1.0)
-    assert not cadence.wishes()
-    assert not cadence.rests
+    assert not cadence.is_due_by_time()
+    assert not cadence.in_backoff
 
 
 def test_what_the_site_knows_of_interruptions_is_heard(tmp_path, monkeypatch):

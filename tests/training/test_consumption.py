@@ -44,12 +44,10 @@ class Numbers(Dataset):
 
 
 def maker(make_dataset: Any, batch: int, until: StopCondition, num_workers: int = 0):
-    loading = LoaderConfig(num_workers=num_workers, seed_samples=False, collate_fn=list)
+    loading = LoaderConfig(5, batch, num_workers=num_workers, seed_samples=False, collate_fn=list)
 
     def make(deal: Any, team: Any) -> Any:
-        return make_step_source(
-            make_dataset(), loading, deal, team, seed=5, global_batch_size=batch, until=until
-        )
+        return make_step_source(make_dataset(), loading, deal, team, until)
 
     return make
 

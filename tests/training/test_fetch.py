@@ -131,11 +131,9 @@ def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
         for rank in range(world_size):
             data = make_validation_set(
                 dataset,
-                LoaderConfig(num_workers),
+                LoaderConfig(seed=1, global_batch_size=4, num_workers=num_workers),
                 DataRank(rank, world_size),
                 ALONE,
-                seed=1,
-                global_batch_size=4,
             )
             for num_samples, batch in data.batches():
                 assert len(batch) == num_samples <= 4

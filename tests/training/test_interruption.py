@@ -12,7 +12,7 @@ from forked import run_forked
 from test_trainer import losses, variables
 
 from hpctrain.rundir import RunDir
-from hpctrain.training.loop.message_batcher import MessageBatcher
+from hpctrain.training.loop.step_sync import MessageBatcher
 
 SCRIPT = Path(__file__).with_name("long_validation.py")
 
@@ -57,7 +57,7 @@ def test_so_many_short_pieces_go_into_a_message_as_take_some_milliseconds():
     assert grouping.is_full
     assert grouping.take() == pytest.approx(0.002)
     for seconds, size in [(0.002, 5), (0.0001, 16), (0.0, 16), (0.011, 1), (30.0, 1), (0.0049, 2)]:
-        grouping.hear(seconds)
+        grouping.adapt(seconds)
         assert grouping.size == size, seconds
     grouping.add()
     assert not grouping.is_full
@@ -65,5 +65,5 @@ def test_so_many_short_pieces_go_into_a_message_as_take_some_milliseconds():
     grouping.add()
     assert not grouping.is_full
     one_by_one = MessageBatcher(one_by_one=True)
-    one_by_one.hear(0.0001)
+    one_by_one.adapt(0.0001)
     assert one_by_one.size == 1

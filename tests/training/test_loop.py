@@ -17,7 +17,7 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.loop.lr_scaler import LrScaler
+from hpctrain.training.loop.optimizer_step import LrScaler
 from hpctrain.training.observe.dataloader_hints import warn_too_few_workers, warn_too_many_workers
 from hpctrain.training.observe.progress import SampleRate
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing

@@ -22,7 +22,7 @@ OURS = str(Path(hpctrain.__file__).parent)
 #: By file and function: what lies on the CPU by then, such as indices and sums that have arrived.
 ALLOWED = {
     ("metric_accumulator.py", "_double"),
-    ("train_step.py", "_note_norm"),
+    ("train_step.py", "_record_norm"),
     ("step_sync.py", "read"),
     ("sample_order.py", "_walk"),
     ("loader_config.py", "<genexpr>"),
@@ -84,14 +84,14 @@ def test_no_step_asks_a_tensor_for_its_value(asked, module, settings):
 
 
 def test_one_that_does_is_found(asked, monkeypatch):
-    scalars = hpctrain.training.loop.training_loop.TrainStep.scalars
+    scalars = hpctrain.training.loop.training_loop.TrainStep._scalars
 
     def curious(self, output):
         found = scalars(self, output)
         assert found["loss"] < 1e9
         return found
 
-    monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainStep, "scalars", curious)
+    monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainStep, "_scalars", curious)
     # The file of whoever asks is this one, which counts as ours for once.
     monkeypatch.setattr(sys.modules[__name__], "OURS", str(Path(__file__).parent))
     hpctrain.Trainer(max_steps=2, checkpoint_every=None).fit(Regression(), samples())

@@ -69,10 +69,10 @@ def samples_of(dataset: Any, legs: list[tuple[int, int, int]], seed: int = 1) ->
     """What was trained in two epochs, in legs of (steps, ranks, workers), sorted by epoch and sample."""
     until, step, state, seen = StopCondition(None, 2), 0, None, []
     for num_steps, world_size, num_workers in [*legs, (100, 1, 0)]:
-        loading = LoaderConfig(num_workers=num_workers, collate_fn=list)
+        loading = LoaderConfig(seed, 5, num_workers, collate_fn=list)
 
         def make(deal, team, loading=loading):
-            return make_step_source(dataset, loading, deal, team, seed=seed, global_batch_size=5, until=until)
+            return make_step_source(dataset, loading, deal, team, until)
 
         if world_size > 1:
             # Ranks are threads of one process here, which has one set of global generators.

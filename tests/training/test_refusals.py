@@ -134,10 +134,8 @@ def test_a_pretended_rank_with_another_number_of_steps_is_told_of():
     ):
         make_step_source(
             samples(),
-            LoaderConfig(),
+            LoaderConfig(global_batch_size=4),
             DataRank(0, 2),
             team,
-            seed=0,
-            global_batch_size=4,
-            until=StopCondition(3),
+            StopCondition(3),
         )

@@ -32,7 +32,7 @@ print("imported")
 class OwnStrategy(ZeRO3):
     def before_update(self):
         super().before_update()
-        if self.team.ranks.is_main:
+        if self.context.ranks.is_main:
             print("own strategy")
 
 class Losses(hpctrain.Callback):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.backends import Backend, PreflightResult
+from hpctrain.jobs.backends.base import Backend, PreflightResult
 from hpctrain.jobs.options.option_value import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.options.unused_options import check_unused_options

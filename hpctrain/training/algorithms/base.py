@@ -38,7 +38,7 @@ class Algorithm:
 
     def __init__(self) -> None:
         self.sent_bytes = 0
-        self.team: DistributedContext
+        self.context: DistributedContext
         self.weights: FlatParameters
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._kept: dict[str, Any] = {}
@@ -56,9 +56,9 @@ class Algorithm:
                 "gradients differ skip different steps. Take 'bf16-mixed'."
             )
 
-    def begin(self, module: nn.Module, team: DistributedContext) -> None:
+    def begin(self, module: nn.Module, context: DistributedContext) -> None:
         """Receive the replicas, which are equal. Called only if there are several ranks."""
-        self.team = team
+        self.context = context
         self.weights = FlatParameters(module)
 
     def attach(self, parallel: DistributedDataParallel) -> None:
@@ -94,7 +94,7 @@ class Algorithm:
         for together in self.weights.by_type(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
             self.all_reduce(flat)
-            flat /= self.team.ranks.world_size
+            flat /= self.context.ranks.world_size
             self.weights.put(flat, together)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

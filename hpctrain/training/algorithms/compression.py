@@ -105,6 +105,6 @@ class ByteGrad(Algorithm):
 
     def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
-        mean, sent = quantized_all_reduce_mean(gradients, self.team.ranks.world_size)
+        mean, sent = quantized_all_reduce_mean(gradients, self.context.ranks.world_size)
         self.sent_bytes += sent
         return completed_future(gradients.copy_(mean))

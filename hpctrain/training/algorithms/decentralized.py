@@ -25,7 +25,7 @@ class Decentralized(Algorithm):
         register_comm_hook(parallel, noop_hook)
 
     def updated(self, step: int) -> None:
-        peer = tournament_peer(self.team.ranks.rank, self.team.ranks.world_size, step)
+        peer = tournament_peer(self.context.ranks.rank, self.context.ranks.world_size, step)
         if peer is None:
             return
         own = self.weights.flat()
@@ -43,9 +43,9 @@ class LowPrecisionDecentralized(Algorithm):
 
     shares_gradients = False
 
-    def begin(self, module: nn.Module, team: DistributedContext) -> None:
-        super().begin(module, team)
-        rank, size = team.ranks.rank, team.ranks.world_size
+    def begin(self, module: nn.Module, context: DistributedContext) -> None:
+        super().begin(module, context)
+        rank, size = context.ranks.rank, context.ranks.world_size
         self._neighbours = ((rank - 1) % size, (rank + 1) % size)
         self._know_all()
 

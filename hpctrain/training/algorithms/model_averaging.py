@@ -46,8 +46,8 @@ class AsyncAveraging(Algorithm):
 
     shares_gradients = False
 
-    def begin(self, module: nn.Module, team: DistributedContext) -> None:
-        super().begin(module, team)
+    def begin(self, module: nn.Module, context: DistributedContext) -> None:
+        super().begin(module, context)
         # A separate group: ranks start averaging at different steps, between other collectives.
         self._group = messages.new_group()
         self._num_begun = 0
@@ -67,7 +67,7 @@ class AsyncAveraging(Algorithm):
 
     def align(self) -> None:
         # Ranks that are behind start the averagings that other ranks have started already.
-        for _ in range(max(self.team.gather(self._num_begun)) - self._num_begun):
+        for _ in range(max(self.context.gather(self._num_begun)) - self._num_begun):
             if self._pending is not None:
                 self._take()
             self._begin()
@@ -85,5 +85,5 @@ class AsyncAveraging(Algorithm):
     def _take(self) -> None:
         self._pending.wait()
         self._pending = None
-        mean = self._sum / self.team.ranks.world_size
+        mean = self._sum / self.context.ranks.world_size
         self.weights.load(mean + (self.weights.flat() - self._before))

@@ -92,7 +92,7 @@ class PowerSGD(Algorithm):
     def _average_into(self, tensors: list[torch.Tensor]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.all_reduce(flat)
-        flat /= self.team.ranks.world_size
+        flat /= self.context.ranks.world_size
         self.weights.put(flat, tensors)
 
     def _is_smaller(self, matrix: torch.Tensor) -> bool:

@@ -87,7 +87,7 @@ class QAdam(Algorithm):
     def _exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
         if not self._is_warm:
-            gradients /= self.team.ranks.world_size
+            gradients /= self.context.ranks.world_size
             self.all_reduce(gradients)
             return completed_future(gradients)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -99,7 +99,7 @@ class QAdam(Algorithm):
             # In units of the deviation: otherwise rounding would erase elements with small or zero gradients.
             # The clamp keeps elements that had no variance in the warm-up from taking up the whole range.
             gradient.div_(self._deviation(parameter)).clamp_(-_LARGEST, _LARGEST)
-        mean, sent = quantized_all_reduce_mean(gradients, self.team.ranks.world_size)
+        mean, sent = quantized_all_reduce_mean(gradients, self.context.ranks.world_size)
         self.sent_bytes += sent
         gradients.copy_(mean)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):

@@ -115,13 +115,13 @@ def has_launcher(ranks: Ranks) -> bool:
     return ranks.environment != "local"
 
 
-def with_devices(team: DistributedContext, indices: Sequence[int | None]) -> DistributedContext:
-    """Return the team of a single rank on these devices; unchanged if `indices` is empty."""
+def with_devices(context: DistributedContext, indices: Sequence[int | None]) -> DistributedContext:
+    """Return the context of a single rank on these devices; unchanged if `indices` is empty."""
     if not indices:
-        return team
+        return context
     first, *others = (
         torch.device("cpu") if index is None else torch.device("cuda", index) for index in indices
     )
     if first.type == "cuda":
         torch.cuda.set_device(first)
-    return replace(team, device=first, further_devices=tuple(others))
+    return replace(context, device=first, further_devices=tuple(others))

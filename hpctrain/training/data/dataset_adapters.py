@@ -7,15 +7,14 @@ from contextlib import closing
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.interleaved_reader import ShardedStream, is_stream
-from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
-from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.shard_readers import ShardReaders
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.data.stream_step_source import StreamStepSource
@@ -24,11 +23,8 @@ from hpctrain.training.data.stream_step_source import StreamStepSource
 def make_step_source(
     dataset: Any,
     loading: LoaderConfig,
-    deal: DataRank,
-    team: DistributedContext,
-    *,
-    seed: int,
-    global_batch_size: int,
+    data_rank: DataRank,
+    context: DistributedContext,
     until: StopCondition,
 ) -> StepSource:
     """Return the step source for a training set, map-style or stream. All ranks must call this.
@@ -37,23 +33,19 @@ def make_step_source(
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
     _refuse_loader(dataset, "train_dataset")
-    feed: StepSource
+    source: StepSource
     if is_stream(dataset):
-        if deal.world_size != team.ranks.world_size:
+        if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which the ranks read in parts, and with this strategy every rank "
                 "needs all of each batch. Give a data set with len() and an index."
             )
-        feed = StreamStepSource(
-            dataset, loading, deal, team, seed=seed, global_batch_size=global_batch_size, until=until
-        )
+        source = StreamStepSource(dataset, loading, data_rank, context, until)
     else:
-        feed = MapStepSource(
-            dataset, loading, deal, seed=seed, global_batch_size=global_batch_size, until=until
-        )
+        source = MapStepSource(dataset, loading, data_rank, until)
     end = {"max_steps": until.steps, "max_epochs": until.epochs}
-    _check_equal(team, {**feed.identity(), **end}, "train_dataset")
-    return feed
+    _check_equal(context, {**source.identity(), **end}, "train_dataset")
+    return source
 
 
 def _refuse_loader(dataset: Any, name: str) -> None:
@@ -69,13 +61,13 @@ def _refuse_loader(dataset: Any, name: str) -> None:
         )
 
 
-def _check_equal(team: DistributedContext, own: dict[str, Any], name: str) -> None:
+def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
     """Check that all ranks have the same data, because each computes the shares of all ranks by itself.
 
     Raises:
         UserError: they differ; raised on all ranks.
     """
-    first, *others = team.gather(own)
+    first, *others = context.gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise UserError(
@@ -97,11 +89,8 @@ class ValidationSet(Protocol):
 def make_validation_set(
     dataset: Any,
     loading: LoaderConfig,
-    deal: DataRank,
-    team: DistributedContext,
-    *,
-    seed: int,
-    global_batch_size: int,
+    data_rank: DataRank,
+    context: DistributedContext,
     name: str = "val_dataset",
 ) -> ValidationSet:
     """Return the adapter for a validation set, map-style or stream. All ranks must call this.
@@ -110,34 +99,25 @@ def make_validation_set(
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
     _refuse_loader(dataset, name)
-    seeds = SampleSeeds(seed, "validation", seed_globals=loading.seed_samples)
-    batch_size = deal.largest(global_batch_size)
     make = _ValidationStream if is_stream(dataset) else _ValidationMap
-    data: ValidationSet = make(dataset, loading, deal, seeds, batch_size, name)
-    _check_equal(team, data.identity(), name)
+    data: ValidationSet = make(dataset, loading, data_rank, name)
+    _check_equal(context, data.identity(), name)
     return data
 
 
 class _ValidationMap:
     """Validation on a map-style data set: each rank takes a range."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        loading: LoaderConfig,
-        deal: DataRank,
-        seeds: SampleSeeds,
-        batch_size: int,
-        name: str,
-    ) -> None:
-        self._loading, self._deal, self._batch_size, self._name = loading, deal, batch_size, name
-        self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, name)
+    def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
+        self._loading, self._data_rank, self._name = loading, data_rank, name
+        self._batch_size = data_rank.largest(loading.global_batch_size)
+        self._fetcher = make_fetcher(dataset, loading.collate_fn, loading.seeds("validation"), name)
 
     def identity(self) -> dict[str, Any]:
         return {"num_samples": self._fetcher.num_samples}
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
-        low, high = self._deal.part(self._fetcher.num_samples)
+        low, high = self._data_rank.part(self._fetcher.num_samples)
         starts = range(low, high, self._batch_size)
         sizes = [min(self._batch_size, high - start) for start in starts]
         orders = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
@@ -148,40 +128,29 @@ class _ValidationMap:
 class _ValidationStream:
     """Validation on a stream: each rank takes its training shards; ranks with a common shard take turns."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        loading: LoaderConfig,
-        deal: DataRank,
-        seeds: SampleSeeds,
-        batch_size: int,
-        name: str,
-    ) -> None:
+    def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._stream = ShardedStream(dataset, name)
-        self._loading, self._deal, self._seeds, self._batch_size = loading, deal, seeds, batch_size
+        self._loading, self._data_rank = loading, data_rank
+        self._batch_size = data_rank.largest(loading.global_batch_size)
 
     def identity(self) -> dict[str, Any]:
         return {"num_shards": self._stream.num_shards}
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
-        lanes = ShardReaders(
+        readers = ShardReaders(
             self._stream,
             self._loading,
-            self._deal,
-            self._seeds,
+            self._data_rank,
+            self._loading.seeds("validation"),
             chunk_size=self._batch_size,
             num_epochs=1,
         )
         waiting: list[Any] = []
-        with closing(lanes):
-            for chunk in lanes.all_chunks():
+        with closing(readers):
+            for chunk in readers.all_chunks():
                 waiting += chunk.samples.values()
                 while len(waiting) >= self._batch_size:
-                    yield self._batch_size, self._batch(waiting[: self._batch_size])
+                    yield self._batch_size, self._loading.collate(waiting[: self._batch_size])
                     del waiting[: self._batch_size]
         if waiting:
-            yield len(waiting), self._batch(waiting)
-
-    def _batch(self, samples: list[Any]) -> Any:
-        batch = (self._loading.collate_fn or default_collate)(samples)
-        return pin_batch(batch) if self._loading.pin_memory else batch
+            yield len(waiting), self._loading.collate(waiting)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import default_collate
 
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.fetcher import BatchOrder, Collate, Fetcher
 from hpctrain.training.data.loader_workers import LoaderWorkers
+from hpctrain.training.data.sample_seeds import SampleSeeds
 
 if TYPE_CHECKING:
     from hpctrain.runtime.distributed_context import DistributedContext
@@ -20,14 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Loading settings of the user; see `TrainerConfig`."""
+    """Data settings of the user; see `TrainerConfig`."""
 
+    seed: int = 0
+    global_batch_size: int = 32
     num_workers: int = 0
     collate_fn: Collate | None = None
     pin_memory: bool = False
     prefetch_factor: int = 2
     timeout_s: float = 900.0
     seed_samples: bool = True
+
+    def seeds(self, purpose: str) -> SampleSeeds:
+        """Return the random generators of the samples for `purpose`: "training" or "validation"."""
+        return SampleSeeds(self.seed, purpose, seed_globals=self.seed_samples)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return `samples` as one batch."""
+        batch = (self.collate_fn or default_collate)(samples)
+        return pin_batch(batch) if self.pin_memory else batch
 
     def batches(
         self, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
@@ -59,12 +72,14 @@ class LoaderConfig:
         )
 
 
-def make_loader_config(settings: TrainerConfig, team: DistributedContext) -> LoaderConfig:
-    """Return the loading settings for a rank."""
+def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> LoaderConfig:
+    """Return the data settings for a rank."""
     return LoaderConfig(
+        seed=settings.seed,
+        global_batch_size=settings.global_batch_size,
         num_workers=settings.num_workers,
         collate_fn=settings.collate_fn,
-        pin_memory=team.device.type == "cuda",
+        pin_memory=context.device.type == "cuda",
         prefetch_factor=settings.prefetch_factor,
         timeout_s=settings.dataloader_timeout_s,
         seed_samples=settings.seed_samples,

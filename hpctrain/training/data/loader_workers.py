@@ -29,7 +29,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, write_progress_to
 
-_DEAF_TO = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
+_IGNORED_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
 #: Interval, in seconds, of the check that a data worker is alive while the rank waits for it.
 _LOOK_EVERY_S = 2.0
 #: Time, in seconds, that a data worker may take to exit once it is no longer needed.
@@ -63,23 +63,23 @@ class LoaderWorkers:
         """
         self._timeout_s, self._name = timeout_s, name
         self._is_over = False
-        self._boards = [RawArray("q", [-1] * PROGRESS_FIELDS) for _ in range(num_workers)]
+        self._progress_boards = [RawArray("q", [-1] * PROGRESS_FIELDS) for _ in range(num_workers)]
         loader: DataLoader[Any] = DataLoader(
             dataset,
             sampler=orders,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             timeout=_LOOK_EVERY_S,
-            worker_init_fn=partial(_begin_work, os.getpid(), self._boards),
+            worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards),
             # The iterator draws a seed; a separate generator keeps the rank's unchanged.
             generator=torch.Generator(),
         )
         before = set(multiprocessing.active_children())
-        with _births_shielded():
-            self._answers: Iterator[Any] | None = iter(loader)
+        with _signals_blocked():
+            self._results: Iterator[Any] | None = iter(loader)
         # At exit, multiprocessing sends its processes SIGTERM and waits, but data workers ignore SIGTERM.
         atexit.register(self._end_at_exit)
         self._processes: list[BaseProcess] = sorted(
@@ -96,20 +96,20 @@ class LoaderWorkers:
         Raises:
             HpctrainError: a data worker died or did not answer in time.
         """
-        if self._answers is None:
+        if self._results is None:
             raise StopIteration
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return next(self._answers)
+                return next(self._results)
             except RuntimeError as error:
                 dead = [i for i, process in enumerate(self._processes) if process.exitcode not in (None, 0)]
                 if dead:
-                    raise HpctrainError(self._obituary(dead[0])) from None
+                    raise HpctrainError(self._death_message(dead[0])) from None
                 if not str(error).startswith("DataLoader timed out"):
                     raise
             if time.monotonic() >= deadline:
-                places = "; ".join(self._whereabouts(i) for i in range(len(self._processes)))
+                places = "; ".join(self._position(i) for i in range(len(self._processes)))
                 raise HpctrainError(
                     f"no batch of {self._name} came within {self._timeout_s:g} s (dataloader_timeout_s) from "
                     f"{len(self._processes)} data workers. They are at: {places}. "
@@ -118,12 +118,12 @@ class LoaderWorkers:
 
     def close(self) -> None:
         """Stop the data workers; kill those that have not exited within a second."""
-        if self._answers is None or self._is_over:
+        if self._results is None or self._is_over:
             return
         killer = threading.Timer(_LEAVE_WITHIN_S, self._kill)
         killer.daemon = True
         killer.start()
-        self._answers = None  # its finalizer is torch's shutdown
+        self._results = None  # its finalizer is torch's shutdown
         killer.cancel()
         self._kill()
         for process in self._processes:
@@ -140,17 +140,17 @@ class LoaderWorkers:
             with suppress(ValueError):  # already closed
                 process.kill()
 
-    def _obituary(self, number: int) -> str:
+    def _death_message(self, number: int) -> str:
         code = self._processes[number].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " The kernel kills so when memory runs out." if code == -signal.SIGKILL else ""
         return (
             f"data worker {number} (pid {self._processes[number].pid}) {how} "
-            f"at {self._whereabouts(number)}.{hint}"
+            f"at {self._position(number)}.{hint}"
         )
 
-    def _whereabouts(self, number: int) -> str:
-        epoch, index, second = self._boards[number]
+    def _position(self, number: int) -> str:
+        epoch, index, second = self._progress_boards[number]
         if index < 0:
             return f"{self._name}, no sample yet"
         if second >= 0:
@@ -159,7 +159,7 @@ class LoaderWorkers:
 
 
 @contextmanager
-def _births_shielded() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Start processes inside this block with the job's signals blocked.
 
     Signals to this process are delivered when the block ends. Torch's SIGCHLD handler, which raises at an
@@ -167,7 +167,7 @@ def _births_shielded() -> Iterator[None]:
     """
     in_main = threading.current_thread() is threading.main_thread()
     on_death = signal.getsignal(signal.SIGCHLD)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
     try:
         yield
     finally:
@@ -176,19 +176,19 @@ def _births_shielded() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, on_death if on_death is not None else signal.SIG_DFL)
 
 
-def _begin_work(rank_pid: int, boards: list[Any], number: int) -> None:
+def _initialize_worker(rank_pid: int, boards: list[Any], number: int) -> None:
     """Initialize a data worker: exit with the rank, ignore the job's signals, publish progress."""
     die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid != rank_pid or not parent.is_alive():
         os._exit(1)
-    for deaf_to in _DEAF_TO:
-        signal.signal(deaf_to, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
+    for ignored in _IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
     # On a crash in C code, print the Python traceback.
     faulthandler.enable()
     write_progress_to(boards[number])
 
 
-def _as_it_is(answer: Any) -> Any:
-    return answer
+def _identity(result: Any) -> Any:
+    return result

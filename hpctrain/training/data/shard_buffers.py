@@ -13,7 +13,7 @@ from hpctrain.training.data.shard_readers import ShardReaders
 from hpctrain.training.data.stream_order import UNKNOWN_LENGTH
 
 
-class _Shelf:
+class _ShardBuffer:
     """Samples of one shard and epoch that are read but not yet trained."""
 
     def __init__(self, mark: ReaderCheckpoint | None, length: int | None = None) -> None:
@@ -44,67 +44,67 @@ class ShardBuffers:
         self,
         own: Sequence[int],
         lengths_in: Callable[[int], torch.Tensor],
-        open_lanes: Callable[[], ShardReaders],
+        open_readers: Callable[[], ShardReaders],
     ) -> None:
         """Create empty buffers.
 
         Args:
             own: shards of this rank.
             lengths_in: returns the length of each shard in an epoch; `UNKNOWN_LENGTH` if not known.
-            open_lanes: opens the shards at the first read.
+            open_readers: opens the shards at the first read.
         """
-        self._own, self._lengths_in, self._open_lanes = own, lengths_in, open_lanes
-        self._shelves: dict[tuple[int, int], _Shelf] = {}
-        self._lanes: ShardReaders | None = None
+        self._own, self._lengths_in, self._open_readers = own, lengths_in, open_readers
+        self._buffers: dict[tuple[int, int], _ShardBuffer] = {}
+        self._readers: ShardReaders | None = None
 
     def begin(self, epoch: int, marks: Mapping[int, ReaderCheckpoint | None]) -> None:
         """Begin at these checkpoints, by default at the beginning; None skips a shard that has ended."""
         for shard in self._own:
             if (mark := marks.get(shard, ReaderCheckpoint())) is not None:
-                self._shelves[epoch, shard] = _Shelf(mark)
+                self._buffers[epoch, shard] = _ShardBuffer(mark)
 
     def read(self, epoch: int, shard: int, until: int) -> int | None:
         """Read a shard up to sample `until`; return its length if it is known by then."""
-        shelf = self._shelf(epoch, shard)
-        while shelf.length is None and shelf.read < until:
-            self._lanes = self._lanes or self._open_lanes()
-            chunk = self._lanes.next_chunk(shard)
-            self._shelf(chunk.epoch, chunk.shard).put(chunk)
-        return shelf.length
+        buffer = self._buffer(epoch, shard)
+        while buffer.length is None and buffer.read < until:
+            self._readers = self._readers or self._open_readers()
+            chunk = self._readers.next_chunk(shard)
+            self._buffer(chunk.epoch, chunk.shard).put(chunk)
+        return buffer.length
 
     def take(self, epoch: int, shard: int, number: int) -> Any:
         """Remove and return a sample, to train it."""
-        return self._shelves[epoch, shard].samples.pop(number)
+        return self._buffers[epoch, shard].samples.pop(number)
 
     def samples(self) -> Iterator[Any]:
         """Yield all samples that are not yet trained."""
-        for shelf in self._shelves.values():
-            yield from shelf.samples.values()
+        for buffer in self._buffers.values():
+            yield from buffer.samples.values()
 
     def marks(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
         """Return the checkpoint of each shard to resume from after `taken[shard]` trained samples."""
         return {
-            shard: self._shelves[epoch, shard].mark_before(taken[shard])
+            shard: self._buffers[epoch, shard].mark_before(taken[shard])
             for shard in self._own
-            if (epoch, shard) in self._shelves
+            if (epoch, shard) in self._buffers
         }
 
     def forget(self, epoch: int, taken: Sequence[int]) -> None:
         """Drop checkpoints that are no longer needed after `taken[shard]` trained samples."""
         for shard in self._own:
-            self._shelf(epoch, shard).mark_before(taken[shard])
+            self._buffer(epoch, shard).mark_before(taken[shard])
 
     def forget_before(self, epoch: int) -> None:
         """Drop earlier epochs."""
-        self._shelves = {key: shelf for key, shelf in self._shelves.items() if key[0] >= epoch}
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] >= epoch}
 
     def close(self) -> None:
         """Stop the data workers."""
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._readers is not None:
+            self._readers.close()
 
-    def _shelf(self, epoch: int, shard: int) -> _Shelf:
-        if (epoch, shard) not in self._shelves:
+    def _buffer(self, epoch: int, shard: int) -> _ShardBuffer:
+        if (epoch, shard) not in self._buffers:
             length = int(self._lengths_in(epoch)[shard])
-            self._shelves[epoch, shard] = _Shelf(None, length if length < UNKNOWN_LENGTH else None)
-        return self._shelves[epoch, shard]
+            self._buffers[epoch, shard] = _ShardBuffer(None, length if length < UNKNOWN_LENGTH else None)
+        return self._buffers[epoch, shard]

@@ -24,7 +24,7 @@ class ShardReaders:
         self,
         stream: ShardedStream,
         loading: LoaderConfig,
-        deal: DataRank,
+        data_rank: DataRank,
         seeds: SampleSeeds,
         *,
         chunk_size: int,
@@ -38,7 +38,7 @@ class ShardReaders:
         Args:
             stream: stream to read.
             loading: settings, including the number of data workers.
-            deal: this rank.
+            data_rank: this rank.
             seeds: random generators of the samples.
             chunk_size: maximum samples per chunk.
             num_epochs: epochs to read; None for no end.
@@ -47,12 +47,12 @@ class ShardReaders:
             marks: start of each shard in it, by default its beginning; None if the shard has ended.
         """
         num_shards = stream.num_shards
-        own = list_rank_shards(deal.rank, num_shards, deal.world_size)
+        own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
         num_workers = min(loading.num_workers, len(own))
-        keep = _Keeper(deal, num_shards, first_epoch, trained or [0] * num_shards)
-        self._lanes: dict[int, Iterator[ShardChunk]] = {}
+        keep = _OwnSampleFilter(data_rank, num_shards, first_epoch, trained or [0] * num_shards)
+        self._readers: dict[int, Iterator[ShardChunk]] = {}
         for number in range(max(num_workers, 1)):
-            lane = InterleavedReader(
+            reader = InterleavedReader(
                 stream,
                 own[number :: max(num_workers, 1)],
                 marks or {},
@@ -62,33 +62,35 @@ class ShardReaders:
                 keep=keep,
                 seeds=seeds,
             )
-            chunks = loading.workers(lane, None, stream.name, 1) if num_workers else iter(lane)
-            self._lanes.update(dict.fromkeys(lane.shards, chunks))
+            chunks = loading.workers(reader, None, stream.name, 1) if num_workers else iter(reader)
+            self._readers.update(dict.fromkeys(reader.shards, chunks))
 
     def next_chunk(self, shard: int) -> ShardChunk:
         """Return the next chunk from the reader of `shard`: of this shard, or of another that it reads."""
-        return next(self._lanes[shard])
+        return next(self._readers[shard])
 
     def all_chunks(self) -> Iterator[ShardChunk]:
         """Yield all remaining chunks of all shards."""
-        for lane in dict.fromkeys(self._lanes.values()):
-            yield from lane
+        for reader in dict.fromkeys(self._readers.values()):
+            yield from reader
 
     def close(self) -> None:
         """Stop the data workers."""
-        for lane in self._lanes.values():
-            if isinstance(lane, LoaderWorkers):
-                lane.close()
+        for reader in self._readers.values():
+            if isinstance(reader, LoaderWorkers):
+                reader.close()
 
 
-class _Keeper:
+class _OwnSampleFilter:
     """Filter for samples that this rank trains and has not trained yet."""
 
-    def __init__(self, deal: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]) -> None:
-        self._deal, self._num_shards = deal, num_shards
+    def __init__(
+        self, data_rank: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]
+    ) -> None:
+        self._data_rank, self._num_shards = data_rank, num_shards
         self._first_epoch, self._trained = first_epoch, trained
 
     def __call__(self, epoch: int, shard: int, number: int) -> bool:
         if epoch == self._first_epoch and number < self._trained[shard]:
             return False
-        return owner_rank(shard, number, self._num_shards, self._deal.world_size) == self._deal.rank
+        return owner_rank(shard, number, self._num_shards, self._data_rank.world_size) == self._data_rank.rank

@@ -11,7 +11,6 @@ from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.data.sample_seeds import SampleSeeds
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class StepSource(Protocol):
     """Maximum samples per forward pass of a rank; None for all. Set it before `steps`."""
     last_step: int | None
     """Last step of the training; None if it depends on the length of the data."""
-    has_news: bool
-    """True if the ranks must exchange `news` after every step."""
+    exchanges_ends: bool
+    """True if the ranks must exchange `local_ends` after every step."""
     remarks: Sequence[str]
     """Remarks for the user at the start, as sentences without a full stop."""
 
@@ -70,53 +69,46 @@ class StepSource(Protocol):
     def close(self) -> None:
         """Stop the data workers."""
 
-    def trial(self) -> tuple[int, Any]:
+    def trial_batches(self) -> tuple[int, Any]:
         """Return the most samples that a rank gets in a step, and a function that makes a batch of n."""
 
-    def news(self) -> float:
+    def local_ends(self) -> float:
         """Return a number to be summed over ranks together with the result of the last yielded step."""
 
-    def hear(self, news: float) -> None:
-        """Receive the sum of all ranks' `news`, before the step after the next is requested."""
+    def receive_ends(self, total: float) -> None:
+        """Receive the sum of all ranks' `local_ends`, before the step after the next is requested."""
 
     @property
     def at_epoch_end(self) -> bool:
-        """True if the last yielded step is the last of its epoch; valid after `hear`."""
+        """True if the last yielded step is the last of its epoch; valid after `receive_ends`."""
 
     @property
     def finished(self) -> bool:
-        """True if the last yielded step is the last of the training; valid after `hear`."""
+        """True if the last yielded step is the last of the training; valid after `receive_ends`."""
 
 
 class MapStepSource:
     """Step source for a map-style data set. Its whole state follows from the step number."""
 
     micro_batch_size: int | None = None
-    has_news = False
+    exchanges_ends = False
     remarks: Sequence[str] = ()
 
     def __init__(
-        self,
-        dataset: Any,
-        loading: LoaderConfig,
-        deal: DataRank,
-        *,
-        seed: int,
-        global_batch_size: int,
-        until: StopCondition,
+        self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
         """Set up the source.
 
         Raises:
             UserError: the data set has no length or no samples.
         """
-        seeds = SampleSeeds(seed, "training", seed_globals=loading.seed_samples)
-        self._fetcher = make_fetcher(dataset, loading.collate_fn, seeds, "train_dataset")
-        self._loading, self._deal = loading, deal
-        self._plan = BatchPlan(SampleOrder(self._fetcher.num_samples, seed), global_batch_size)
-        if global_batch_size > (has := self._fetcher.num_samples):
+        self._fetcher = make_fetcher(dataset, loading.collate_fn, loading.seeds("training"), "train_dataset")
+        self._loading, self._data_rank = loading, data_rank
+        batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
+        self._plan = BatchPlan(SampleOrder(num_samples, loading.seed), batch_size)
+        if batch_size > num_samples:
             # Users relate learning rates and throughput to the batch size that they configured.
-            remark = f"global_batch_size is {global_batch_size}, but train_dataset has {has} samples: "
+            remark = f"global_batch_size is {batch_size}, but train_dataset has {num_samples} samples: "
             self.remarks = [f"{remark}every step trains all of them"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
@@ -140,7 +132,7 @@ class MapStepSource:
 
         def orders() -> Iterator[BatchOrder]:
             for step in range(self._step + 1, self._last + 1):
-                share = self._plan.share(step, self._deal)
+                share = self._plan.share(step, self._data_rank)
                 parts = share.parts(self.micro_batch_size)
                 coming.append((share, parts))
                 for low, high in parts:
@@ -165,10 +157,10 @@ class MapStepSource:
         if self._batches is not None:
             self._batches.close()
 
-    def trial(self) -> tuple[int, Any]:
-        share = self._plan.share(min(self._step + 1, self._last), self._deal)
+    def trial_batches(self) -> tuple[int, Any]:
+        share = self._plan.share(min(self._step + 1, self._last), self._data_rank)
         # The largest share of any step: the next step may be an epoch's short last one.
-        most = self._deal.largest(min(self._plan.global_batch_size, self._plan.order.num_samples))
+        most = self._data_rank.largest(min(self._plan.global_batch_size, self._plan.order.num_samples))
         some = share.indices if len(share.indices) else self._plan.spare(share.step)
 
         def batch_of(count: int) -> Any:
@@ -177,10 +169,10 @@ class MapStepSource:
 
         return most, batch_of
 
-    def news(self) -> float:
+    def local_ends(self) -> float:
         return 0.0
 
-    def hear(self, _news: float) -> None:
+    def receive_ends(self, _total: float) -> None:
         pass
 
     @property

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
@@ -22,8 +21,7 @@ from hpctrain.training.data.interleaved_reader import (
     dump_checkpoints,
     load_checkpoints,
 )
-from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
-from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.shard_buffers import ShardBuffers
 from hpctrain.training.data.shard_readers import ShardReaders
 from hpctrain.training.data.step_source import MicroBatch, StepData, StopCondition
@@ -44,18 +42,15 @@ class StreamStepSource:
     """Step source for an `IterableDataset` or a similar object."""
 
     micro_batch_size: int | None = None
-    has_news = True
+    exchanges_ends = True
     remarks: Sequence[str] = ()
 
     def __init__(
         self,
         dataset: Any,
         loading: LoaderConfig,
-        deal: DataRank,
-        team: DistributedContext,
-        *,
-        seed: int,
-        global_batch_size: int,
+        data_rank: DataRank,
+        context: DistributedContext,
         until: StopCondition,
     ) -> None:
         """Set up the source.
@@ -64,14 +59,13 @@ class StreamStepSource:
             UserError: the stream can be read only once.
         """
         self._stream = ShardedStream(dataset, "train_dataset")
-        self._loading, self._deal, self._team = loading, deal, team
-        self._seed, self._global_batch_size, self._until = seed, global_batch_size, until
-        self._collate = loading.collate_fn or default_collate
+        self._loading, self._data_rank, self._context = loading, data_rank, context
+        self._until = until
         self.last_step: int | None = until.steps
-        self._own = list_rank_shards(deal.rank, self._stream.num_shards, deal.world_size)
+        self._own = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
         self._step = 0
-        self._plan = StreamPlan(self._stream.num_shards, global_batch_size, until)
-        self._shelves = ShardBuffers(self._own, self._plan.lengths_in, self._open_lanes)
+        self._plan = StreamPlan(self._stream.num_shards, loading.global_batch_size, until)
+        self._buffers = ShardBuffers(self._own, self._plan.lengths_in, self._open_readers)
         self._marks: dict[int, ReaderCheckpoint | None] = {}
         self._spare: Any = None
 
@@ -79,9 +73,9 @@ class StreamStepSource:
 
     def identity(self) -> dict[str, Any]:
         return {
-            "seed": self._seed,
+            "seed": self._loading.seed,
             "num_shards": self._stream.num_shards,
-            "global_batch_size": self._global_batch_size,
+            "global_batch_size": self._loading.global_batch_size,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,13 +88,13 @@ class StreamStepSource:
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
         lengths = self._plan.lengths_in(cursor.epoch)
-        own = self._shelves.marks(cursor.epoch, cursor.taken(lengths).tolist())
+        own = self._buffers.marks(cursor.epoch, cursor.taken(lengths).tolist())
         marks: dict[int, ReaderCheckpoint | None] = {}
-        told = self._team.gather(
+        gathered = self._context.gather(
             {shard: mark and (mark.number, mark.state, mark.resumable) for shard, mark in own.items()},
             "train_dataset",
         )
-        for of_rank in told:
+        for of_rank in gathered:
             marks.update({shard: mark and ReaderCheckpoint(*mark) for shard, mark in of_rank.items()})
         of_all = [marks.get(shard, self._marks.get(shard)) for shard in range(self._stream.num_shards)]
         return {
@@ -147,17 +141,17 @@ class StreamStepSource:
             UserError: the stream is empty.
         """
         self._step = after
-        self._shelves.begin(self._plan.cursor.epoch, self._marks)
+        self._buffers.begin(self._plan.cursor.epoch, self._marks)
         self._plan.plan(after)
-        self._settle()
+        self._agree_on_ends()
         self._find_spare()
 
     def steps(self) -> Iterator[StepData]:
         while self._plan.coming:
             batch = self._plan.take()
             self._step += 1
-            of_ranks = self._readers(batch)
-            mine = batch.picks[of_ranks == self._deal.rank]
+            of_ranks = self._rank_of_samples(batch)
+            mine = batch.picks[of_ranks == self._data_rank.rank]
             share = RankBatch(
                 self._step,
                 batch.epoch,
@@ -166,34 +160,34 @@ class StreamStepSource:
                 largest=int(of_ranks.bincount().max()),
                 indices=mine,
             )
-            samples = [self._shelves.take(batch.epoch, *pick) for pick in mine.tolist()]
+            samples = [self._buffers.take(batch.epoch, *pick) for pick in mine.tolist()]
             if batch.batch_idx == 0:
                 self._marks = {}
-                self._shelves.forget_before(batch.epoch)
+                self._buffers.forget_before(batch.epoch)
             taken = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
-            self._shelves.forget(batch.epoch, taken)
+            self._buffers.forget(batch.epoch, taken)
             parts = share.parts(self.micro_batch_size)
             yield StepData(share, len(parts), self._micro_batches(samples, parts))
 
     def close(self) -> None:
-        self._shelves.close()
+        self._buffers.close()
 
-    def trial(self) -> tuple[int, Any]:
-        of_ranks = self._readers(self._plan.coming[0])
-        some = [*self._shelves.samples()] or [self._spare]
+    def trial_batches(self) -> tuple[int, Any]:
+        of_ranks = self._rank_of_samples(self._plan.coming[0])
+        some = [*self._buffers.samples()] or [self._spare]
 
         def batch_of(count: int) -> Any:
-            return self._batch([some[i % len(some)] for i in range(count)])
+            return self._loading.collate([some[i % len(some)] for i in range(count)])
 
         return int(of_ranks.bincount().max()), batch_of
 
-    def news(self) -> float:
+    def local_ends(self) -> float:
         self._plan.plan(self._step)
-        return float(bool(self._ends_to_tell()))
+        return float(bool(self._unplanned_ends()))
 
-    def hear(self, news: float) -> None:
-        if news:
-            self._settle()
+    def receive_ends(self, total: float) -> None:
+        if total:
+            self._agree_on_ends()
 
     @property
     def at_epoch_end(self) -> bool:
@@ -203,39 +197,35 @@ class StreamStepSource:
     def finished(self) -> bool:
         return not self._plan.coming
 
-    def _readers(self, batch: StreamBatch) -> torch.Tensor:
+    def _rank_of_samples(self, batch: StreamBatch) -> torch.Tensor:
         """Return the rank of each sample."""
         shard, number = batch.picks.unbind(1)
-        return owner_rank(shard, number, self._stream.num_shards, self._deal.world_size)
+        return owner_rank(shard, number, self._stream.num_shards, self._data_rank.world_size)
 
     def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in parts:
-            yield MicroBatch(self._batch(samples[low:high] or [self._spare]), high - low)
-
-    def _batch(self, samples: list[Any]) -> Any:
-        batch = self._collate(samples)
-        return pin_batch(batch) if self._loading.pin_memory else batch
+            yield MicroBatch(self._loading.collate(samples[low:high] or [self._spare]), high - low)
 
     # Agreement of the ranks on the next steps.
 
-    def _ends_to_tell(self) -> dict[tuple[int, int], int]:
+    def _unplanned_ends(self) -> dict[tuple[int, int], int]:
         """Return ends of own shards that the plan does not include yet, by (epoch, shard)."""
         ends: dict[tuple[int, int], int] = {}
         for batch in self._plan.coming:
             needed = StreamCursor(batch.epoch, 0, batch.after.round, batch.after.shard)
             until = needed.taken(self._plan.lengths_in(batch.epoch))
             for shard in self._own:
-                length = self._shelves.read(batch.epoch, shard, int(until[shard]))
+                length = self._buffers.read(batch.epoch, shard, int(until[shard]))
                 if length is not None and length < int(until[shard]):
                     ends[batch.epoch, shard] = length
         return ends
 
-    def _settle(self) -> None:
+    def _agree_on_ends(self) -> None:
         """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
         while True:
             ends: dict[tuple[int, int], int] = {}
-            for told in self._team.gather(self._ends_to_tell()):
-                ends.update(told)
+            for ends_of_rank in self._context.gather(self._unplanned_ends()):
+                ends.update(ends_of_rank)
             if not ends:
                 return
             self._plan.learn(ends)
@@ -243,22 +233,22 @@ class StreamStepSource:
 
     def _find_spare(self) -> None:
         """Set a spare sample for steps without own samples, from another rank if this one has none."""
-        own = next(self._shelves.samples(), None)
-        have = self._team.gather(own is not None)
+        own = next(self._buffers.samples(), None)
+        have = self._context.gather(own is not None)
         if not self._plan.coming or all(have):
             self._spare = own
             return
-        given = self._team.broadcast(own, have.index(True), "a sample, for ranks that have none,")
+        given = self._context.broadcast(own, have.index(True), "a sample, for ranks that have none,")
         self._spare = given if own is None else own
 
-    def _open_lanes(self) -> ShardReaders:
+    def _open_readers(self) -> ShardReaders:
         cursor, num_shards = self._plan.cursor, self._stream.num_shards
         return ShardReaders(
             self._stream,
             self._loading,
-            self._deal,
-            SampleSeeds(self._seed, "training", seed_globals=self._loading.seed_samples),
-            chunk_size=min(-(-self._global_batch_size // num_shards), _LONGEST_CHUNK),
+            self._data_rank,
+            self._loading.seeds("training"),
+            chunk_size=min(-(-self._loading.global_batch_size // num_shards), _LONGEST_CHUNK),
             num_epochs=self._until.epochs,
             first_epoch=cursor.epoch,
             trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),

@@ -1,24 +1,32 @@
-"""Evaluation of a module without training: metric means over a data set, and predictions."""
+"""Evaluation of a module on a data set: means of metrics, each sample counted once; predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from hpctrain.errors import UserError
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.precision import cast_batch, forward_context
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.dataset_adapters import make_validation_set
+from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
-from hpctrain.training.data.lockstep import pad_to_longest
-from hpctrain.training.loop.validation import eval_mode, run_validation
-from hpctrain.training.module import Module
-from hpctrain.training.strategies import find_strategy
+from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
+from hpctrain.training.module import Module, as_scalars
+from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
+
+T = TypeVar("T")
 
 
 class Evaluation:
@@ -28,7 +36,7 @@ class Evaluation:
         self,
         settings: TrainerConfig,
         module: Module,
-        team: DistributedContext,
+        context: DistributedContext,
         dataset: Any,
         environ: Mapping[str, str],
     ) -> None:
@@ -37,46 +45,226 @@ class Evaluation:
         Raises:
             UserError: the data set is empty, or is not a usable data set.
         """
-        self._team, self._precision = team, settings.precision
         strategy = find_strategy(settings.strategy, environ)
         self._data = make_validation_set(
             dataset,
-            make_loader_config(settings, team),
-            DataRank(team.ranks.rank, team.ranks.world_size),
-            team,
-            seed=settings.seed,
-            global_batch_size=settings.global_batch_size,
+            make_loader_config(settings, context),
+            DataRank(context.ranks.rank, context.ranks.world_size),
+            context,
             name="dataset",
         )
-        self._strategy = strategy(module, team, settings)
+        self._strategy = strategy(module, context, settings)
 
     def means(self, method: str, lone_name: str) -> dict[str, float]:
         """Return the mean metrics; see `run_validation`. All ranks must call this."""
-        means = run_validation(
-            self._strategy,
-            self._data,
-            self._team,
-            precision=self._precision,
-            method=method,
-            lone_name=lone_name,
-        )
+        means = run_validation(self._strategy, self._data, method=method, lone_name=lone_name)
         assert means is not None  # no stop flag was passed, so it cannot be interrupted
         return means
 
     def predictions(self) -> list[Any]:
         """Return the outputs of `predict_step` for all batches, in rank order. All ranks must call this."""
         own = []
-        team, strategy = self._team, self._strategy
+        strategy, context = self._strategy, self._strategy.context
         with eval_mode(strategy.module), torch.no_grad(), closing(self._data.batches()) as mine:
-            batches = pad_to_longest(mine, team) if strategy.in_lockstep else mine
-            for batch_idx, (num_held, batch) in enumerate(batches):
-                with forward_context(self._precision, team.device):
-                    on_device = cast_batch(to_device(batch, team.device), self._precision)
-                    output, _ = strategy.evaluation_step("predict_step", on_device, batch_idx, num_held)
+            batches = pad_to_longest(mine, context) if strategy.in_lockstep else mine
+            for output, _, num_held in evaluate_batches(strategy, "predict_step", batches):
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
-        return [output for outputs in team.gather(own, "what predict_step returned") for output in outputs]
+        return [output for outputs in context.gather(own, "what predict_step returned") for output in outputs]
 
     def finish(self) -> None:
         """Restore the complete module on every rank. All ranks must call this."""
         self._strategy.finish()
+
+
+def run_validation(
+    strategy: Strategy,
+    data: ValidationSet,
+    *,
+    method: str = "validation_step",
+    lone_name: str = "val_loss",
+    num_batches: int | None = None,
+    stop: StopFlag | None = None,
+) -> dict[str, float] | None:
+    """Return the means of a module method over all samples of `data`, equal on every rank.
+
+    Returns None if the ranks agreed to stop before the end. The module is in evaluation mode during the call.
+    All ranks must call this.
+
+    Args:
+        strategy: the strategy of the module.
+        data: the samples.
+        method: the module's method, such as `validation_step`.
+        lone_name: name of the metric if the method returns a scalar.
+        num_batches: batches per rank, from the first on; None for all.
+        stop: this rank's stop flag; None to ignore stop signals.
+
+    Raises:
+        UserError: the steps of the ranks do not return the same names, or there was no sample.
+    """
+    context = strategy.context
+    means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
+    loop = StoppableLoop(context, stop or StopFlag())
+    with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as own:
+        some = islice(own, num_batches)
+        batches = loop.iterate(pad_to_longest(some, context) if strategy.in_lockstep else some)
+        for output, num_samples, _ in evaluate_batches(strategy, method, batches):
+            if num_samples:
+                means.add(as_scalars(output, lone_name, means.origin), num_samples)
+                activity.enter(RankPhase.VALIDATE)
+    return None if loop.interrupted else means.over_ranks()
+
+
+def evaluate_batches(
+    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]]
+) -> Iterator[tuple[Any, int, int]]:
+    """Call a method of the module on each of `batches`, pairs of number of samples and batch.
+
+    Yields the output, the number of samples that it represents, and the number of this rank's samples.
+    """
+    device, precision = strategy.context.device, strategy.settings.precision
+    for batch_idx, (num_held, batch) in enumerate(batches):
+        with forward_context(precision, device):
+            on_device = cast_batch(to_device(batch, device), precision)
+            output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
+        yield output, num_samples, num_held
+
+
+def pad_to_longest(
+    batches: Iterator[tuple[int, Any]], context: DistributedContext
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number of samples, batch) as often as the rank with the most batches.
+
+    A rank that has none left yields its last batch with 0 samples, or another rank's batch if it never had
+    one. All ranks must call this.
+    """
+    held: tuple[int, Any] | None = None
+    new = next(batches, None)
+    while who := [rank for rank, has in enumerate(context.gather(new is not None)) if has]:
+        if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
+            held = context.broadcast(new, who[0], "a batch, for ranks that have none,")
+        held = new or held
+        assert held is not None
+        yield (held[0] if new else 0), held[1]
+        new = next(batches, None)
+
+
+class _SampleMeans:
+    """Means of metrics over the samples of all ranks."""
+
+    def __init__(self, context: DistributedContext, origin: str) -> None:
+        """Start without samples; `origin` names the method that returns the metrics."""
+        self.origin, self._context = origin, context
+        self._sums: dict[str, torch.Tensor] = {}
+        self._count = 0
+
+    def add(self, scalars: Mapping[str, torch.Tensor], num_samples: int) -> None:
+        """Add means over `num_samples`.
+
+        Raises:
+            UserError: the names differ from those before.
+        """
+        sums = self._sums
+        if sums and sums.keys() != scalars.keys():
+            raise UserError(
+                f"{self.origin} returned {sorted(scalars)} for a batch, and {sorted(sums)} for those before. "
+                "Return the same names every time."
+            )
+        for name, mean in scalars.items():
+            sums[name] = sums.get(name, 0.0) + mean.to(self._context.device).double() * num_samples
+        self._count += num_samples
+
+    def over_ranks(self) -> dict[str, float]:
+        """Return the means over all ranks' samples. All ranks must call this.
+
+        Raises:
+            UserError: the ranks have different names, or there was no sample.
+        """
+        names = self._agreed_names()
+        zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        total = torch.stack([zero + self._count, *(self._sums.get(name, zero) for name in names)])
+        if self._context.is_distributed:
+            dist.all_reduce(total)
+        return dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
+
+    def _agreed_names(self) -> list[str]:
+        # A rank without samples does not have the names.
+        own = list(self._sums) if self._count else None
+        gathered = [
+            (rank, names) for rank, names in enumerate(self._context.gather(own)) if names is not None
+        ]
+        if not gathered:
+            raise UserError(f"the data set for {self.origin} gave no sample to any rank.")
+        first, names = gathered[0]
+        for rank, others in gathered:
+            if set(others) != set(names):
+                raise UserError(
+                    f"{self.origin} returned {sorted(others)} on rank {rank} "
+                    f"but {sorted(names)} on rank {first}."
+                )
+        return list(names)
+
+
+class StoppableLoop:
+    """Loop in which each rank iterates over its own batches until one receives a stop signal.
+
+    Messages are read one batch later, as in training. A rank without batches keeps answering until all ranks
+    are done.
+
+    Attributes:
+        interrupted: True if the ranks stopped early; all after the same number of batches.
+    """
+
+    def __init__(self, context: DistributedContext, stop: StopFlag) -> None:
+        """Start without messages.
+
+        Args:
+            context: the ranks.
+            stop: this rank's stop flag.
+        """
+        self._context, self._stop, self._batcher = context, stop, MessageBatcher()
+        self._read: Callable[[], list[float]] | None = None
+        self.interrupted = False
+
+    def iterate(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield `batches`, to their end or to the agreed stop. All ranks must iterate over this."""
+        for batch in batches:
+            yield batch
+            self._batcher.add()
+            self._receive()
+            if self.interrupted:
+                return
+            if self._batcher.is_full:
+                self._send(has_more=True)
+        go_on = True
+        while go_on:
+            if self._read is None:
+                self._send(has_more=False)
+            go_on = self._receive()
+
+    def _send(self, *, has_more: bool) -> None:
+        seconds = self._batcher.take() if has_more else 0.0
+        self._read = start_sum(self._context, [float(self._stop.is_set), float(has_more), seconds])
+
+    def _receive(self) -> bool:
+        """Read the pending message, if any; return True if a rank has batches left and there is no stop."""
+        if self._read is None:
+            return True
+        stop, num_busy, seconds = self._read()
+        self._read = None
+        self.interrupted = stop > 0
+        if num_busy:
+            self._batcher.adapt(seconds / num_busy)
+        return num_busy > 0 and not self.interrupted
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put `module` in evaluation mode within the block; afterwards restore the mode of each submodule."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

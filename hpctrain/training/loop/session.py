@@ -21,6 +21,7 @@ from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
+from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import LRScheduler
@@ -70,9 +71,9 @@ def session(
     ranks = detect(os.environ)
     # Install handlers only after the rendezvous: until then a stop signal ends the process at once, because
     # the ranks cannot agree on a stop yet.
-    team = init_distributed(ranks, os.environ)
+    context = init_distributed(ranks, os.environ)
     with capture_stop_signals() as stop:
-        made = Session(team, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
+        made = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
         try:
             yield made
         except BaseException as error:
@@ -92,14 +93,14 @@ class Session:
     """
 
     def __init__(
-        self, team: DistributedContext, options: dict[str, Any], run: RunDir | None, stop: StopFlag
+        self, context: DistributedContext, options: dict[str, Any], run: RunDir | None, stop: StopFlag
     ) -> None:
-        self._team, self.ranks, self.device = team, team.ranks, team.device
+        self._context, self.ranks, self.device = context, context.ranks, context.device
         self.weight = 1.0
         self.ending: str | None = None
         self._options, self._run, self._stop = options, run, stop
-        self._whole = _Whole()
-        self._fit: TrainingLoop | None = None
+        self._prepared = _PreparedModules()
+        self._loop: TrainingLoop | None = None
         self._training = TrainingMarker(
             "the loop over batches()", None if run is None else run.path, os.environ
         )
@@ -113,7 +114,7 @@ class Session:
     @property
     def step(self) -> int:
         """Completed optimizer steps."""
-        return 0 if self._fit is None else self._fit.state.step
+        return 0 if self._loop is None else self._loop.state.step
 
     def prepare(self, *things: Any) -> Any:
         """Put modules on this rank's device and synchronize their gradients; add all `things` to checkpoints.
@@ -127,7 +128,7 @@ class Session:
         Raises:
             UserError: a thing has another type, or `batches` was called before.
         """
-        if self._fit is not None:
+        if self._loop is not None:
             raise UserError(
                 "prepare() was called after batches(): what it is given has to be loaded by then."
             )
@@ -152,7 +153,10 @@ class Session:
             UserError: nothing was prepared, or the data set is not usable.
         """
         with self._training as training:
-            yield from self._batches(training, dataset, global_batch_size, max_steps, max_epochs)
+            self._loop = self._make_loop(
+                dataset, global_batch_size=global_batch_size, max_steps=max_steps, max_epochs=max_epochs
+            )
+            yield from self._batches(training, self._loop)
 
     def end(self, reason: str = "the loop ended it") -> None:
         """End the training a step or two later, and save; one rank that calls it is enough.
@@ -172,48 +176,41 @@ class Session:
         The values are means over this rank's batch. Every rank must call it in every step, with the same
         names. If a name is logged twice, the last value counts.
         """
-        if self._fit is None:
+        if self._loop is None:
             raise UserError("log() was called outside of the loop over batches().")
-        self._fit.sums.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
+        self._loop.metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Skip the gradient exchange of backward passes within the block."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def _batches(
-        self,
-        training: TrainingMarker,
-        dataset: Any,
-        global_batch_size: int,
-        max_steps: int | None,
-        max_epochs: int | None,
-    ) -> Iterator[Any]:
-        if not self._whole.optimizers:
+    def _make_loop(self, dataset: Any, **length: Any) -> TrainingLoop:
+        if not self._prepared.optimizers:
             raise UserError(
                 "batches() was called before prepare(model, optimizer): there is nothing to train."
             )
-        if self._fit is not None:
+        if self._loop is not None:
             raise UserError(
                 "batches() was called twice in one session, whose checkpoints are of the first loop."
             )
-        settings = TrainerConfig(
-            max_steps=max_steps, max_epochs=max_epochs, global_batch_size=global_batch_size, **self._options
-        )
+        settings = TrainerConfig(**length, **self._options)
         resolve_strategy(settings, os.environ)
-        fit = self._fit = TrainingLoop(
+        return build_training_loop(
             settings=settings,
-            module=self._whole,
-            team=self._team,
+            module=self._prepared,
+            context=self._context,
             train_dataset=dataset,
             val_dataset=None,
-            callbacks=CallbackList((), self, self._whole),
+            callbacks=CallbackList((), self, self._prepared),
             run=self._run,
             environ=os.environ,
             stop=self._stop,
-            strategy=_AsItIs,
+            strategy=_PreparedStrategy,
         )
-        training.ends_at(fit.last_step)
-        with closing(fit.steps()) as steps:
+
+    def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
+        training.ends_at(loop.last_step)
+        with closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
                 self._part = len(step.share.indices) / step.share.batch_size
@@ -222,10 +219,10 @@ class Session:
                     try:
                         yield to_device(micro_batch.batch, self.device)
                     except GeneratorExit:
-                        self._say_it_was_left(step.share.step)
+                        self._warn_of_early_exit(step.share.step)
                         raise
 
-    def _say_it_was_left(self, step: int) -> None:
+    def _warn_of_early_exit(self, step: int) -> None:
         if self.is_main:
             print(
                 f"hpctrain: the loop over batches() was left in step {step}, before its end: what was "
@@ -235,8 +232,8 @@ class Session:
 
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
-            self._whole.models.append(thing.to(self.device))
-            if not self._team.is_distributed or not any(p.requires_grad for p in thing.parameters()):
+            self._prepared.models.append(thing.to(self.device))
+            if not self._context.is_distributed or not any(p.requires_grad for p in thing.parameters()):
                 return thing
             return DistributedDataParallel(
                 thing,
@@ -244,10 +241,10 @@ class Session:
                 gradient_as_bucket_view=True,
             )
         if isinstance(thing, torch.optim.Optimizer):
-            self._whole.optimizers.append(thing)
+            self._prepared.optimizers.append(thing)
             return thing
         if hasattr(thing, "step") and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            self._whole.schedulers.append(thing)
+            self._prepared.schedulers.append(thing)
             return thing
         raise UserError(
             f"prepare() was given a {type(thing).__name__}; it takes modules, optimizers and "
@@ -255,7 +252,7 @@ class Session:
         )
 
 
-class _Whole(Module):
+class _PreparedModules(Module):
     """Container of all prepared objects."""
 
     def __init__(self) -> None:
@@ -268,12 +265,12 @@ class _Whole(Module):
         return self.optimizers, self.schedulers
 
 
-class _AsItIs(Strategy):
+class _PreparedStrategy(Strategy):
     """Strategy for prepared modules, which are on their device and synchronize their gradients themselves."""
 
     def place(self) -> None:
         pass
 
     def align_buffers(self) -> None:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             broadcast_buffers(self.module)

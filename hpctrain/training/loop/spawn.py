@@ -180,10 +180,10 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
     if all(code in (0, EXIT_CONTINUE) for code in codes):
         raise SystemExit(EXIT_CONTINUE)
     # The first failure is the cause; later ones only report the lost rank.
-    told = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
-    if told:
-        rank = told[0].name.partition("-")[2]
-        failure: _Failure = pickle.loads(told[0].read_bytes())
+    failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
+    if failures:
+        rank = failures[0].name.partition("-")[2]
+        failure: _Failure = pickle.loads(failures[0].read_bytes())
         kind = UserError if failure.is_users else HpctrainError
         raise kind(f"Rank {rank} of {len(processes)} has failed:\n{failure.text}")
     lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))

@@ -1,4 +1,4 @@
-"""Exchange between the ranks after each step: losses, stop and save requests, data news.
+"""Exchange between the ranks after each step: losses, stop and save requests, ends of stream shards.
 
 The sum is computed during the next step and read at its end, so no step waits for it. All ranks read the same
 sum at the same step, so they agree on a stop without further messages. Short steps share a message (see
@@ -7,6 +7,7 @@ sum at the same step, so they agree on a stop without further messages. Short st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,12 +19,15 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
-from hpctrain.training.loop.message_batcher import MessageBatcher
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timer import TimingSample
 
+#: Seconds of work that one message covers, if it covers more than one item.
+_WORK_S = 0.01
+#: Maximum items per message; limits the delay of a stop if items suddenly take longer.
+_MOST = 16
 #: Maximum number of ranks with several steps per message. With more ranks, such short steps are rare.
-_FEW = 32
+_MAX_GATHER_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -36,59 +40,103 @@ class StepFlags:
     """A checkpoint is requested."""
     end: bool = False
     """The training is to end with the steps done so far."""
-    news: float = 0.0
+    stream_ends: float = 0.0
     """Value from the step source, to be summed over all ranks."""
+
+
+class MessageBatcher:
+    """Counter of work items; the ranks derive the same message size from the last exchanged duration.
+
+    Attributes:
+        size: items in the next message; the same on all ranks.
+    """
+
+    def __init__(self, *, one_by_one: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start counting.
+
+        Args:
+            one_by_one: if true, each item gets its own message, however short it is.
+            clock: monotonic clock in seconds.
+        """
+        self._most, self._clock = 1 if one_by_one else _MOST, clock
+        self.size = 1
+        self.begin()
+
+    def begin(self) -> None:
+        """Discard unsent items and restart the clock: the time since then went to other work."""
+        self._count, self._since = 0, self._clock()
+
+    def add(self) -> None:
+        """Count one completed item."""
+        self._count += 1
+
+    @property
+    def is_full(self) -> bool:
+        """True if a message is due now."""
+        return self._count >= self.size
+
+    def take(self) -> float:
+        """Return this rank's seconds per item since the last call, for the exchange with all ranks."""
+        now = self._clock()
+        seconds = (now - self._since) / max(self._count, 1)
+        self._count, self._since = 0, now
+        return seconds
+
+    def adapt(self, seconds: float) -> None:
+        """Adapt the message size to `seconds` per item, which must be the same on all ranks."""
+        self.size = self._most if seconds * self._most <= _WORK_S else max(1, int(_WORK_S / seconds))
 
 
 class StepSync:
     """Exchange of step results and requests. All ranks must call each method."""
 
-    def __init__(self, team: DistributedContext, *, one_by_one: bool) -> None:
+    def __init__(self, context: DistributedContext, *, one_by_one: bool) -> None:
         """Start with an empty exchange.
 
         Args:
-            team: the ranks that take part.
+            context: the ranks that take part.
             one_by_one: if true, each step is sent before the next but one, however short it is.
         """
-        self._team = team
-        self._grouping = MessageBatcher(one_by_one=one_by_one or team.ranks.world_size > _FEW)
-        self._own: list[_Own] = []
-        self._sent: list[_Own] = []
+        self._context = context
+        self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _MAX_GATHER_RANKS)
+        self._recorded: list[_RecordedStep] = []
+        self._sent: list[_RecordedStep] = []
         self._names: list[str] | None = None
         self._read: Callable[[], list[float]] | None = None
 
     def begin(self) -> None:
         """Restart the clock when training continues after other work."""
-        self._grouping.begin()
+        self._batcher.begin()
 
     def add(self, step: int, epoch: int, sums: MetricAccumulator, ended: TimingSample | None) -> None:
         """Record a step trained by this rank; the names in `sums` must be the same on all ranks."""
-        self._own.append(_Own(step, epoch, sums, ended))
-        self._grouping.add()
+        self._recorded.append(_RecordedStep(step, epoch, sums, ended))
+        self._batcher.add()
 
     @property
-    def are_due(self) -> bool:
+    def is_due(self) -> bool:
         """True if the recorded steps are to be sent now."""
-        return self._grouping.is_full
+        return self._batcher.is_full
 
     @property
-    def are_under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if a sent message is not yet read."""
         return self._read is not None
 
-    def send(self, own: StepFlags) -> None:
+    def send(self, requests: StepFlags) -> None:
         """Send the recorded steps and this rank's requests."""
-        flags = [float(own.stop), float(own.save), float(own.end), own.news, self._grouping.take()]
-        self._sent, self._own = self._own, []
+        flags = [*map(float, (requests.stop, requests.save, requests.end)), requests.stream_ends]
+        flags.append(self._batcher.take())
+        self._sent, self._recorded = self._recorded, []
         if self._names is None:
             self._names = self._agreed_names()
         # Messages have the same length on all ranks. A rank with other names sends zeros and sets a flag.
         names = dict.fromkeys(self._names).keys()
-        others = any(each.sums.values.keys() != names for each in self._sent)
+        names_differ = any(each.sums.values.keys() != names for each in self._sent)
         values = self._values()
-        if others:
+        if names_differ:
             values = [0.0 for _ in range(len(names) * len(self._sent))]
-        self._read = _send(self._team, [*flags, float(others)], values)
+        self._read = _send(self._context, [*flags, float(names_differ)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
         """Wait for the sum over all ranks, which had a step's time to arrive.
@@ -99,12 +147,12 @@ class StepSync:
         """
         if self._read is None:
             raise RuntimeError("nothing was sent")
-        stop, save, end, news, seconds, others, *values = self._read()
+        stop, save, end, stream_ends, seconds, names_differ, *values = self._read()
         self._read = None
-        self._grouping.hear(seconds / self._team.ranks.world_size)
-        if others:
+        self._batcher.adapt(seconds / self._context.ranks.world_size)
+        if names_differ:
             self._names = self._agreed_names()
-            values = _send(self._team, [], self._values())()
+            values = _send(self._context, [], self._values())()
         results, rest = [], iter(values)
         for own in self._sent:
             # The names come first, so that zip does not take a value too many from `rest`.
@@ -112,15 +160,15 @@ class StepSync:
             if scalars.get(TOKENS_FIELD):
                 scalars["loss"] /= scalars[TOKENS_FIELD]
             results.append(StepResult(own.step, own.epoch, scalars, own.ended))
-        return StepFlags(stop > 0, save > 0, end > 0, news), results
+        return StepFlags(stop > 0, save > 0, end > 0, stream_ends), results
 
     def _values(self) -> list[torch.Tensor | float]:
         return [each.sums.values[name] for each in self._sent for name in sorted(each.sums.values)]
 
     def _agreed_names(self) -> list[str]:
         own = [sorted(each.sums.values) for each in self._sent]
-        for rank, names in enumerate(told := self._team.gather(own)):
-            for step, first, other in zip(self._sent, told[0], names, strict=True):
+        for rank, names in enumerate(gathered := self._context.gather(own)):
+            for step, first, other in zip(self._sent, gathered[0], names, strict=True):
                 if other != first:
                     raise UserError(
                         f"The metrics of step {step.step} are {first} on rank 0, but {other} on rank {rank}. "
@@ -131,7 +179,7 @@ class StepSync:
         return own[-1]
 
 
-class _Own(NamedTuple):
+class _RecordedStep(NamedTuple):
     """A step of this rank."""
 
     step: int
@@ -141,77 +189,78 @@ class _Own(NamedTuple):
 
 
 def _send(
-    team: DistributedContext, flags: list[float], scalars: list[torch.Tensor | float]
+    context: DistributedContext, flags: list[float], scalars: list[torch.Tensor | float]
 ) -> Callable[[], list[float]]:
     """Start the sum over all ranks; return a function that waits for it."""
-    device = team.device
+    device = context.device
     if device.type == "cpu":
-        return start_sum(team, [*flags, *map(float, scalars)])
+        return start_sum(context, [*flags, *map(float, scalars)])
     values = [torch.as_tensor(scalar, dtype=torch.float64) for scalar in scalars]
     host = torch.tensor(flags, dtype=torch.float64)
     own = torch.cat(
         [host.to(device, non_blocking=True), *(v.reshape(1).to(device, non_blocking=True) for v in values)]
     )
-    told, pending = _exchange(team, own, None) if team.is_distributed else (own[None], None)
+    gathered, pending = _exchange(context, own, None) if context.is_distributed else (own[None], None)
     # The copy to the host uses its own stream. On the compute stream it would wait for the next step, which
     # is already queued.
-    aside = _stream_aside(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    arrived = torch.empty(told.shape, dtype=torch.float64, pin_memory=True)
+    copy_stream = _copy_stream(device)
+    copy_stream.wait_stream(torch.cuda.current_stream(device))
+    arrived = torch.empty(gathered.shape, dtype=torch.float64, pin_memory=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(copy_stream):
         if pending is not None:
             pending.wait()
-        arrived.copy_(told, non_blocking=True)
-        event.record(aside)
-    # The memory of `told` must not be reused before the copy is done.
-    told.record_stream(aside)
+        arrived.copy_(gathered, non_blocking=True)
+        event.record(copy_stream)
+    # The memory of `gathered` must not be reused before the copy is done.
+    gathered.record_stream(copy_stream)
 
     def read() -> list[float]:
         event.synchronize()
-        return _sum(arrived)
+        return _sum_rows(arrived)
 
     return read
 
 
-def start_sum(team: DistributedContext, own: list[float]) -> Callable[[], list[float]]:
+def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], list[float]]:
     """Start the sum of host numbers over all ranks; return a function that waits for it."""
-    if not team.is_distributed:
+    if not context.is_distributed:
         return lambda: own
-    told, pending = _exchange(team, torch.tensor(own, dtype=torch.float64), team.control)
+    gathered, pending = _exchange(context, torch.tensor(own, dtype=torch.float64), context.control)
 
     def read() -> list[float]:
         pending.wait()
-        return _sum(told)
+        return _sum_rows(gathered)
 
     return read
 
 
 def _exchange(
-    team: DistributedContext, own: torch.Tensor, group: dist.ProcessGroup | None
+    context: DistributedContext, own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, Any]:
     """Start the exchange of numbers.
 
     The order of additions in an all-reduce depends on a number's position in the message, which is constant
-    only with one step per message. Up to `_FEW` ranks gather instead, and each adds in rank order.
+    only with one step per message. Up to `_MAX_GATHER_RANKS` ranks gather instead, and each adds in rank
+    order.
 
     Returns:
         A row per rank, or one row with the sum; and a handle to wait for it.
     """
-    if team.ranks.world_size > _FEW:
+    if context.ranks.world_size > _MAX_GATHER_RANKS:
         return own[None], dist.all_reduce(own, group=group, async_op=True)
-    told = own.new_empty((team.ranks.world_size, len(own)))
-    return told, dist.all_gather(list(told), own, group=group, async_op=True)
+    gathered = own.new_empty((context.ranks.world_size, len(own)))
+    return gathered, dist.all_gather(list(gathered), own, group=group, async_op=True)
 
 
-def _sum(rows: torch.Tensor) -> list[float]:
+def _sum_rows(rows: torch.Tensor) -> list[float]:
     return [sum(column) for column in zip(*rows.tolist(), strict=True)]
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _STREAMS[device]

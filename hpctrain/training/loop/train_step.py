@@ -15,13 +15,19 @@ from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumu
 from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
-from hpctrain.training.data.step_source import MicroBatch, StepData
+from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.optimizer_step import OptimizerStep
 from hpctrain.training.module import as_scalars, takes_optimizer_idx
-from hpctrain.training.optim.micro_batch_size import add_oom_hint
+from hpctrain.training.optim.micro_batch_size import (
+    add_oom_hint,
+    find_micro_batch_size,
+    fits_in_memory,
+    preserve_state,
+)
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.training_state import TrainingState
 
 _NOTHING = contextlib.nullcontext()
 
@@ -41,20 +47,20 @@ class TrainStep:
         Raises:
             UserError: the module uses manual optimization.
         """
-        self._strategy, self._module, self._team = strategy, strategy.module, strategy.team
+        self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler = settings, scaler
         self._optimizers = optimization.optimizers
-        self._updates = OptimizerStep(optimization, strategy, settings, scaler)
-        self._each_alone = takes_optimizer_idx(self._module)
+        self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
+        self._optimizers_alternate = takes_optimizer_idx(self._module)
         # A pipeline runs its backward passes within the training step.
-        self._has_gone_back = strategy.splits_itself and strategy.team.is_distributed
+        self._runs_backward = strategy.splits_itself and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
-        self._world_size = strategy.deal(self._team.ranks).world_size
-        self._forward_context = forward_context(settings.precision, self._team.device)
-        self._changes_batches = needs_transfer(self._team.device) or casts_batches(settings.precision)
-        self._tokens = _Tokens(self._team, self._world_size)
+        self._world_size = strategy.data_rank(self._context.ranks).world_size
+        self._forward_context = forward_context(settings.precision, self._context.device)
+        self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
+        self._tokens = _Tokens(self._context, self._world_size)
 
-    def take(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
+    def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         """Train one step.
 
         Args:
@@ -66,23 +72,54 @@ class TrainStep:
             UserError: the training step did not return a loss.
         """
         number = step.share.step
-        if not self._each_alone:
+        if not self._optimizers_alternate:
             per_token = self._accumulate(step, micro_batches, sums)
-            self._note_norm(sums, self._updates.update(self._optimizers, number, per_token))
+            self._record_norm(sums, self._optimizer_step.update(self._optimizers, number, per_token))
         else:
             # Each optimizer uses all micro-batches, after the update of the previous one.
-            kept = list(micro_batches)
+            all_micro_batches = list(micro_batches)
             for idx, optimizer in enumerate(self._optimizers):
                 with self._strategy.turn_of(idx):
                     own = MetricAccumulator()
-                    per_token = self._accumulate(step, kept, own)
+                    per_token = self._accumulate(step, all_micro_batches, own)
                     if own.values:
-                        self._note_norm(own, self._updates.update([optimizer], number, per_token))
+                        self._record_norm(own, self._optimizer_step.update([optimizer], number, per_token))
                 sums.join(own)
         self._strategy.updated(number)
-        self._updates.advance(number)
+        self._optimizer_step.advance(number)
 
-    def scalars(self, output: Any) -> dict[str, torch.Tensor]:
+    def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
+        """Return the configured size; for "auto", the size from before a stop if it still fits, or search."""
+        setting, module, context = self._settings.micro_batch_size, self._module, self._context
+        if self._strategy.splits_itself and context.is_distributed:
+            return None
+        if setting != "auto":
+            return setting
+        share, batch_of = source.trial_batches()
+        world_size = context.ranks.world_size
+        if state.micro_batches is not None and state.micro_batches[0] == world_size:
+            # Another size would change the order of additions.
+            kept = state.micro_batches[1]
+            with preserve_state(module):
+                fits = fits_in_memory(
+                    module, context.device, lambda: self._try_out(batch_of(min(kept, share)))
+                )
+            if context.lowest(float(fits)) > 0:
+                return kept
+        size = find_micro_batch_size(module, context, share, lambda count: self._try_out(batch_of(count)))
+        state.micro_batches = (world_size, size)
+        return size
+
+    def _try_out(self, batch: Any) -> None:
+        """Compute the gradients of a batch on this rank alone."""
+        batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
+        turn = self._strategy.turn_of(0) if self._optimizers_alternate else _NOTHING
+        with turn, self._forward_context:
+            # No rank may wait here for one that runs out of memory.
+            scalars = self._scalars(self._strategy.trial_step(batch))
+        torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
+
+    def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
         """Return the checked output of a training step.
 
         Raises:
@@ -91,14 +128,14 @@ class TrainStep:
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
             raise UserError(f"{self._origin} returned {sorted(scalars)}; 'loss' is missing among them.")
-        if not (scalars["loss"].requires_grad or self._has_gone_back):
+        if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(
                 f"{self._origin} returned a loss that depends on no parameter which takes a gradient. Return "
                 "it as it was computed, without item() or detach(), and leave something to be trained."
             )
         return scalars
 
-    def weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
         """Return the loss as used in the backward pass."""
         weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         return weighted if self._scaler is None else self._scaler.scale(weighted)
@@ -124,15 +161,15 @@ class TrainStep:
     ) -> None:
         """Add the gradient of a micro-batch, at its weight in the global batch."""
         batch = micro_batch.batch
-        if self._changes_batches:
-            batch = cast_batch(to_device(batch, self._team.device), self._settings.precision)
+        if self._converts_batches:
+            batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         with self._forward_context:
             output, num_samples = self._strategy.training_step(
                 batch, share.batch_idx, micro_batch.num_samples
             )
-        if output is None and self._each_alone:
+        if output is None and self._optimizers_alternate:
             return
-        scalars = self.scalars(output)
+        scalars = self._scalars(output)
         part = num_samples / share.batch_size
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
         weight: float | torch.Tensor = part * self._world_size
@@ -140,13 +177,13 @@ class TrainStep:
             weight = self._tokens.add(
                 scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], share, last
             )
-        self._strategy.backward(self.weighted(scalars["loss"], weight))
+        self._strategy.backward(self._weighted(scalars["loss"], weight))
         sums.add(scalars, part)
 
-    def _note_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
+    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
         if norm is not None:
             # Every rank has the full norm, and the ranks' values are summed.
-            part = norm.detach().double() / self._team.ranks.world_size
+            part = norm.detach().double() / self._context.ranks.world_size
             sums.values.setdefault("grad_norm", part.item() if part.device.type == "cpu" else part)
 
 
@@ -157,16 +194,16 @@ class _Tokens:
     is weighted as if each sample had one token; a final factor on the gradients corrects that.
     """
 
-    def __init__(self, team: DistributedContext, world_size: int) -> None:
-        self._team, self._world_size = team, world_size
+    def __init__(self, context: DistributedContext, world_size: int) -> None:
+        self._context, self._world_size = context, world_size
         self._total: torch.Tensor | None = None
         self._pending: Any = None
 
     def add(self, count: torch.Tensor, share: RankBatch, last: bool) -> torch.Tensor:
         """Count the tokens of a micro-batch; return the preliminary weight of its loss."""
-        count = count.detach().to(self._team.device, torch.float32)
+        count = count.detach().to(self._context.device, torch.float32)
         self._total = count.clone() if self._total is None else self._total + count
-        if last and self._team.is_distributed:
+        if last and self._context.is_distributed:
             self._pending = dist.all_reduce(self._total, async_op=True)
         return count * (self._world_size / share.batch_size)
 

@@ -23,17 +23,19 @@ _ONE_IN = 10
 class ComputeTimer:
     """Timer that adds each step's times to the counters of `activity`."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, team: DistributedContext) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, context: DistributedContext
+    ) -> None:
         """Register hooks for the last gradient and the update; the exchange takes place in between."""
-        self._on_gpu = team.device.type == "cuda"
+        self._on_gpu = context.device.type == "cuda"
         self._begun = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
         self._since_sample = 0
         self._is_sampled = False
         first = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
-        if first is not None and team.is_distributed:
-            first.register_post_accumulate_grad_hook(self._note_last_gradient)  # type: ignore[no-untyped-call]
-            optimizer.register_step_pre_hook(self._note_update)
+        if first is not None and context.is_distributed:
+            first.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
+            optimizer.register_step_pre_hook(self._record_update)
 
     def begin(self) -> None:
         """Mark the start of a step; its time without waits for data and other ranks counts as computation."""
@@ -60,12 +62,12 @@ class ComputeTimer:
         if not self._on_gpu:
             activity.exchange_s += time.perf_counter() - begun
 
-    def _note_update(self, *_: object) -> None:
+    def _record_update(self, *_: object) -> None:
         if self._local_done:
             activity.exchange_s += time.perf_counter() - self._local_done
             self._local_done = 0.0
 
-    def _note_last_gradient(self, _parameter: torch.Tensor) -> None:
+    def _record_last_gradient(self, _parameter: torch.Tensor) -> None:
         if not self._on_gpu:
             self._local_done = time.perf_counter()
         elif self._is_sampled:

@@ -18,10 +18,10 @@ from hpctrain.training.trainer_config import TrainerConfig
 
 
 def collect_environment(
-    settings: TrainerConfig, team: DistributedContext, gradient_parts: Sequence[int]
+    settings: TrainerConfig, context: DistributedContext, gradient_parts: Sequence[int]
 ) -> dict[str, Any]:
     """Return versions, machine, gradient buckets and settings, as plain values."""
-    cuda = team.device.type == "cuda"
+    cuda = context.device.type == "cuda"
     nccl_version: Any = torch.cuda.nccl.version
     return {
         "hpctrain": __version__,
@@ -29,9 +29,9 @@ def collect_environment(
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, nccl_version())) if cuda else None,
-        "gpu": torch.cuda.get_device_name(team.device) if cuda else None,
+        "gpu": torch.cuda.get_device_name(context.device) if cuda else None,
         "system": platform.platform(),
-        "world_size": team.ranks.world_size,
+        "world_size": context.ranks.world_size,
         "cpus_per_rank": _cpus(),
         "threads_per_rank": torch.get_num_threads(),
         "gradient_bytes": sum(gradient_parts) or None,

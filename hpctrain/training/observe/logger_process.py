@@ -26,30 +26,32 @@ class LoggerProcess:
         self,
         loggers: Sequence[Logger],
         run: RunDir | None,
-        surroundings: Mapping[str, Any],
-        say: ReportMessage,
+        environment: Mapping[str, Any],
+        print_message: ReportMessage,
     ) -> None:
         """Prepare the loggers, on rank 0; the other ranks have none.
 
         Args:
             loggers: loggers that receive the metrics.
             run: the run folder, or None.
-            surroundings: the result of `collect_environment`.
-            say: prints a message for the user.
+            environment: the result of `collect_environment`.
+            print_message: prints a message for the user.
 
         Raises:
             UserError: a logger cannot be pickled.
         """
-        self._say, self._order = say, b""
+        self._print_message, self._order = print_message, b""
         self._process: Sidecar | None = None
         if loggers and run is None:
             names = ", ".join(logger.name for logger in loggers)
-            say(f"hpctrain: without a run folder there are no metrics for {names}. Set Trainer(run_dir=…).")
+            print_message(
+                f"hpctrain: without a run folder there are no metrics for {names}. Set Trainer(run_dir=…)."
+            )
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
             pickled = dumps(list(loggers), "Trainer", parts)
-            plain = {name: value for name, value in surroundings.items() if name != "settings"}
-            config = {**plain, **surroundings["settings"]}
+            plain = {name: value for name, value in environment.items() if name != "settings"}
+            config = {**plain, **environment["settings"]}
             self._order = LoggerConfig(str(run.path), config, [*sys.path], pickled).to_bytes()
 
     def __enter__(self) -> Self:
@@ -57,7 +59,9 @@ class LoggerProcess:
             try:
                 self._process = Sidecar("hpctrain.telemetry.loggers.process")
             except OSError as error:
-                self._say(f"hpctrain: the loggers get nothing, for no process can be started: {error}")
+                self._print_message(
+                    f"hpctrain: the loggers get nothing, for no process can be started: {error}"
+                )
             else:
                 self._process.tell(self._order)
         return self
@@ -71,7 +75,7 @@ class LoggerProcess:
             "completed" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
         )
         if not self._process.end(_LIMITS_S[ending], ending):
-            self._say(
+            self._print_message(
                 f"hpctrain: the loggers did not end within {_LIMITS_S[ending]:g} s, and may lack the last "
                 "steps; metrics.jsonl has them all."
             )

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hpctrain.text import format_number
 
@@ -16,29 +16,9 @@ _LINE_EVERY_S = 5.0
 _PACE_AFTER_S = 1.0
 
 
-class Progress(Protocol):
-    """Display of a run's progress. Use as a context manager."""
+class Progress:
+    """Display of a run's progress; this one shows nothing. Use as a context manager."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show a trained step."""
-
-    def say(self, text: str) -> None:
-        """Print a message for the user."""
-
-
-def make_progress(last_step: int | None, is_main: bool, batch_size: int) -> Progress:
-    """Return a bar if rank 0 has a terminal, plain lines if not, and no output on other ranks."""
-    if not is_main:
-        return _Silence()
-    pace = SampleRate(batch_size)
-    return _Bar(last_step, pace) if sys.stdout.isatty() else _Lines(last_step, pace)
-
-
-class _Silence:
     def __enter__(self) -> Self:
         return self
 
@@ -48,10 +28,18 @@ class _Silence:
         pass
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        pass
+        """Show a trained step."""
 
-    def say(self, text: str) -> None:
-        pass
+    def print_message(self, text: str) -> None:
+        """Print a message for the user."""
+
+
+def make_progress(last_step: int | None, is_main: bool, batch_size: int) -> Progress:
+    """Return a bar if rank 0 has a terminal, plain lines if not, and no output on other ranks."""
+    if not is_main:
+        return Progress()
+    pace = SampleRate(batch_size)
+    return _Bar(last_step, pace) if sys.stdout.isatty() else _Lines(last_step, pace)
 
 
 class SampleRate:
@@ -73,7 +61,7 @@ class SampleRate:
         return f"  {format_number((step - before[1]) * self._batch_size / (now - before[0]))} samples/s"
 
 
-class _Lines(_Silence):
+class _Lines(Progress):
     def __init__(self, last_step: int | None, pace: SampleRate) -> None:
         self._last_step, self._pace = last_step, pace
         self._shown_at = 0.0
@@ -85,11 +73,11 @@ class _Lines(_Silence):
             of = "" if self._last_step is None else f"/{self._last_step}"
             print(f"step {step}{of}  {format_scalars(scalars)}{self._pace.take(step)}")
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         print(text)
 
 
-class _Bar(_Silence):
+class _Bar(Progress):
     def __init__(self, last_step: int | None, pace: SampleRate) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -119,7 +107,7 @@ class _Bar(_Silence):
         self._paced = self._pace.take(step) or self._paced
         self._bar.update(self._task, completed=step, scalars=format_scalars(scalars) + self._paced)
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
 

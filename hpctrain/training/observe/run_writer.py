@@ -14,7 +14,7 @@ from hpctrain.files import make_folder
 from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.observe.step_timer import StepTimer, TimingSample
+from hpctrain.training.observe.step_timer import TimingSample
 
 
 @dataclass(frozen=True)
@@ -78,71 +78,90 @@ class SamplesFile:
 
 
 class RunWriter:
-    """Writer for one attempt; only rank 0 writes events and metrics."""
+    """Writer of one attempt; only rank 0 writes events and metrics. Without a run folder it writes nothing.
+
+    Attributes:
+        run: the run folder, or None.
+    """
 
     def __init__(
         self,
-        run: RunDir,
-        team: DistributedContext,
+        run: RunDir | None,
+        context: DistributedContext,
         environ: Mapping[str, str],
+        print_message: ReportMessage,
         *,
         log_every: int,
         record_samples: bool,
-        say: ReportMessage,
-        spent: StepTimer,
         last_step: int | None,
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
-        rank = team.ranks.rank
-        number = environ.get(ATTEMPT_VARIABLE)
-        self._attempt: int = team.from_main(
+        self.run, self._attempt, self._log_every = run, 0, log_every
+        # Written to the first line of each attempt, because its value may change between attempts.
+        self._first_line = {} if last_step is None else {"last_step": last_step}
+        self._events = self._metrics = self._environment = self._samples = None
+        if run is None:
+            return
+        rank, number = context.ranks.rank, environ.get(ATTEMPT_VARIABLE)
+        self._attempt = context.from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
-        self._run, self._log_every, self._spent = run, log_every, spent
-        self._events = BufferedLineWriter(run.events, say) if rank == 0 else None
-        self._metrics = MetricsFile(run, self._attempt, say, last_step) if rank == 0 else None
-        self._environment = BufferedLineWriter(run.environment, say) if rank == 0 else None
-        self._samples = SamplesFile(run.samples(self._attempt, rank), say) if record_samples else None
+        if rank == 0:
+            self._events = BufferedLineWriter(run.events, print_message)
+            self._metrics = BufferedLineWriter(run.metrics, print_message)
+            self._environment = BufferedLineWriter(run.environment, print_message)
+        if record_samples:
+            self._samples_path = run.samples(self._attempt, rank)
+            self._samples = BufferedLineWriter(self._samples_path, print_message)
+            self._make_samples_folder()
 
     def is_asked_to_requeue(self) -> bool:
         """True if the user requested a requeue: save now, and continue in another attempt."""
-        return self._run.is_asked_to_requeue(self._attempt)
+        return self.run is not None and self.run.is_asked_to_requeue(self._attempt)
 
-    def event(self, kind: EventKind, **fields: Any) -> None:
+    def write_event(self, kind: EventKind, **fields: Any) -> None:
         """Write an event."""
         if self._events is not None:
             self._events.append(event_record(kind, self._attempt, **fields))
 
-    def surroundings(self, values: Mapping[str, Any]) -> None:
+    def write_environment(self, values: Mapping[str, Any]) -> None:
         """Write the environment of this attempt."""
         if self._environment is not None:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
-    def ended(self, step: int) -> TimingSample | None:
-        """Return the time sample of a trained step, if this rank logs that step."""
-        return self._spent.now() if self._metrics is not None and step % self._log_every == 0 else None
+    def is_logged(self, step: int) -> bool:
+        """True if this rank logs `step`."""
+        return self._metrics is not None and step % self._log_every == 0
 
-    def steps(self, results: Iterable[StepResult]) -> None:
-        """Log the results that have a time sample."""
+    def write_steps(self, results: Iterable[StepResult]) -> None:
+        """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
-            self._metrics.write(
-                (each.step, each.epoch, each.scalars, each.ended)
-                for each in results
-                if each.ended is not None
+            self._metrics.append_all(
+                [self._metrics_record(each, each.ended) for each in results if each.ended is not None]
             )
 
-    def step(self, step: int, epoch: int, scalars: Mapping[str, float]) -> None:
-        """Log a step that ends now, whatever its number."""
-        if self._metrics is not None:
-            self._metrics.write([(step, epoch, scalars, self._spent.now())])
-
-    def share(self, share: RankBatch) -> None:
-        """Write the sample indices of this rank's step, if `record_samples` is set."""
-        if self._samples is not None:
-            self._samples.write(share)
+    def write_samples(self, share: RankBatch) -> None:
+        """Write the sample indices of this rank's step, if they are recorded."""
+        if self._samples is not None and len(share.indices):
+            self._samples.append(
+                {"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()}
+            )
 
     def flush(self) -> None:
         """Retry earlier failed writes."""
+        if self._samples is not None and self._samples.trouble is not None:
+            self._make_samples_folder()
         for file in (self._events, self._metrics, self._environment, self._samples):
             if file is not None:
                 file.flush()
+
+    def _metrics_record(self, result: StepResult, ended: TimingSample) -> dict[str, Any]:
+        place = {"step": result.step, "epoch": result.epoch, "time": ended.time, "attempt": self._attempt}
+        record = {**result.scalars, **place, "spent": ended.spent, **self._first_line}
+        self._first_line = {}
+        return record
+
+    def _make_samples_folder(self) -> None:
+        """Create the folder; if that fails, the lines stay in memory."""
+        with suppress(OSError):
+            make_folder(self._samples_path.parent)

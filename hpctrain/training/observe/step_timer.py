@@ -33,15 +33,15 @@ class StepTimer:
         """Start counting."""
         self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
-        self._exchange_s, self._untold_s = activity.exchange_s, 0.0
-        self._begun, self._on_data_s, self._data_told_s = self._since, 0.0, 0.0
+        self._exchange_s, self._uncounted_s = activity.exchange_s, 0.0
+        self._begun, self._on_data_s, self._data_counted_s = self._since, 0.0, 0.0
 
-    def now(self) -> TimingSample:
+    def sample(self) -> TimingSample:
         """Return a sample for now, and restart the sums."""
         now = time.perf_counter()
-        taken = {"all": now - self._since, **self._seconds, "data": self._on_data_s - self._data_told_s}
+        taken = {"all": now - self._since, **self._seconds, "data": self._on_data_s - self._data_counted_s}
         taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
-        self._since, self._seconds, self._data_told_s = now, {}, self._on_data_s
+        self._since, self._seconds, self._data_counted_s = now, {}, self._on_data_s
         return TimingSample(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
@@ -49,18 +49,18 @@ class StepTimer:
 
         On a GPU, one measured step in ten counts for all ten; the excess moves to the next sample.
         """
-        self._untold_s += activity.exchange_s - self._exchange_s
+        self._uncounted_s += activity.exchange_s - self._exchange_s
         self._exchange_s = activity.exchange_s
-        told = min(self._untold_s, max(0.0, room_s)) if self._has_others else 0.0
-        self._untold_s -= told
-        return told
+        seconds = min(self._uncounted_s, max(0.0, room_s)) if self._has_others else 0.0
+        self._uncounted_s -= seconds
+        return seconds
 
-    def on_data(self) -> tuple[float, float]:
+    def data_wait(self) -> tuple[float, float]:
         """Return the seconds of waiting for data, and all seconds, since the start."""
         return self._on_data_s, time.perf_counter() - self._begun
 
     @contextmanager
-    def on(self, name: Literal["validation"]) -> Iterator[None]:
+    def measure(self, name: Literal["validation"]) -> Iterator[None]:
         """Count the time of the block under `name`."""
         begun = time.perf_counter()
         try:
@@ -68,7 +68,7 @@ class StepTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
-    def waiting(self, batches: Iterable[T]) -> Iterator[T]:
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield `batches`; time to get each counts as waiting for data, unless the GPU is busy."""
         iterator = iter(batches)
         while True:

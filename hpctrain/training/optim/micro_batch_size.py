@@ -42,7 +42,7 @@ def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
 
 def find_micro_batch_size(
     module: nn.Module,
-    team: DistributedContext,
+    context: DistributedContext,
     share: int,
     forward_backward: Callable[[int], object],
 ) -> int:
@@ -52,7 +52,7 @@ def find_micro_batch_size(
 
     Args:
         module: the module to train; its state and this process's random generators are restored.
-        team: the ranks.
+        context: the ranks.
         share: largest number of samples on any rank.
         forward_backward: computes a loss and its gradients for a number of samples. It must not wait for
             other ranks, because one may run out of memory while others do not.
@@ -60,9 +60,9 @@ def find_micro_batch_size(
     Raises:
         UserError: not even one sample fits; or the module has layers that wait for all ranks.
     """
-    if team.device.type != "cuda":
+    if context.device.type != "cuda":
         return share
-    if team.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+    if context.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise UserError(
             "micro_batch_size is 'auto', but the module has SyncBatchNorm layers, in which ranks wait for "
             "each other, and one of them may run out of memory while it is tried. Give a number."
@@ -70,8 +70,8 @@ def find_micro_batch_size(
 
     def fits(count: int) -> bool:
         with preserve_state(module):
-            alone = fits_in_memory(module, team.device, lambda: forward_backward(count))
-        return team.lowest(float(alone)) > 0
+            alone = fits_in_memory(module, context.device, lambda: forward_backward(count))
+        return context.lowest(float(alone)) > 0
 
     return largest_that_fits(share, fits)
 

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.state_tree import split_tree
@@ -17,13 +18,9 @@ from hpctrain.checkpoint.store import (
     TierCopyFailed,
 )
 from hpctrain.errors import CheckpointError, DiskFull, UserError
-from hpctrain.rundir import RunDir
 from hpctrain.training.base import rng
-from hpctrain.training.observe.progress import Progress
-from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.components import Components
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
-from hpctrain.training.saving.training_state import TrainingState
-from hpctrain.training.trainer_config import TrainerConfig
 
 #: Time after which a save is considered stuck.
 MAX_SAVE_S = 3600.0
@@ -50,25 +47,19 @@ class CheckpointManager:
     `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
 
     Attributes:
+        folder: the folder of checkpoints in the run folder.
         write_s: seconds until the latest checkpoint was in the run folder; None before the first.
         found_disk_full: True if the latest save did not fit on the disk.
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        state: TrainingState,
-        cadence: CheckpointSchedule,
-        *,
-        run: RunDir,
-        log: RunWriter,
-        progress: Progress,
-        settings: TrainerConfig,
-        is_main: bool,
+        self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
     ) -> None:
-        self._store, self._state, self._cadence = store, state, cadence
-        self._run, self._log, self._progress, self._settings = run, log, progress, settings
-        self._is_main = is_main
+        """Save to `store`, whose checkpoints end up in `folder`."""
+        self._store, self._schedule, self.folder = store, schedule, folder
+        self._state, self._settings = parts.state, parts.settings
+        self._log, self._progress = parts.log, parts.progress
+        self._is_main = parts.context.ranks.is_main
         self._in_flight: _InFlight | None = None
         self._closed = False
         self._overdue: int | None = None
@@ -101,20 +92,20 @@ class CheckpointManager:
 
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
-        return self._store.load_newest(self._state.like())
+        return self._store.load_newest(self._state.template())
 
     def may_begin(self) -> bool:
         """True if another save can begin; waits for the one in flight, within a limit. Call on rank 0 only.
 
         The limit keeps the training running if a disk hangs.
         """
-        if self._cadence.rests:
+        if self._schedule.in_backoff:
             return False
         if self._in_flight is None:
             return True
-        write_s = self._cadence.write_s
+        write_s = self._schedule.write_s
         limit_s = IO_TIMEOUT_S if write_s is None else max(_LONGEST_WAIT_S, _TIMES_LATEST * write_s)
-        if self._cadence.is_troubled:
+        if self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
         if self._store.finish(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
             return True
@@ -124,8 +115,10 @@ class CheckpointManager:
                 f"The checkpoint of step {self._overdue} is not done after {self.in_flight_s:.0f} s: "
                 f"the state after step {self._state.step} is not saved"
             )
-            self._log.event("failure", cause=f"{cause}.")
-            self._progress.say(f"hpctrain: {cause}, nor are those after it until it is. Training continues.")
+            self._log.write_event("failure", cause=f"{cause}.")
+            self._progress.print_message(
+                f"hpctrain: {cause}, nor are those after it until it is. Training continues."
+            )
         return False
 
     def begin(self) -> None:
@@ -137,11 +130,11 @@ class CheckpointManager:
         begun = time.monotonic()
         self._store.finish(MAX_SAVE_S)
         self.settle()
-        self._look_for_the_others()
+        self._report_missing_folder()
         self._store.begin(self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score())
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
-        self._cadence.begun(stall_s)
+        self._schedule.begun(stall_s)
 
     def save_result(self) -> None:
         """Save the state of the last step, and wait for it.
@@ -152,7 +145,7 @@ class CheckpointManager:
         """
         self._store.finish(MAX_SAVE_S)
         self.settle()
-        self._look_for_the_others()
+        self._report_missing_folder()
         try:
             saved = self._store.save(
                 self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score()
@@ -160,9 +153,9 @@ class CheckpointManager:
         except DiskFull:
             raise
         except CheckpointError as error:
-            self._note_failure(error, "")
+            self._record_failure(error, "")
             raise
-        self._note_saved(saved)
+        self._record_saved(saved)
 
     def add_score(self) -> None:
         """Add the score of a checkpoint that was saved before its validation.
@@ -176,7 +169,7 @@ class CheckpointManager:
         try:
             self._store.add_score(self._state.step, score)
         except (CheckpointError, OSError) as error:
-            self._progress.say(
+            self._progress.print_message(
                 f"hpctrain: the checkpoint of step {self._state.step} is not among the best: {error}"
             )
 
@@ -194,9 +187,9 @@ class CheckpointManager:
         good = []
         for end in self._store.finished():
             if isinstance(end, CheckpointError):
-                self._note_failure(end, " Training continues; earlier checkpoints are intact.")
+                self._record_failure(end, " Training continues; earlier checkpoints are intact.")
             else:
-                self._note_saved(end)
+                self._record_saved(end)
                 good.append(end)
         return good
 
@@ -207,36 +200,35 @@ class CheckpointManager:
         self._closed = True
         # The next attempt may use other nodes, so delete this node's local tier now.
         for note in self._store.close(clean=True, timeout_s=timeout_s):
-            self._progress.say(f"hpctrain: {note}")
+            self._progress.print_message(f"hpctrain: {note}")
         return self.settle()
 
     def is_shared(self, saved: CommittedSave) -> bool:
         """True if it is in the run folder, not only in this node's local tier."""
-        return saved.path.parent == self._run.checkpoints
+        return saved.path.parent == self.folder
 
-    def _look_for_the_others(self) -> None:
+    def _report_missing_folder(self) -> None:
         """Report if the folder of the earlier checkpoints is missing."""
-        folder = self._run.checkpoints
         if not self._is_main or self.write_s is None:
             return
         try:
-            os.stat(folder)
+            os.stat(self.folder)
         except FileNotFoundError:
-            cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
-            self._log.event("failure", cause=cause)
-            self._progress.say(f"hpctrain: {cause}")
+            cause = f"{self.folder} has vanished, with the checkpoints in it. It is made anew."
+            self._log.write_event("failure", cause=cause)
+            self._progress.print_message(f"hpctrain: {cause}")
         except OSError:
             return  # the save reports the error
 
-    def _note_saved(self, saved: CommittedSave) -> None:
+    def _record_saved(self, saved: CommittedSave) -> None:
         self.found_disk_full = False
         for note in saved.notes:
-            self._progress.say(f"hpctrain: {note}")
+            self._progress.print_message(f"hpctrain: {note}")
         fields: dict[str, Any] = {}
         if self._in_flight is not None and self._in_flight.step == saved.step:
             fields["stall_s"] = self._in_flight.stall_s
             self._in_flight = None
-            self._cadence.saved(saved.seconds)
+            self._schedule.saved(saved.seconds)
         if self.is_shared(saved):
             self.write_s = saved.seconds
         if saved.score is not None:
@@ -245,7 +237,7 @@ class CheckpointManager:
                 "metric": self._settings.monitor,
                 "mode": self._settings.mode,
             }
-        self._log.event(
+        self._log.write_event(
             "checkpoint",
             step=saved.step,
             path=str(saved.path),
@@ -255,14 +247,14 @@ class CheckpointManager:
             **fields,
         )
 
-    def _note_failure(self, error: CheckpointError, comfort: str) -> None:
+    def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
         # A failed copy to the run folder may belong to an earlier save than the one in flight.
         if self._in_flight is None or not isinstance(error, TierCopyFailed):
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
-            self._cadence.failed()
-        self._log.event("failure", cause=str(error))
-        self._progress.say(f"hpctrain: {str(error).rstrip('.')}.{comfort}")
+            self._schedule.failed()
+        self._log.write_event("failure", cause=str(error))
+        self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{reassurance}")
 
     def _score(self) -> float | None:
         """Return the state's score; None without `keep_best`, or if this step was not validated."""

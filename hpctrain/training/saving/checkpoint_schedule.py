@@ -67,21 +67,21 @@ class CheckpointSchedule:
         """True if `step` is a multiple of the interval; the same on all ranks."""
         return isinstance(self._every, int) and step % self._every == 0
 
-    def wishes(self) -> bool:
+    def is_due_by_time(self) -> bool:
         """True if this rank requests a checkpoint soon, by its clock."""
         if self._in_flight:
             return False
         if self._failures:
-            return not self.rests
+            return not self.in_backoff
         return self._every == "auto" and self._clock() >= self._begun + self.interval_s
 
     @property
-    def rests(self) -> bool:
+    def in_backoff(self) -> bool:
         """True during the pause after a failed save."""
         return self._clock() < self._rests_until
 
     @property
-    def is_troubled(self) -> bool:
+    def last_failed(self) -> bool:
         """True if the latest completed save failed."""
         return self._failures > 0
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from hpctrain.errors import DiskFull
 from hpctrain.records.rank_phase import RankPhase
-from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.text import format_size
-from hpctrain.training.observe.run_writer import RunWriter
-from hpctrain.training.saving.checkpoint_manager import CheckpointManager
+from hpctrain.training.components import Components
 
 #: Maximum wait, within the job's time limit.
 LIMIT_S = 24 * 3600.0
@@ -27,30 +25,13 @@ _TRY_EVERY_S = 60.0
 class DiskSpaceWait:
     """Wait for a new try after a save found the disk full. All ranks must call each method."""
 
-    def __init__(
-        self,
-        team: DistributedContext,
-        saves: CheckpointManager,
-        log: RunWriter,
-        say: Callable[[str], None],
-        folder: Path,
-        step: int,
-    ) -> None:
-        """Prepare to wait.
-
-        Args:
-            team: the ranks.
-            saves: provides the size of the state.
-            log: receives the event.
-            say: prints a line.
-            folder: folder of the checkpoints.
-            step: the step of the state to be saved.
-        """
-        self._team, self._log, self._say = team, log, say
-        self._folder, self._step = folder, step
-        self._needed = sum(team.gather(saves.state_bytes))
+    def __init__(self, parts: Components, folder: Path, state_bytes: int) -> None:
+        """Prepare to wait for space in `folder`, for the ranks' shares of the state of `state_bytes` each."""
+        self._context, self._log, self._progress = parts.context, parts.log, parts.progress
+        self._folder, self._step = folder, parts.state.step
+        self._needed = sum(parts.context.gather(state_bytes))
         self._begun = time.monotonic()
-        self._is_said = False
+        self._is_reported = False
 
     def wait(self, left_s: Callable[[], float]) -> bool:
         """Wait until a save is worth a try; return False if the time is over.
@@ -58,20 +39,22 @@ class DiskSpaceWait:
         Args:
             left_s: returns the seconds until a save must begin, by this rank's limits; called repeatedly.
         """
-        if not self._is_said:
-            self._is_said = True
+        if not self._is_reported:
+            self._is_reported = True
             cause = f"{self._words()}. Free space there: the ranks wait for it, and then save."
-            self._log.event("failure", cause=cause, **{"class": "disk-full"})
-            self._say(f"hpctrain: {cause}")
+            self._log.write_event("failure", cause=cause, **{"class": "disk-full"})
+            self._progress.print_message(f"hpctrain: {cause}")
         tried = time.monotonic()
         while True:
             activity.enter(RankPhase.SAVE)
             own = min(left_s(), self._begun + LIMIT_S - time.monotonic())
-            if (left := self._team.lowest(own)) <= 0:
+            if (left := self._context.lowest(own)) <= 0:
                 return False
             time.sleep(min(_LOOK_EVERY_S, left))
             due = time.monotonic() - tried > min(_TRY_EVERY_S, left)
-            if self._team.from_main(due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES):
+            if self._context.from_main(
+                due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES
+            ):
                 return True
 
     def refusal(self) -> DiskFull:
@@ -83,7 +66,7 @@ class DiskSpaceWait:
         )
 
     def _words(self) -> str:
-        free = self._team.from_main(_free_bytes(self._folder))
+        free = self._context.from_main(_free_bytes(self._folder))
         return (
             f"no room for the state of step {self._step} in {self._folder}: "
             f"it needs {format_size(self._needed)}, and {format_size(free)} are free"

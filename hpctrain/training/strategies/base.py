@@ -32,7 +32,7 @@ class Strategy:
 
     Attributes:
         module: module to train; its parameters may be replaced by shards.
-        team: the ranks.
+        context: the ranks.
         in_lockstep: True if every forward pass has collectives, even without a backward pass.
         has_turns: True if a step may be for some parameters only.
         has_algorithms: True if replicas may use another algorithm than an all-reduce.
@@ -54,19 +54,21 @@ class Strategy:
     splits_itself: ClassVar[bool] = False
     remarks: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+    def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Move `module` to this rank's device. All ranks must call this.
 
         Raises:
             UserError: this strategy cannot train the module.
         """
-        if team.is_distributed and not any(vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]):
+        if context.is_distributed and not any(
+            vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]
+        ):
             raise UserError(
                 f"strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
-                f"{', '.join(sorted(_SHARING))}, so that each of the {team.ranks.world_size} ranks would "
+                f"{', '.join(sorted(_SHARING))}, so that each of the {context.ranks.world_size} ranks would "
                 "train alone. Override what brings their gradients together, or derive it from one of ours."
             )
-        self.module, self.team, self.settings = module, team, settings
+        self.module, self.context, self.settings = module, context, settings
         self.algorithm: Algorithm | None = None
         self.turn: tuple[int, ...] = ()
         self._turns: Sequence[Sequence[torch.Tensor]] = ()
@@ -81,13 +83,13 @@ class Strategy:
         """
 
     @classmethod
-    def deal(cls, ranks: Ranks) -> DataRank:
+    def data_rank(cls, ranks: Ranks) -> DataRank:
         """Return this rank's part in the division of samples, and the number of parts."""
         return DataRank(ranks.rank, ranks.world_size)
 
     def place(self) -> None:
         """Move the module to this rank's device."""
-        self.module.to(self.team.device)
+        self.module.to(self.context.device)
 
     def gradient_parts(self) -> list[int]:
         """Return the bytes of each bucket in which gradients are sent; empty if not known."""
@@ -120,7 +122,7 @@ class Strategy:
         Raises:
             UserError: the strategy cannot leave some parameters out of a step.
         """
-        if self.team.is_distributed and not self.has_turns:
+        if self.context.is_distributed and not self.has_turns:
             raise UserError(
                 f"training_step takes optimizer_idx, but optimizers cannot take turns with strategy "
                 f"{self.settings.strategy!r}, in which all parameters go through a step together. "
@@ -175,7 +177,7 @@ class Strategy:
             p: order of the norm; infinity for the largest absolute value.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.team.device)
+        return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.context.device)
 
     def updated(self, step: int) -> None:
         """Handle the end of all optimizers' update of `step`, counted from 1. All ranks must call this."""

@@ -16,6 +16,6 @@ def broadcast_buffers(module: nn.Module) -> None:
         for buffers in kinds.values():
             together = torch.cat([buffer.reshape(-1) for buffer in buffers])
             dist.broadcast(together, src=0)
-            news = torch.split(together, [buffer.numel() for buffer in buffers])
-            for buffer, values in zip(buffers, news, strict=True):
+            parts = torch.split(together, [buffer.numel() for buffer in buffers])
+            for buffer, values in zip(buffers, parts, strict=True):
                 buffer.copy_(values.view_as(buffer))

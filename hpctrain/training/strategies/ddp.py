@@ -35,19 +35,19 @@ class DataParallelBase(Strategy):
 
     has_buckets = True
 
-    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+    def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
-        super().__init__(module, team, settings)
+        super().__init__(module, context, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         # A single rank needs no wrapper.
         self._forward: nn.Module | None = None
         self._forwards: list[nn.Module] = []
-        if team.is_distributed and not takes_optimizer_idx(module):
+        if context.is_distributed and not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
     def gradient_parts(self) -> list[int]:
         """Return the sizes of DDP's buckets, filled from the last parameter to the first up to the limit."""
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return []
         limit = (self.settings.bucket_cap_mb or 25) * 2**20
         parts: list[int] = []
@@ -87,9 +87,9 @@ class DataParallelBase(Strategy):
         return nullcontext()
 
     def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             # The replicas are equal only from here on.
-            self.algorithm.begin(self.module, self.team)
+            self.algorithm.begin(self.module, self.context)
             for forward in (*self._forwards, self._forward):
                 if isinstance(forward, DistributedDataParallel):
                     self.algorithm.attach(forward)
@@ -97,7 +97,7 @@ class DataParallelBase(Strategy):
         return optimization
 
     def updated(self, step: int) -> None:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             self.algorithm.updated(step)
 
     def align_buffers(self) -> None:
@@ -105,13 +105,13 @@ class DataParallelBase(Strategy):
 
         Forward passes do so too, before each rank updates the buffers from its own samples.
         """
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             self.algorithm.align()
             broadcast_buffers(self.module)
 
     def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         super().take_turns(parameters)
-        for own in parameters if self.team.is_distributed else ():
+        for own in parameters if self.context.is_distributed else ():
             with only_trainable(self.module, own):
                 self._forwards.append(self._averaging())
 
@@ -129,7 +129,7 @@ class DataParallelBase(Strategy):
             return step
         forward = DistributedDataParallel(
             step,
-            device_ids=[self.team.device] if self.team.device.type == "cuda" else None,
+            device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.settings.bucket_cap_mb,
             static_graph=self.settings.static_graph,

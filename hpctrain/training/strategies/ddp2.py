@@ -22,11 +22,11 @@ class DDP2(DataParallelBase):
     batches.
     """
 
-    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+    def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Find the ranks of this node, and broadcast rank 0's parameters. All ranks must call this."""
-        self._node = NodeGather(team) if team.is_distributed else None
+        self._node = NodeGather(context) if context.is_distributed else None
         self._gathers = type(module).training_step_end is not Module.training_step_end
-        super().__init__(module, team, settings)
+        super().__init__(module, context, settings)
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
         # Without `training_step_end` the loss is computed per rank, so there is nothing to gather.

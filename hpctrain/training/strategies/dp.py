@@ -33,19 +33,19 @@ class DP(Strategy):
     one_process = True
     remarks = ("strategy 'dp' copies the module to every device in every step: 'ddp' is faster",)
 
-    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+    def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Move the module to the first device.
 
         Raises:
             UserError: there are several ranks.
         """
-        if team.is_distributed:
+        if context.is_distributed:
             raise UserError(
-                f"strategy 'dp' is for one process, and there are {team.ranks.world_size} ranks "
-                f"({team.ranks.environment}). Take 'ddp', which is faster besides, or 'ddp2'."
+                f"strategy 'dp' is for one process, and there are {context.ranks.world_size} ranks "
+                f"({context.ranks.environment}). Take 'ddp', which is faster besides, or 'ddp2'."
             )
-        super().__init__(module, team, settings)
-        self._devices = team.devices
+        super().__init__(module, context, settings)
+        self._devices = context.devices
         self._ends_itself = type(module).training_step_end is not Module.training_step_end
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
@@ -53,9 +53,9 @@ class DP(Strategy):
         copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]
         where = (batch_idx, *self.turn)
         outputs = [copy.training_step(part, *where) for copy, (part, _) in zip(copies, parts, strict=True)]
-        joined = _joined(outputs, self.team.device)
+        joined = _joined(outputs, self.context.device)
         if not self._ends_itself:
-            weights = torch.tensor([float(count) for _, count in parts], device=self.team.device)
+            weights = torch.tensor([float(count) for _, count in parts], device=self.context.device)
             joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
         return self.module.training_step_end(joined), num_samples
 

@@ -62,11 +62,11 @@ class FullyShardedBase(Strategy):
         self._root: Callable[..., Any] = _Root(self.module)
         self._scalars = {parameter for parameter in self.module.parameters() if parameter.ndim == 0}
         self._is_pending = False
-        if not self.team.is_distributed:
-            self.module.to(self.team.device)
+        if not self.context.is_distributed:
+            self.module.to(self.context.device)
             return
-        device = self.team.device
-        self._mesh = init_device_mesh(device.type, (self.team.ranks.world_size,))
+        device = self.context.device
+        self._mesh = init_device_mesh(device.type, (self.context.ranks.world_size,))
         messages.prove(self._mesh.get_group())
         self._parts = ShardedParameters(self._mesh)
         for scalar in self._scalars:
@@ -86,7 +86,7 @@ class FullyShardedBase(Strategy):
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         self._is_pending = True
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             broadcast_buffers(self.module)
         with _explained():
             output: tuple[Any, float] = self._root(super().training_step, batch, batch_idx, num_samples)
@@ -111,7 +111,7 @@ class FullyShardedBase(Strategy):
         return output
 
     def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             check_module_parameters(self.module, optimization.optimizers)
             for optimizer in optimization.optimizers:
                 self._parts.put_into(optimizer, self.before_update)
@@ -119,7 +119,7 @@ class FullyShardedBase(Strategy):
 
     def before_update(self) -> None:
         """Average the gradients of parameters that cannot be sharded; all others are averaged already."""
-        if not (self._is_pending and self.team.is_distributed):
+        if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
         self._average_those_of_scalars()
@@ -128,25 +128,25 @@ class FullyShardedBase(Strategy):
     def _average_those_of_scalars(self) -> None:
         gradients = [scalar.grad for scalar in self._scalars if scalar.grad is not None]
         if gradients:
-            together = torch.stack(gradients) / self.team.ranks.world_size
+            together = torch.stack(gradients) / self.context.ranks.world_size
             dist.all_reduce(together)
             for gradient, mean in zip(gradients, together, strict=True):
                 gradient.copy_(mean)
 
     def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return super().gradient_norm(parameters, p)
-        return gradient_norm(parameters, self.team.device, p)
+        return gradient_norm(parameters, self.context.device, p)
 
     def align_buffers(self) -> None:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
         """Gather the parameters on every rank, if they fit into its device's memory."""
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return None
-        if self.team.lowest(float(fits_unsharded(self.module, self.team.device))) < 1:
+        if self.context.lowest(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
                 "the whole module does not fit into the memory of one device: after the training it is left "
                 "in parts. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
@@ -155,7 +155,7 @@ class FullyShardedBase(Strategy):
         return None
 
     def _broadcast(self, parameter: nn.Parameter) -> None:
-        parameter.data = parameter.data.to(self.team.device)
+        parameter.data = parameter.data.to(self.context.device)
         dist.broadcast(parameter.data, src=0)
 
     def _cut_modules(self) -> list[FSDPModule]:

@@ -49,21 +49,21 @@ class Horovod(Strategy):
                 "Take 'bf16-mixed', whose gradients are in float32, or strategy 'ddp'."
             )
 
-    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+    def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Initialize Horovod, and broadcast rank 0's parameters and buffers. All ranks must call this."""
-        super().__init__(module, team, settings)
+        super().__init__(module, context, settings)
         self._optimizers: list[Any] = []
         self._is_pending = False
         self._stack = contextlib.ExitStack()
-        if team.is_distributed:
+        if context.is_distributed:
             self._horovod: Any = _imported()
             if not self._horovod.is_initialized():
-                with contextlib.nullcontext() if _MARK in os.environ else _meeting(team, os.environ):
+                with contextlib.nullcontext() if _MARK in os.environ else _meeting(context, os.environ):
                     self._horovod.init()
             self._horovod.broadcast_parameters(module.state_dict(), root_rank=0)
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             broadcast_buffers(self.module)
         return super().training_step(batch, batch_idx, num_samples)
 
@@ -78,7 +78,7 @@ class Horovod(Strategy):
         yield
 
     def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return optimization
         for original in optimization.optimizers:
             own = {parameter for group in original.param_groups for parameter in group["params"]}
@@ -93,7 +93,7 @@ class Horovod(Strategy):
         return OptimizerSetup(tuple(self._optimizers), optimization.schedulers)
 
     def before_update(self) -> None:
-        if not (self._is_pending and self.team.is_distributed):
+        if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
         unused = self._find_unused() if self.settings.find_unused_parameters else ()
@@ -107,13 +107,13 @@ class Horovod(Strategy):
         """Return parameters without a gradient on any rank, for which Horovod would create zeros."""
         parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
         has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        dist.all_reduce(has, group=self.team.control)
+        dist.all_reduce(has, group=self.context.control)
         return [
             parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if not anywhere
         ]
 
     def align_buffers(self) -> None:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
@@ -154,15 +154,15 @@ def _as_torch_has_it(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _meeting(team: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
+def _meeting(context: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
     """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this.
 
     Args:
-        team: the ranks.
+        context: the ranks.
         environ: environment of the process, which Horovod reads when it starts.
     """
-    ranks = team.ranks
-    places = team.gather((ranks.node_rank, ranks.local_rank))
+    ranks = context.ranks
+    places = context.gather((ranks.node_rank, ranks.local_rank))
     plan = [_slot(places, rank) for rank in range(ranks.world_size)]
     port = None
     if ranks.is_main:
@@ -179,7 +179,7 @@ def _meeting(team: DistributedContext, environ: MutableMapping[str, str]) -> Ite
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": ranks.master_addr,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(team.from_main(port)),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(context.from_main(port)),
     }
     if interface := environ.get("GLOO_SOCKET_IFNAME"):
         variables["HOROVOD_GLOO_IFACE"] = interface

@@ -23,16 +23,16 @@ class NodeGather:
         group: their process group, with the backends of the whole job.
     """
 
-    def __init__(self, team: DistributedContext) -> None:
+    def __init__(self, context: DistributedContext) -> None:
         """Create one group per node. All ranks must call this."""
-        nodes: list[int] = team.gather(team.ranks.node_rank)
+        nodes: list[int] = context.gather(context.ranks.node_rank)
         for node in sorted(set(nodes)):
             members = [rank for rank, its_node in enumerate(nodes) if its_node == node]
             group = messages.new_group(members)
-            control = messages.new_group(members, backend="gloo") if team.device.type == "cuda" else group
-            if node == team.ranks.node_rank:
+            control = messages.new_group(members, backend="gloo") if context.device.type == "cuda" else group
+            if node == context.ranks.node_rank:
                 self.members, self.group, self._control = members, group, control
-        self._own = self.members.index(team.ranks.rank)
+        self._own = self.members.index(context.ranks.rank)
 
     def gather(self, output: Any, num_samples: int) -> tuple[Any, float]:
         """Return the outputs of the node's ranks as one batch: tensors are joined along dimension 0.
@@ -81,9 +81,9 @@ class NodeGather:
         """Return each member's number of samples, after a check that all have the same kind of output."""
         digest = hashlib.blake2b(shape.encode(), digest_size=7).digest()
         own = torch.tensor([num_samples, int.from_bytes(digest, "little")])
-        told = [torch.empty_like(own) for _ in self.members]
-        dist.all_gather(told, own, self._control)
-        if len({int(digest) for _, digest in told}) > 1 or "not a multiple" in shape:
+        gathered = [torch.empty_like(own) for _ in self.members]
+        dist.all_gather(gathered, own, self._control)
+        if len({int(digest) for _, digest in gathered}) > 1 or "not a multiple" in shape:
             shapes = messages.gather(self._control, (num_samples, shape))
             lines = [
                 f"rank {rank}, {count} samples: {shape}"
@@ -94,7 +94,7 @@ class NodeGather:
                 + "\n".join(lines)
                 + "\nReturn tensors whose first dimension counts samples; the others have to be the same."
             )
-        return [int(count) for count, _ in told]
+        return [int(count) for count, _ in gathered]
 
 
 def _rows(length: int, num_samples: int) -> str:

@@ -18,15 +18,15 @@ class OptimizerStateGather:
         optimizers: this rank's optimizers, constructed identically on all ranks.
     """
 
-    def __init__(self, owned: Sequence[Sequence[nn.Parameter]], team: DistributedContext) -> None:
+    def __init__(self, owned: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
         """Set up the gather without communication.
 
         Args:
             owned: for each rank the parameters that only it updates.
-            team: the ranks.
+            context: the ranks.
         """
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._owned, self._team = owned, team
+        self._owned, self._context = owned, context
         # A loaded checkpoint contains the state of all ranks.
         self._has_others = True
 
@@ -37,9 +37,9 @@ class OptimizerStateGather:
         """
         for rank, owned in enumerate(self._owned):
             kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self.optimizers]
-            told = self._team.broadcast(kept, rank, "the state of an optimizer")
-            if rank != self._team.ranks.rank:
-                for optimizer, states in zip(self.optimizers, told, strict=True):
+            states_of_rank = self._context.broadcast(kept, rank, "the state of an optimizer")
+            if rank != self._context.ranks.rank:
+                for optimizer, states in zip(self.optimizers, states_of_rank, strict=True):
                     _keep(optimizer, owned, states)
         for optimizer in self.optimizers:
             _put_in_order(optimizer)
@@ -51,7 +51,7 @@ class OptimizerStateGather:
             return
         self._has_others = False
         for rank, owned in enumerate(self._owned):
-            if rank != self._team.ranks.rank:
+            if rank != self._context.ranks.rank:
                 for optimizer in self.optimizers:
                     _keep(optimizer, owned, [None] * len(owned))
 

@@ -60,28 +60,28 @@ class Pipeline(Strategy):
             )
 
     @classmethod
-    def deal(cls, _ranks: Ranks) -> DataRank:
+    def data_rank(cls, _ranks: Ranks) -> DataRank:
         return DataRank(0, 1)
 
-    def __init__(self, module: Module, team: DistributedContext, settings: TrainerConfig) -> None:
+    def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this.
 
         Raises:
             UserError: it cannot be divided into as many stages as there are ranks.
         """
-        super().__init__(module, team, settings)
+        super().__init__(module, context, settings)
         self._is_pending = False
-        if team.is_distributed:
-            self._stages = PipelineStages(module, team.ranks.rank, team.ranks.world_size)
-            self._kept = OptimizerStateGather(self._stages.owned, team)
-            self._is_last = team.ranks.rank == team.ranks.world_size - 1
+        if context.is_distributed:
+            self._stages = PipelineStages(module, context.ranks.rank, context.ranks.world_size)
+            self._kept = OptimizerStateGather(self._stages.owned, context)
+            self._is_last = context.ranks.rank == context.ranks.world_size - 1
             self._shapes: dict[Any, tuple[Any, Any]] = {}
             self._names: list[str] = []
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return super().training_step(batch, batch_idx, num_samples)
         self._is_pending = True
         self._kept.drop_others()
@@ -89,37 +89,37 @@ class Pipeline(Strategy):
         ended: list[dict[str, torch.Tensor]] = []
         size = self.settings.micro_batch_size
         assert size != "auto"  # See `check`.
-        sizes = pipeline_micro_batch_sizes(num_samples, size, self.team.ranks.world_size)
+        sizes = pipeline_micro_batch_sizes(num_samples, size, self.context.ranks.world_size)
         for parts in _equal_parts(batch, sizes, self._shared_seed()):
             self._run(parts, where, self._loss_of(parts, where, num_samples, ended))
         return self._scalars(ended, num_samples)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Do nothing with several ranks: the schedule has already run the backward passes."""
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             super().backward(loss)
 
     def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
-        if self.team.is_distributed:
+        if self.context.is_distributed:
             self._kept.optimizers = optimization.optimizers
         return optimization
 
     def before_update(self) -> None:
         """Sum the gradients of parameters outside of all stages, or in several."""
-        if not (self._is_pending and self.team.is_distributed):
+        if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
         self._stages.check_gradients()
         shared = self._stages.shared
         has = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.int32)
-        dist.all_reduce(has, group=self.team.control)
+        dist.all_reduce(has, group=self.context.control)
         for parameter, anywhere in zip(shared, has.tolist(), strict=True):
             if anywhere:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
 
     def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return super().gradient_norm(parameters, p)
         shared = set(self._stages.shared)
         with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -134,7 +134,7 @@ class Pipeline(Strategy):
 
     def align_buffers(self) -> None:
         """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""
-        if not self.team.is_distributed:
+        if not self.context.is_distributed:
             return
         for rank, owned in enumerate(self._stages.owned):
             for tensor in (*owned, *self._stages.buffers[rank]):
@@ -144,7 +144,7 @@ class Pipeline(Strategy):
     def _shared_seed(self) -> int:
         """Return a random number from rank 0. All ranks must call this."""
         seed = torch.randint(2**62, (1,))
-        dist.broadcast(seed, src=0, group=self.team.control)
+        dist.broadcast(seed, src=0, group=self.context.control)
         return int(seed)
 
     def _loss_of(
@@ -174,7 +174,7 @@ class Pipeline(Strategy):
 
     def _run(self, parts: list[_Part], where: tuple[int, ...], loss_of: Callable[..., torch.Tensor]) -> None:
         """Run micro-batches of one size forward and backward through the stages."""
-        ranks, device = self.team.ranks, self.team.device
+        ranks, device = self.context.ranks, self.context.device
         inputs, output = self._find_shapes(parts[0].batch, where)
         stage = PipelineStage(
             _Stage(self._stages, parts, where),
@@ -204,18 +204,18 @@ class Pipeline(Strategy):
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
             for leaf in pytree.tree_leaves(batch)
         )
-        looks = (look, torch.is_autocast_enabled(self.team.device.type))
+        looks = (look, torch.is_autocast_enabled(self.context.device.type))
         if looks not in self._shapes:
-            number = torch.zeros(1, dtype=torch.int64, device=self.team.device)
+            number = torch.zeros(1, dtype=torch.int64, device=self.context.device)
             inputs = output = number
             shape: Any = None
             with preserve_state(self.module), torch.no_grad():
-                for rank in range(self.team.ranks.world_size):
-                    if rank == self.team.ranks.rank:
+                for rank in range(self.context.ranks.world_size):
+                    if rank == self.context.ranks.rank:
                         if rank > 0:
-                            inputs = torch.zeros(shape[0], dtype=shape[1], device=self.team.device)
+                            inputs = torch.zeros(shape[0], dtype=shape[1], device=self.context.device)
                         output = self._stages.forward(inputs, batch, where)
-                    shape = self.team.broadcast((tuple(output.shape), output.dtype), rank)
+                    shape = self.context.broadcast((tuple(output.shape), output.dtype), rank)
             # From these the schedule derives what to receive, and if it sends gradients back.
             self._shapes[looks] = inputs.requires_grad_(inputs.is_floating_point()), output.requires_grad_()
         return self._shapes[looks]
@@ -224,9 +224,9 @@ class Pipeline(Strategy):
         """Return means over the micro-batches on the last rank; on the others zeros that do not count."""
         if not self._names:
             names = list(ended[0]) if self._is_last else None
-            self._names = self.team.broadcast(names, self.team.ranks.world_size - 1) or []
+            self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
         if not self._is_last:
-            return {name: torch.zeros((), device=self.team.device) for name in self._names}, 0
+            return {name: torch.zeros((), device=self.context.device) for name in self._names}, 0
         return {name: torch.stack([each[name] for each in ended]).sum() for name in self._names}, num_samples
 
 

@@ -40,8 +40,8 @@ class PipelineStages:
             UserError: it has no Sequential with enough blocks.
         """
         self._module, self._rank, self._last = module, rank, num_stages - 1
-        self._whole = _largest(module, num_stages)
-        blocks = list(self._whole)
+        self._prepared = _largest(module, num_stages)
+        blocks = list(self._prepared)
         ends = _ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
         stages = [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         self._layers = nn.Sequential(*stages[rank])
@@ -117,11 +117,11 @@ class PipelineStages:
 
     @contextmanager
     def _in_place_of_the_whole(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-        self._whole.forward = forward  # type: ignore[method-assign]
+        self._prepared.forward = forward  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self._whole.forward
+            del self._prepared.forward
 
 
 def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:

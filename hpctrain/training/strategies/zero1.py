@@ -25,8 +25,8 @@ class ZeRO1(DataParallelBase):
 
     def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
         self._parts: ShardedParameters | None = None
-        if self.team.is_distributed:
-            ranks, device = self.team.ranks, self.team.device
+        if self.context.is_distributed:
+            ranks, device = self.context.ranks, self.context.device
             mesh = init_device_mesh(device.type, (ranks.world_size,))
             messages.prove(mesh.get_group())
             parts = self._parts = ShardedParameters(mesh)
@@ -42,4 +42,4 @@ class ZeRO1(DataParallelBase):
     def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
         if self._parts is None:
             return super().gradient_norm(parameters, p)
-        return gradient_norm(parameters, self.team.device, p)
+        return gradient_norm(parameters, self.context.device, p)

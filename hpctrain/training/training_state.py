@@ -42,8 +42,8 @@ class TrainingState:
         latest: latest logged scalars.
     """
 
-    def __init__(self, module: Module, optimization: OptimizerSetup, feed: StepSource) -> None:
-        self.module, self.feed = module, feed
+    def __init__(self, module: Module, optimization: OptimizerSetup, source: StepSource) -> None:
+        self.module, self.source = module, source
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self.scaler: Stateful | None = None
         self.callbacks: Stateful | None = None
@@ -68,16 +68,16 @@ class TrainingState:
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
             "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
             "user": own,
-            "plan": self.feed.identity(),
+            "plan": self.source.identity(),
             "epoch": self.epoch,
-            "position": self.feed.state_dict(),
+            "position": self.source.state_dict(),
             "micro_batches": self.micro_batches,
             "validated_step": self.validated_step,
             "validation": self.validation,
             "latest": self.latest,
         }
 
-    def like(self) -> dict[str, Any]:
+    def template(self) -> dict[str, Any]:
         """Return `tree` with parameters in place of the optimizer state, which is sharded in the same way."""
         return {**self.tree(), "optimizers": [_parameters(optimizer) for optimizer in self.optimizers]}
 
@@ -89,10 +89,10 @@ class TrainingState:
         """
         tree = loaded.state
         # An imported checkpoint has no sample order, so training starts with its own.
-        if tree["plan"] is not None and tree["plan"] != self.feed.identity():
+        if tree["plan"] is not None and tree["plan"] != self.source.identity():
             raise UserError(
                 f"{loaded.path} was trained with {tree['plan']}, but this script asks for "
-                f"{self.feed.identity()}. "
+                f"{self.source.identity()}. "
                 "The order of samples depends on these: put them back, or start a new run in a new folder."
             )
         ignored = ignored_hyperparameters(self.optimizers, tree["optimizers"])
@@ -114,7 +114,7 @@ class TrainingState:
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
         if tree["plan"] is not None:
-            self.remarks = self.feed.load_state_dict(tree["position"])
+            self.remarks = self.source.load_state_dict(tree["position"])
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.remarks = [*ignored, *self.remarks]
         self.step, self.validated_step = loaded.step, tree["validated_step"]

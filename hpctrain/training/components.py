@@ -1,0 +1,46 @@
+"""Components that the loop of a training shares with its validation, its messages and its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.data.step_source import StepSource
+from hpctrain.training.module import Module
+from hpctrain.training.observe.compute_timer import ComputeTimer
+from hpctrain.training.observe.progress import Progress
+from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.observe.step_timer import StepTimer
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class Components:
+    """Shared components of one training; made by `build_training_loop`."""
+
+    settings: TrainerConfig
+    context: DistributedContext
+    stop: StopFlag
+    """This rank's stop flag."""
+    module: Module
+    strategy: Strategy
+    source: StepSource
+    state: TrainingState
+    callbacks: CallbackList
+    progress: Progress
+    log: RunWriter
+    step_timer: StepTimer
+    compute_timer: ComputeTimer
+
+    def end_if_requested(self) -> None:
+        """Finish the training if a callback of any rank requests it. All ranks must call this."""
+        if self.state.finished or not self.callbacks:
+            return
+        reason = next(filter(None, self.context.gather(self.callbacks.ending)), None)
+        if reason is not None:
+            self.state.finished = True
+            self.progress.print_message(f"the training ends at step {self.state.step}: {reason}")

@@ -1,0 +1,162 @@
+"""Construction of a training loop from the user's settings, module and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.errors import UserError
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.telemetry.loggers import find_loggers
+from hpctrain.training.base.precision import cast_module, make_scaler
+from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.components import Components
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.dataset_adapters import ValidationSet, make_step_source, make_validation_set
+from hpctrain.training.data.loader_config import make_loader_config
+from hpctrain.training.data.step_source import StepSource, StopCondition
+from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.loop.training_loop import TrainingLoop
+from hpctrain.training.loop.validator import Validator
+from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.observe.compute_timer import ComputeTimer
+from hpctrain.training.observe.environment_info import collect_environment
+from hpctrain.training.observe.logger_process import LoggerProcess
+from hpctrain.training.observe.progress import make_progress
+from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.observe.step_timer import StepTimer
+from hpctrain.training.optim.optimizer_setup import (
+    OptimizerSetup,
+    check_trainable,
+    configure_optimizers_of,
+    parameters_of,
+)
+from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
+from hpctrain.training.strategies import Strategy, find_strategy
+from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.training_state import TrainingState
+
+
+def build_training_loop(
+    *,
+    settings: TrainerConfig,
+    module: Module,
+    context: DistributedContext,
+    train_dataset: Any,
+    val_dataset: Any,
+    callbacks: CallbackList,
+    run: RunDir | None,
+    environ: Mapping[str, str],
+    stop: StopFlag,
+    strategy: type[Strategy] | None = None,
+) -> TrainingLoop:
+    """Prepare the data, and put the module on its device and into its strategy. All ranks must call this.
+
+    Args:
+        settings: the training's settings.
+        module: the module to train.
+        context: the ranks.
+        train_dataset: training data.
+        val_dataset: validation data, or None.
+        callbacks: the callbacks.
+        run: the run folder, or None.
+        environ: environment variables.
+        stop: this rank's stop flag.
+        strategy: replaces the strategy named by the settings.
+
+    Raises:
+        UserError: a data set is empty, or is not usable.
+    """
+    ranks = context.ranks
+    strategy_class = strategy or find_strategy(settings.strategy, environ)
+    data_rank = strategy_class.data_rank(ranks)
+    source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
+    _check_monitor(settings, validates=val_data is not None)
+    callbacks.check(validates=val_data is not None and settings.validate_every is not None)
+    cast_module(module, settings.precision)
+    placed = strategy_class(module, context, settings)
+    optimization = _configure_optimizers(placed, module)
+    scaler = make_scaler(settings.precision, context.device)
+    train_step = TrainStep(placed, optimization, settings, scaler)
+    state = TrainingState(module, optimization, source)
+    state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
+    progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
+    parts = Components(
+        settings=settings,
+        context=context,
+        stop=stop,
+        module=module,
+        strategy=placed,
+        source=source,
+        state=state,
+        callbacks=callbacks,
+        progress=progress,
+        step_timer=StepTimer(context.device, ranks.world_size),
+        compute_timer=ComputeTimer(module, state.optimizers[0], context),
+        log=RunWriter(
+            run,
+            context,
+            environ,
+            progress.print_message,
+            log_every=settings.log_every,
+            # If all ranks train the same samples, only rank 0 records them.
+            record_samples=settings.record_samples and (data_rank.world_size > 1 or ranks.is_main),
+            last_step=source.last_step,
+        ),
+    )
+    return TrainingLoop(
+        parts,
+        train_step,
+        Validator(parts, val_data),
+        _make_loggers(parts),
+        TrainingCheckpoints(parts, environ),
+    )
+
+
+def _make_data(
+    settings: TrainerConfig, context: DistributedContext, data_rank: DataRank, train: Any, val: Any
+) -> tuple[StepSource, ValidationSet | None]:
+    """Return the source of training steps and the validation set, if any. All ranks must call this."""
+    loading = make_loader_config(settings, context)
+    until = StopCondition(settings.max_steps, settings.max_epochs)
+    source = make_step_source(train, loading, data_rank, context, until)
+    if val is None:
+        return source, None
+    every_rank = DataRank(context.ranks.rank, context.ranks.world_size)
+    return source, make_validation_set(val, loading, every_rank, context)
+
+
+def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
+    """Check that a validation can measure the metric that selects the best checkpoints.
+
+    Raises:
+        UserError: there is no validation set.
+    """
+    if settings.keep_best and not validates and settings.monitor.startswith("val_"):
+        raise UserError(
+            f"keep_best is {settings.keep_best} and goes by monitor={settings.monitor!r}, which "
+            "a validation measures, but fit() was given no validation set. Give one, or a monitor "
+            "that training_step returns, such as 'loss'."
+        )
+
+
+def _configure_optimizers(strategy: Strategy, module: Module) -> OptimizerSetup:
+    """Return the module's optimizers and schedules in the form that the strategy trains."""
+    optimization = configure_optimizers_of(module)
+    if not strategy.splits_itself:
+        check_trainable(module, optimization)
+    if takes_optimizer_idx(module):
+        strategy.take_turns([parameters_of(each) for each in optimization.optimizers])
+    return strategy.optimized(optimization)
+
+
+def _make_loggers(parts: Components) -> LoggerProcess:
+    """Record the environment, and prepare the loggers on rank 0."""
+    if not parts.context.ranks.is_main:
+        return LoggerProcess([], None, {}, parts.progress.print_message)
+    environment = collect_environment(parts.settings, parts.context, parts.strategy.gradient_parts())
+    parts.log.write_environment(environment)
+    loggers = find_loggers(parts.settings.loggers)
+    return LoggerProcess(loggers, parts.log.run, environment, parts.progress.print_message)
