@@ -17,8 +17,8 @@ from hpctrain import sandbox
 from hpctrain.errors import UserError
 from hpctrain.sandbox.requirements import check_requirements
 
-# `from helpers import …` works in every test, whichever folders of tests are packages.
-sys.path.insert(0, str(Path(__file__).parent))
+# Their assertions show values, as those of test modules do.
+pytest.register_assert_rewrite("helpers")
 
 _SANDBOX_PREFIX = "pytest-"
 

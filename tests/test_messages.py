@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from helpers.fork_server import run_forked
 
 from hpctrain import messages
 from hpctrain.errors import Unauthenticated

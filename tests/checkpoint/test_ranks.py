@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forked import run_forked
+from helpers.fork_server import run_forked
 from on_ranks import state
 
 from hpctrain.checkpoint.format.write_plan import item_bytes, plan_writes

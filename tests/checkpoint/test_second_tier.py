@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from saved_states import names, steps
+from helpers.fork_server import run_forked
+from helpers.saved_states import names, steps
 
 from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.io.retention import Retention

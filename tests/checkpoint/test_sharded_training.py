@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from helpers.fork_server import run_forked
 
 SCRIPT = Path(__file__).with_name("fsdp_on_ranks.py")
 

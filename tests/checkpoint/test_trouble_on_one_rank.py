@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from saved_states import steps
+from helpers.fork_server import run_forked
+from helpers.saved_states import steps
 
 from hpctrain.checkpoint.io import checkpoint_dir
 from hpctrain.checkpoint.store import CheckpointStore

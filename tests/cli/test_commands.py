@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import assert_no_process_left, environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.processes import assert_no_process_left
+from helpers.waiting import wait_for
 
 from hpctrain.cli.common import json_text
 

@@ -11,7 +11,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import assert_no_process_left, environment, wait_for
+from helpers.commands import environment
+from helpers.processes import assert_no_process_left
+from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
 

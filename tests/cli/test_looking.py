@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from helpers import on_a_terminal
+from helpers.commands import on_a_terminal
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, run_command, wait_for
+from helpers import REPOSITORY
+from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 from hpctrain.cli import submit
 from hpctrain.cli.resubmit_command import resubmit_command

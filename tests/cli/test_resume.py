@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers import wait_for
+from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli
 from hpctrain.jobs.runs.run import Run

@@ -6,9 +6,9 @@ import os
 import shutil
 
 import pytest
-from helpers import run_command
-from launches import OTHERS, SLURM
-from launching import Launch, check, run
+from helpers.commands import run_command
+from helpers.launches import OTHERS, SLURM
+from helpers.launching import Launch, check, run
 
 from hpctrain import sandbox
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import click
 import pytest
 from helpers import REPOSITORY as REPO
-from helpers import run_command, run_processes
+from helpers.commands import run_command
+from helpers.processes import run_processes
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 TIMEOUT_S, LONG_TIMEOUT_S = 110, 400

@@ -8,7 +8,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from helpers import assert_no_process_left, environment, run_processes, wait_for
+from helpers.commands import environment
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
 from hpctrain.jobs.runs.follow import follow_run

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 
 _SCRIPT = "print('trained')\n"
 

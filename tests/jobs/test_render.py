@@ -8,7 +8,9 @@ import sys
 import sysconfig
 
 import pytest
-from helpers import REPOSITORY, environment, run_command
+from helpers import REPOSITORY
+from helpers.commands import environment, run_command
+from helpers.golden_scripts import FOLDER, JOBS, golden_file, golden_spec, golden_text
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
@@ -17,7 +19,6 @@ from hpctrain.jobs.submit.shipped_scripts import SCRIPTS
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.shell_setup import ShellSetup
-from jobs.golden_scripts import FOLDER, JOBS, golden_file, golden_spec, golden_text
 
 HOSTILE = [
     "a b",
@@ -93,7 +94,7 @@ def test_most_jobs_do_without_jinja():
 def modules_after(code):
     lines = [
         "import sys",
-        "from jobs.golden_scripts import golden_spec",
+        "from helpers.golden_scripts import golden_spec",
         "from hpctrain.jobs.submit.render import render",
         code,
         "print(*sys.modules)",

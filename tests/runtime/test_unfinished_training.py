@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import environment
+from helpers.commands import environment
 
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import unfinished_training

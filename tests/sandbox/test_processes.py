@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import wait_for
+from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.daemons import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 import hpctrain
 from hpctrain.errors import UserError

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from torch.nn import functional as F
+from train_contrastive import Contrast, pairs
 
 from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank
@@ -17,10 +16,7 @@ from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.ddp2 import DDP2
 
-SCRIPT = Path(__file__).with_name("contrast.py")
-sys.path.insert(0, str(SCRIPT.parent))
-
-from contrast import Contrast, pairs  # noqa: E402 (a script, not a package)
+SCRIPT = SCRIPTS / "train_contrastive.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 

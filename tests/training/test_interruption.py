@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 
 from hpctrain.rundir import RunDir
 from hpctrain.training.loop.message_batcher import MessageBatcher
 
-SCRIPT = Path(__file__).with_name("long_validation.py")
+SCRIPT = SCRIPTS / "validate_long.py"
 
 
 def train(run: Path, *words: object, ranks: int) -> dict:

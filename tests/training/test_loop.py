@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from loop import Gan, Noisy, Regression, Tokens, samples
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 from torch import nn
+from train_regression import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -23,11 +24,11 @@ from hpctrain.training.observe.progress import SampleRate
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.optimizer_setup import only_trainable
 
-SCRIPT = Path(__file__).with_name("loop.py")
+SCRIPT = SCRIPTS / "train_regression.py"
 
 
 def train(run: Path, *words: object, ranks: int = 1) -> dict:
-    """What `loop.py` printed; the ranks end with the same parameters."""
+    """What `train_regression.py` printed; the ranks end with the same parameters."""
     printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
     told = json.loads(printed.splitlines()[-1])
     assert all(state == told["state"][0] for state in told["state"])

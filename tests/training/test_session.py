@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_exact import by_hand, trained
 from test_trainer import losses, variables
 
@@ -15,7 +16,7 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-SCRIPT = Path(__file__).with_name("own_loop.py")
+SCRIPT = SCRIPTS / "train_in_own_loop.py"
 
 
 def train(run: Path, *words: object, ranks: int = 1) -> dict:

@@ -11,8 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import run_forked
-from helpers import run_command
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.fake_gpu_driver import PretendDriver, pretend
+from helpers.fork_server import run_forked
+from test_exact import trained
+from train_with_strategies import Blocks, by_hand, samples
 
 import hpctrain
 from hpctrain.errors import UserError
@@ -23,12 +27,7 @@ from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes,
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.strategy_registry import STRATEGIES
 
-SCRIPT = Path(__file__).with_name("strategic.py")
-sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "telemetry")]
-
-from pretended_driver import PretendDriver, pretend  # noqa: E402
-from strategic import Blocks, by_hand, samples  # noqa: E402 (a script, not a package)
-from test_exact import trained  # noqa: E402
+SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 

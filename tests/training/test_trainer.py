@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from helpers import environment, run_command, wait_for
+from helpers import SCRIPTS
+from helpers.commands import environment, run_command
+from helpers.fork_server import run_forked
+from helpers.waiting import wait_for
+from train_small import dataset
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -24,11 +27,11 @@ from hpctrain.training.observe.progress import make_progress
 
 #: For `CUDA_VISIBLE_DEVICES`; the tests of the GPU set it.
 VISIBLE_GPUS = ""
-SMALL = Path(__file__).with_name("small.py")
+SMALL = SCRIPTS / "train_small.py"
 
 
 def train(run: Path, *words: str, ranks: int = 1) -> dict:
-    """Run `small.py` to its end and return what it printed last."""
+    """Run `train_small.py` to its end and return what it printed last."""
     return json.loads(run_forked(SMALL, words, variables(run), ranks=ranks).splitlines()[-1])
 
 
@@ -72,9 +75,6 @@ def test_any_number_of_ranks_gives_the_same_losses_and_metrics(tmp_path):
 def test_logged_means_are_those_of_the_global_batch_and_of_the_validation_set(tmp_path):
     # Two validation samples on three ranks: one rank has none.
     result = train(tmp_path, "3", "norm=false", "num_val=2", "record_samples=true", ranks=3)
-    sys.path.insert(0, str(SMALL.parent))
-    from small import dataset
-
     x = dataset().tensors[0]
     for record in read_json_lines(RunDir(tmp_path).metrics):
         trained = [

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, wait_for
+from helpers.commands import environment
+from helpers.waiting import wait_for
 from torch.utils.data import Dataset
 
 import hpctrain
