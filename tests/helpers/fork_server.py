@@ -1,6 +1,6 @@
-"""Scripts on one or several ranks, forked from a server that has torch loaded: a start costs no import.
+"""Run a script on one or several ranks, forked from a server that has torch loaded: a start costs no import.
 
-Where the start itself is tested, or what the process of a rank looks like, start a real command instead.
+To test the start itself, or the process of a rank, start a real command instead.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 
 from helpers.commands import environment
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer", "pytest"]
 )
 
 
@@ -64,12 +64,11 @@ def start_forked(
 ) -> list[multiprocessing.process.BaseProcess]:
     """Start a Python script on one rank per file in `outputs`. The caller ends and joins the processes."""
     ranks = len(outputs)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     processes = []
     for rank, output in enumerate(outputs):
-        variables = environment(env) | (_torchrun(rank, ranks, nodes, port) if ranks > 1 else {})
-        process = _CONTEXT.Process(target=_run, args=(script, list(words), variables, output))
+        variables = environment(env) | (torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {})
+        process = CONTEXT.Process(target=_run_script, args=(script, list(words), variables, output))
         process.start()
         processes.append(process)
     return processes
@@ -91,7 +90,14 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
     return None
 
 
-def _torchrun(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
+def free_port() -> int:
+    """A port of the loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def torchrun_variables(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank."""
     ranks_per_node = ranks // nodes
     return {
         "RANK": str(rank),
@@ -116,8 +122,8 @@ def _unpickle(unpickle: Callable[..., object], *arguments: object) -> object:
     return unpickle(*arguments)
 
 
-def _run(script: Path, words: list[str], variables: dict[str, str], output: Path) -> None:
-    """What a forked process does. hpctrain unpickles nothing from a peer, also not by way of torch."""
+def enter_rank(variables: Mapping[str, str], output: Path) -> None:
+    """Give this forked process its variables and its output; hpctrain unpickles nothing from a peer in it."""
     import torch
     from torch.distributed import distributed_c10d
 
@@ -131,6 +137,10 @@ def _run(script: Path, words: list[str], variables: dict[str, str], output: Path
     os.environ.update(variables)
     # The library has read its variable already.
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", "1")))
+
+
+def _run_script(script: Path, words: list[str], variables: dict[str, str], output: Path) -> None:
+    enter_rank(variables, output)
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
