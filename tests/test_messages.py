@@ -22,6 +22,8 @@ from hpctrain.runtime.device_assignment import assign_device
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.signed_store import SignedStore
 
+pytestmark = pytest.mark.ranks
+
 
 class Evil:
     """Touches a file when it is unpickled."""

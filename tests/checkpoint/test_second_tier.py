@@ -21,8 +21,6 @@ from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
-pytestmark = pytest.mark.ranks
-
 
 def open_on_node(folder: Path, node: int | str) -> CheckpointStore:
     return rank_checkpoints.open_store(folder, f"node-{node}")
@@ -62,6 +60,7 @@ def save_on_own_node(folder: Path) -> None:
     rank_checkpoints.assert_loads(open_on_node(folder, rank), 2)
 
 
+@pytest.mark.ranks
 def test_each_rank_saves_on_its_node_and_the_parts_are_copied_and_removed(tmp_path):
     run_on_ranks(save_on_own_node, tmp_path)
 
@@ -79,6 +78,7 @@ def save_on_one_node(folder: Path) -> None:
     assert again.close(clean=True) == []
 
 
+@pytest.mark.ranks
 def test_ranks_of_one_node_load_the_newest_from_its_folder_and_it_is_copied(tmp_path):
     run_on_ranks(save_on_one_node, tmp_path)
     assert (rank_checkpoints.shared_folder(tmp_path) / "step-00000002" / "manifest.json").exists()
@@ -97,6 +97,7 @@ def save_without_folder_on_node_1(folder: Path) -> None:
     assert "cannot be used" in saved.notes[0]
 
 
+@pytest.mark.ranks
 def test_tier_that_one_node_lacks_is_used_by_none(tmp_path):
     run_on_ranks(save_without_folder_on_node_1, tmp_path)
 
@@ -142,6 +143,7 @@ def load_and_save_step_3(folder: Path) -> None:
     rank_checkpoints.assert_loads(store, 3)
 
 
+@pytest.mark.ranks
 def test_restart_on_the_same_nodes_joins_their_parts(nodes):
     run_on_ranks(load_and_save_step_3, nodes)
 
@@ -153,6 +155,7 @@ def drain_own_node(folder: Path) -> None:
     rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
 
 
+@pytest.mark.ranks
 def test_draining_the_nodes_copies_what_only_they_have(nodes):
     run_on_ranks(drain_own_node, nodes)
 
@@ -163,6 +166,7 @@ def load_on_the_next_node(folder: Path) -> None:
     rank_checkpoints.assert_loads(store, 2, same_ranks=world_size == 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_restart_with_other_ranks_on_the_nodes_joins_their_parts(nodes, world_size):
     run_on_ranks(load_on_the_next_node, nodes, world_size=world_size)
@@ -180,6 +184,7 @@ def load_without_node_1(folder: Path) -> None:
     rank_checkpoints.assert_loads(store, 3)
 
 
+@pytest.mark.ranks
 def test_restart_without_a_node_loads_the_shared_checkpoint(nodes):
     run_on_ranks(load_without_node_1, nodes)
 
@@ -195,6 +200,7 @@ def load_with_broken_part(folder: Path) -> None:
     assert "step-00000002.broken-0" in broken[0]
 
 
+@pytest.mark.ranks
 def test_broken_part_of_a_node_is_skipped(nodes):
     run_on_ranks(load_with_broken_part, nodes)
 

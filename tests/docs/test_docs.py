@@ -93,7 +93,7 @@ def pages() -> list[object]:
         if script_of(page):
             needs_slurm = any(block.mark == "slurm" for block in blocks_of(page))
             name = str(page.relative_to(REPO))
-            marks = [pytest.mark.slurm] if needs_slurm else []
+            marks = [pytest.mark.ranks, *([pytest.mark.slurm] if needs_slurm else [])]
             marks += [pytest.mark.long, pytest.mark.timeout(LONG_TIMEOUT_S + 10)] if name in LONG else []
             params.append(pytest.param(page, id=name, marks=marks))
     return params

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +24,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer", "pytest"]
 )
+
+#: Set for each test: it must have the marker `ranks` to start any.
+may_start = False
 
 
 def run_forked(
@@ -61,17 +65,23 @@ def start_forked(
     outputs: Sequence[Path],
     *,
     nodes: int = 1,
-) -> list[multiprocessing.process.BaseProcess]:
+) -> list[BaseProcess]:
     """Start a Python script on one rank per file in `outputs`. The caller ends and joins the processes."""
     ranks = len(outputs)
     port = free_port()
     processes = []
     for rank, output in enumerate(outputs):
         variables = environment(env) | (torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {})
-        process = CONTEXT.Process(target=_run_script, args=(script, list(words), variables, output))
-        process.start()
-        processes.append(process)
+        processes.append(start_process(_run_script, (script, list(words), variables, output)))
     return processes
+
+
+def start_process(target: Callable[..., None], arguments: Sequence[object]) -> BaseProcess:
+    """Fork a process that calls `target`. The caller ends and joins it."""
+    assert may_start, "mark this test `ranks`: it starts processes, and `make test-fast` leaves those out"
+    process = CONTEXT.Process(target=target, args=tuple(arguments))
+    process.start()
+    return process
 
 
 def _wait_for_all(processes: list, timeout: float) -> str | None:

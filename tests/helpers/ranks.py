@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from helpers.commands import environment
-from helpers.fork_server import CONTEXT, enter_rank, free_port, torchrun_variables
+from helpers.fork_server import CONTEXT, enter_rank, free_port, start_process, torchrun_variables
 
 _VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -87,8 +87,7 @@ class _Rank:
         self._output, self.value, self.returned = output, None, False
         self.connection, theirs = CONTEXT.Pipe()
         port = None if store is None else store.port
-        self.process = CONTEXT.Process(target=_run, args=(call, variables, output, port, theirs, limit_s))
-        self.process.start()
+        self.process = start_process(_run, (call, variables, output, port, theirs, limit_s))
         theirs.close()
 
     def receive(self) -> str | None:
@@ -189,7 +188,7 @@ def _rewrite_assertions() -> None:
     """Have assertions of test modules show values here, too."""
     from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
-    settings = {"python_files": ["test_*.py", "tests/helpers/*.py"], "enable_assertion_pass_hook": False}
+    settings = {"python_files": ["test_*.py"], "enable_assertion_pass_hook": False}
     state = SimpleNamespace(trace=lambda _: None)
     hook = AssertionRewritingHook(
         SimpleNamespace(getini=settings.__getitem__, stash={assertstate_key: state})

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import REPOSITORY
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,6 +40,8 @@ class Digits(hpctrain.Module):
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # slow to import
+
     digits = load_digits()
     return torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 

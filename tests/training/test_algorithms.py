@@ -22,6 +22,8 @@ from hpctrain.training.algorithms.quantization import QuantizedRows
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.sample_order import SampleOrder
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = SCRIPTS / "train_with_algorithm.py"
 STEPS = 120
 

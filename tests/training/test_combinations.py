@@ -67,6 +67,7 @@ def outcomes(strategy: str) -> dict[str, dict]:
         return dict(zip(WISHES, torch.load(out, weights_only=True), strict=True))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_trains_or_says_why_not(strategy, wish):

@@ -21,6 +21,8 @@ from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.ddp2 import DDP2
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = SCRIPTS / "train_contrastive.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}

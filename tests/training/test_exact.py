@@ -16,6 +16,8 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.data.sample_order import SampleOrder
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = SCRIPTS / "train_in_float64.py"
 
 

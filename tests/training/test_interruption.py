@@ -30,6 +30,7 @@ def stopped(run: Path, last_step: int, told: str, ranks: int) -> int:
     return int(re.search(r"validated (\d+)", str(error.value))[1])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_stop_within_a_validation_is_noticed_there_and_changes_nothing(tmp_path, ranks):
     """400 samples are 50 batches of 8 on one rank, and 45 of 3 on each of three."""

@@ -18,6 +18,8 @@ from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 from train_with_strategies import by_hand
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}

@@ -65,6 +65,7 @@ def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
         assert torch.allclose(got[name], value, **(tolerance or {"rtol": 1e-9, "atol": 1e-12})), name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -103,6 +104,7 @@ def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
     assert torch.allclose(one["predictions"], predictions, rtol=1e-12)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("others", [{}, {"micro_batch_size": 3, "find_unused_parameters": True}])
 def test_each_strategy_trains_on_one_process_too(tmp_path, others):
     names = ["ddp", "ddp_spawn", "ddp2", "dp", "zero1", "zero2", "zero3", "pipeline"]
@@ -113,6 +115,7 @@ def test_each_strategy_trains_on_one_process_too(tmp_path, others):
         assert_same(result["weights"], by_hand(5))
 
 
+@pytest.mark.ranks
 def test_zero1_gives_the_bits_that_ddp_gives(tmp_path):
     ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
     assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
@@ -152,6 +155,7 @@ def count_exchanges() -> list[int]:
     return counts
 
 
+@pytest.mark.ranks
 def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch():
     counts, _ = run_on_ranks(count_exchanges, group=False)
     ddp, ddp_in_parts, late, late_in_parts, zero3, zero3_in_parts = counts
@@ -160,6 +164,7 @@ def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch():
     assert zero3_in_parts == 2.5 * zero3  # three batches of ten in three parts, one of three in one
 
 
+@pytest.mark.ranks
 def test_gradients_that_stay_whole_until_the_last_micro_batch_are_the_same(tmp_path):
     (late,) = train(tmp_path, {"strategy": "late", "max_steps": 5, "micro_batch_size": 2}, ranks=2)
     assert_same(late["weights"], by_hand(5))
@@ -169,6 +174,7 @@ def train_with_unused_parameters() -> None:
     hpctrain.Trainer(max_steps=3, global_batch_size=10).fit(Blocks(sometimes=True), samples())
 
 
+@pytest.mark.ranks
 def test_parameters_without_a_part_in_a_step_are_named():
     with pytest.raises(AssertionError, match=r"did not use detour.weight, detour.bias, .* find_unused_par"):
         run_on_ranks(train_with_unused_parameters, group=False)
@@ -221,6 +227,7 @@ def count_optimizer_states(run: Path) -> list[int]:
     return counts
 
 
+@pytest.mark.ranks
 def test_a_stage_keeps_what_its_optimizer_needs_and_a_checkpoint_that_of_all(tmp_path):
     counts, _ = run_on_ranks(count_optimizer_states, tmp_path / "run", group=False)
     assert counts == [6] * 8  # of eight parameters two are the other stage's
@@ -266,12 +273,14 @@ def train_pipeline(how: str) -> list[float]:
     return kept.losses
 
 
+@pytest.mark.ranks
 def test_the_first_stage_and_the_last_draw_the_same_noise():
     for losses in run_on_ranks(train_pipeline, "noise", group=False):
         assert len(losses) == 3
         assert max(losses) < 1e-12
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside of the Seq")]
 )
@@ -296,6 +305,7 @@ def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
     assert got["pair"][1:] == (("v", "w"), "all")
 
 
+@pytest.mark.ranks
 def test_running_means_are_those_of_rank_0(tmp_path):
     names = ["ddp", "zero1", "zero2", "zero3"]
     expected, *others = train(
@@ -305,6 +315,7 @@ def test_running_means_are_those_of_rank_0(tmp_path):
         assert_same(other["weights"], expected["weights"])
 
 
+@pytest.mark.ranks
 def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     """A checkpoint is that of the whole, whoever has which part of it; no sample is lost or repeated."""
     run = tmp_path / "run"
@@ -328,6 +339,7 @@ def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     assert trained(run) == trained(undisturbed)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
 def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
     """One rank of three is told to stop; all save the same step and leave with code 75."""
@@ -345,6 +357,7 @@ def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
     assert 5 <= resumed[0] < 12
 
 
+@pytest.mark.ranks
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(tmp_path):
     """The scale of float16 is lowered alike, although a rank looks at its part of the gradients only."""
     expected, *others = train(
@@ -402,6 +415,7 @@ print("PEAK", (peaks[-1] - before) / 64)
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.long
 def test_peak_memory_falls_from_stage_to_stage(tmp_path):
     """Adam keeps two numbers a parameter: on 4 ranks ddp holds 4 modules, zero1 2.5, zero2 2 and zero3 1.
@@ -566,5 +580,6 @@ def train_with_five_devices() -> int:
     return trainer.ranks.world_size
 
 
+@pytest.mark.ranks
 def test_what_a_launcher_gave_stays():
     assert run_on_ranks(train_with_five_devices, group=False) == [2, 2]
