@@ -15,6 +15,8 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import os, sys
 print("arguments", sys.argv[1:], "world size", os.environ["WORLD_SIZE"], "color", os.environ.get("COLOR"))

@@ -12,6 +12,8 @@ from helpers.launching import Launch, check, run
 
 from hpctrain import sandbox
 
+pytestmark = pytest.mark.ranks
+
 #: Agents of torchrun take turns in importing torch; submitit looks now and then whether its job has ended.
 _LONG = {"torchrun-two-agents", "torchrun-alone-in-each-task", "submitit-slurm"}
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import pytest
 from helpers.separate_hosts import SeparateHosts, need_separate_hosts
 
+pytestmark = pytest.mark.ranks
+
 #: Far more than a meeting takes, on a busy machine, too.
 LIMIT_S = 30.0
 #: For meetings that cannot succeed.

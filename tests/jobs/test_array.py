@@ -24,6 +24,8 @@ from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.telemetry.sampling import nvml
 
+pytestmark = pytest.mark.ranks
+
 
 def states(run: Run) -> list[str]:
     return [str(task.status().state) for task in run.tasks()]

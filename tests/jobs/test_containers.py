@@ -23,6 +23,8 @@ from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.worker_command import worker_command
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path

@@ -19,6 +19,8 @@ from torch.distributed import TCPStore
 
 from hpctrain.files import read_json_lines
 
+pytestmark = pytest.mark.ranks
+
 RANK = SCRIPTS / "join_and_sum.py"
 
 

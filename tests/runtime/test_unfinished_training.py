@@ -14,6 +14,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime import unfinished_training
 from hpctrain.runtime.unfinished_training import TrainingMarker
 
+pytestmark = pytest.mark.ranks
+
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",

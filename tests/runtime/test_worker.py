@@ -15,6 +15,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
 
+pytestmark = pytest.mark.ranks
+
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",

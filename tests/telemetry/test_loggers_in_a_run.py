@@ -15,6 +15,8 @@ from helpers.waiting import wait_for
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import time, torch, hpctrain
 from pathlib import Path

@@ -129,6 +129,7 @@ def test_log_every(tmp_path):
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
 
 
+@pytest.mark.ranks
 def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
     plain = run_command([sys.executable, SMALL, "6"]).stdout
     assert re.search(r"^step 6/6  loss \d", plain, re.MULTILINE)
