@@ -11,7 +11,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 BIN := .venv/bin
 
-.PHONY: help demo test test-long check format docs clean
+.PHONY: help demo test-fast test test-long check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -26,6 +26,9 @@ help:  ## this list
 demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four ranks, no Slurm
 	$(BIN)/hpctrain submit $(if $(shell sbatch --version 2>/dev/null),--backend local) \
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
+
+test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under a minute
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not slurm and not ranks and not gpu and not long"
 
 test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
 	@scripts/install_for_tests.sh

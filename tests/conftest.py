@@ -12,15 +12,16 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
+from helpers import fork_server
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
 from hpctrain.sandbox.requirements import check_requirements
 
-# `from helpers import …` works in every test, whichever folders of tests are packages.
-sys.path.insert(0, str(Path(__file__).parent))
-
 _SANDBOX_PREFIX = "pytest-"
+
+#: Every test in them starts ranks.
+_FOLDERS_WITH_RANKS = ("e2e", "examples")
 
 #: Variables that pytest and torch set in passing.
 _SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {"slurm", "accounting"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("slurm")
+        if item.path.parent.name in _FOLDERS_WITH_RANKS:
+            item.add_marker("ranks")
     if config.getoption("--long") or "long" in config.getoption("-m"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
@@ -55,6 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    fork_server.may_start = item.get_closest_marker("ranks") is not None
     if item.get_closest_marker("slurm"):
         _need_slurm(accounting="accounting" in getattr(item, "fixturenames", ()))
     if item.get_closest_marker("gpu"):

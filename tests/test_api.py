@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from helpers import run_command
+from helpers.commands import run_command
 
 import hpctrain
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.files import (
     append_json_line,

@@ -1,65 +1,227 @@
-"""Messages between ranks: what arrives, and what is refused."""
+"""Messages between ranks: those that arrive, and those that are refused."""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
-from forked import run_forked
+import torch
+import torch.distributed as dist
+from helpers.ranks import run_on_ranks
 
-from hpctrain import messages
-from hpctrain.errors import Unauthenticated
+from hpctrain import detect, messages
+from hpctrain.errors import HpctrainError, Unauthenticated, UserError
+from hpctrain.runtime.device_assignment import assign_device
+from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
+from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
-SCRIPT = Path(__file__).with_name("messages_on_ranks.py")
-VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def on_two_ranks(*words: object) -> str:
-    return run_forked(SCRIPT, [str(word) for word in words], VARIABLES, ranks=2)
-
-
-def test_values_arrive_as_they_are_and_others_are_refused_on_all_ranks():
-    assert "a message has 428 bytes on a rank, and 300 may be sent" in on_two_ranks("everything")
+pytestmark = pytest.mark.ranks
 
 
-def test_a_rank_with_another_secret_is_named_with_the_store_and_who_is_connected_to_it():
-    printed = on_two_ranks("foreign")
-    assert printed.startswith("Unauthenticated the store's entry 'hpctrain/0/devices/seats/")
-    assert "store at 127.0.0.1:" in printed
+class Evil:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
 
 
-def test_a_program_that_takes_the_place_of_a_rank_in_the_group_is_found():
-    printed = on_two_ranks("intruder")
-    assert printed.startswith(
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def join(secret: str = "shared") -> DistributedContext:
+    return init_distributed(detect(os.environ), {**os.environ, "HPCTRAIN_SECRET": secret})
+
+
+def tcp_store() -> dist.TCPStore:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def signed_store() -> SignedStore:
+    return SignedStore.of(tcp_store(), {**os.environ, "HPCTRAIN_SECRET": "shared"})
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """The type and message of the error that an action raises on this rank; empty if there is none."""
+    try:
+        action()
+    except (HpctrainError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def error_on_rank_0(function: Callable[..., str], *arguments: object) -> str:
+    """Call a function on two ranks that join by themselves; rank 1 may fail in any way."""
+    return run_on_ranks(function, *arguments, group=False)[0]
+
+
+def values() -> dict:
+    return {
+        "plain": (1, 2.5, float("inf"), None, True, "ü\ud800", -(10**30)),
+        7: [{(1, 2): torch.float16}, [], {}, ()],
+        "tensors": [torch.arange(3, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 2)],
+        "transposed": torch.arange(6).reshape(2, 3).T,
+        "complex": torch.tensor([1 + 2j]),
+        "array": np.arange(6, dtype=">i4").astype("i4").reshape(2, 3)[:, ::-2],
+        "number": np.float32(2.5),
+        "bytes": [b"abc", b""],
+    }
+
+
+def is_same(got: object, expected: object) -> bool:
+    if isinstance(expected, torch.Tensor | np.ndarray):
+        return (
+            type(got) is type(expected)
+            and got.dtype == expected.dtype
+            and got.shape == expected.shape
+            and bool((got == expected).all())
+        )
+    if isinstance(expected, dict):
+        return list(got) == list(expected) and all(is_same(got[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(got) == len(expected) and all(map(is_same, got, expected)) and type(got) is type(expected)
+    return got == expected and type(got) is type(expected)
+
+
+def exchange_values() -> None:
+    context = join()
+    both = [{"rank": 0, **values()}, {"rank": 1, **values()}]
+    assert is_same(context.gather(both[rank()]), both)
+    assert is_same(context.broadcast(both[rank()], 1), both[1])
+    assert context.from_main(rank()) == 0
+    group = messages.new_group([0, 1], backend="gloo")
+    assert messages.gather(group, rank(), to=0) == ([0, 1] if rank() == 0 else [None, None])
+    if rank() == 0:
+        assert_signed(signed_store(), group.group_name)
+
+
+def assert_signed(store: SignedStore, group: str) -> None:
+    """Only counters are in the store without a code."""
+    content = {key: store._store.get(key) for key in store._store.list_keys()}
+    signed = [key for key, value in content.items() if key.startswith("hpctrain/") and not value.isdigit()]
+    assert all(store.get(key) for key in signed)
+    for name in ("0", group):
+        assert any(f"/{name}//cpu//" in key for key in signed), (name, content)
+
+
+def test_values_arrive_unchanged_and_the_store_is_signed():
+    run_on_ranks(exchange_values, group=False)
+
+
+def send_unsupported_values() -> None:
+    context = join()
+    for bad in ({1}, Path("x"), Evil(Path("x")), type("Sub", (dict,), {})()):
+        expected = rf"predict_step returned cannot be sent .*\.{type(bad).__name__}\."
+        with pytest.raises(UserError, match=expected):
+            context.gather(bad if rank() == 1 else 1, "what predict_step returned")
+    messages.MAX_MESSAGE_BYTES = 300
+    with pytest.raises(UserError, match="a message has 428 bytes on a rank, and 300 may be sent"):
+        context.gather("x" * 400 if rank() == 1 else "")
+
+
+def test_unsupported_and_too_large_values_are_refused_on_all_ranks():
+    run_on_ranks(send_unsupported_values, group=False)
+
+
+def join_with_own_secret() -> str:
+    return error_of(lambda: join(f"of {rank()}"))
+
+
+def test_rank_with_another_secret_is_named_with_the_store_and_its_connections():
+    error = error_on_rank_0(join_with_own_secret)
+    assert error.startswith("Unauthenticated the store's entry 'hpctrain/0/devices/seats/")
+    assert "store at 127.0.0.1:" in error
+
+
+def join_without_group_secret() -> str:
+    """Rank 1 has the secret of the store, but not that of the group."""
+    if rank() == 0:
+        return error_of(join)
+    store = signed_store()
+    assign_device(detect(os.environ), os.environ, dist.PrefixStore("hpctrain/0/devices", store))
+    dist.init_process_group("gloo", store=dist.PrefixStore("hpctrain/0", store), rank=1, world_size=2)
+    return error_of(lambda: messages.prove_world(b"a guess"))
+
+
+def test_program_in_the_place_of_a_rank_is_detected():
+    error = error_on_rank_0(join_without_group_secret)
+    assert error.startswith(
         "Unauthenticated rank 1 of 2 did not prove the secret of this run: another program"
     )
-    assert "store at 127.0.0.1:" in printed
+    assert "store at 127.0.0.1:" in error
 
 
-def test_an_address_that_a_stranger_has_changed_in_the_store_is_refused():
+def join_with_changed_address() -> str:
+    """Rank 0 changes the address of rank 1's gloo in the store before it reads that."""
+    init_process_group = dist.init_process_group
+
+    def change_and_init(*args, **kwargs):
+        store, key = tcp_store(), "hpctrain/0/0//cpu//0/1"
+        value = store.get(key)
+        content = value.partition(b" ")[2]
+        assert content
+        # The code stays, the port of the address changes.
+        store.set(key, value.replace(content, content[:-1] + bytes([content[-1] ^ 1])))
+        init_process_group(*args, **kwargs)
+
+    if rank() == 0:
+        dist.init_process_group = change_and_init
+    return error_of(join)
+
+
+def test_address_that_was_changed_in_the_store_is_refused():
     """So no relay between two ranks is possible."""
-    printed = on_two_ranks("rewritten")
-    assert printed.startswith("Unauthenticated the store's entry 'hpctrain/0/0//cpu//0/1' was written by")
+    error = error_on_rank_0(join_with_changed_address)
+    assert error.startswith("Unauthenticated the store's entry 'hpctrain/0/0//cpu//0/1' was written by")
 
 
-def test_a_rank_that_does_not_prove_the_secret_in_time_is_named():
-    printed = on_two_ranks("silent")
-    assert printed.startswith("RendezvousError rank 0 waited ")
-    assert " s for rank 1 to prove the secret: " in printed
-    assert "store at 127.0.0.1:" in printed
+def join_without_proof_of_rank_1() -> str:
+    messages._PROOF_LIMIT = timedelta(seconds=0.5)
+    if rank() == 1:
+        messages.prove = lambda group: time.sleep(2)
+    return error_of(join)
+
+
+def test_rank_that_does_not_prove_the_secret_in_time_is_named():
+    error = error_on_rank_0(join_without_proof_of_rank_1)
+    assert error.startswith("RendezvousError rank 0 waited ")
+    assert " s for rank 1 to prove the secret: " in error
+    assert "store at 127.0.0.1:" in error
+
+
+def send_wrong_length(how: str) -> str:
+    context = join()
+    if rank() == 1:
+        messages._header = lambda *_, header=messages._header: header(*_) + 1
+    return error_of(lambda: context.gather("") if how == "gather" else context.broadcast("", 1))
 
 
 @pytest.mark.parametrize("how", ["gather", "broadcast"])
-def test_a_changed_length_is_refused(how):
-    printed = on_two_ranks("length", how)
-    assert printed.startswith("Unauthenticated the length of a message of member 1 was received without")
+def test_changed_length_is_refused(how):
+    error = error_on_rank_0(send_wrong_length, how)
+    assert error.startswith("Unauthenticated the length of a message of member 1 was received without")
 
 
-def test_a_message_without_the_right_code_is_refused(tmp_path):
-    assert "member 1 was received without the right authentication code" in on_two_ranks(
-        "forged", tmp_path / "evil"
-    )
+def send_wrong_code(path: Path) -> str:
+    context = join()
+    if rank() == 1:
+        messages.code = lambda *parts, code=messages.code: code(*parts[:-1], b"something else")
+    return error_of(lambda: context.gather(pickle.dumps(Evil(path)) if rank() else b""))
+
+
+def test_message_without_the_right_code_is_refused(tmp_path):
+    error = error_on_rank_0(send_wrong_code, tmp_path / "evil")
+    assert "member 1 was received without the right authentication code" in error
     assert not (tmp_path / "evil").exists()
 
 
@@ -78,7 +240,7 @@ def test_a_message_without_the_right_code_is_refused(tmp_path):
     ],
     ids=range(9),
 )
-def test_a_text_that_no_rank_sends_is_refused(text):
-    """Without a secret, a stranger can send any."""
+def test_malformed_message_is_refused(text):
+    """Without a secret, any process can send it."""
     with pytest.raises(Unauthenticated, match="in a form that no rank sends"):
         messages._unpack(text, [], "a message")

@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, run_command
+from helpers import REPOSITORY
+from helpers.commands import run_command
 
 REPO = Path(__file__).parents[1]
 

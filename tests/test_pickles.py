@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.errors import UserError
 from hpctrain.serialization import CallPayload, FunctionCall, dumps

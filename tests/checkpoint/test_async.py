@@ -11,8 +11,9 @@ import weakref
 
 import pytest
 import torch
-from helpers import environment, wait_for
-from saved_states import names, steps
+from helpers.commands import environment
+from helpers.saved_states import names, steps
+from helpers.waiting import wait_for
 
 from hpctrain.checkpoint import staging
 from hpctrain.checkpoint.io import file_writer

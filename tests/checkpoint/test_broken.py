@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import xxhash
-from saved_states import names, save
+from helpers.saved_states import names, save
 
 from hpctrain.checkpoint.format.manifest import read_verified
 from hpctrain.checkpoint.store import CheckpointStore

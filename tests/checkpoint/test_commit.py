@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import REPOSITORY
-from saved_states import STATE, equal, names, save, steps
+from helpers.saved_states import STATE, equal, names, save, steps
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hpctrain.checkpoint.format.manifest import committed_steps, read_verified

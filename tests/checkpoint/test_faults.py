@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_states import names, steps
+from helpers.saved_states import names, steps
 
 from hpctrain.checkpoint.format.manifest import read_verified
 from hpctrain.checkpoint.io import file_writer

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, wait_for
-from saving_process import LAST_STEP, state, store
+from helpers import SCRIPTS
+from helpers.commands import environment
+from helpers.waiting import wait_for
+from save_until_killed import LAST_STEP, state, store
 
 from hpctrain.checkpoint.store import CheckpointStore
 
@@ -35,7 +37,7 @@ CALLS = (
     "futex",
 )
 MODES = ("sync", "async", "tier")
-SCRIPT = Path(__file__).with_name("saving_process.py")
+SCRIPT = SCRIPTS / "save_until_killed.py"
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
+from helpers.saved_states import names, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_states import names, steps
 
 from hpctrain.checkpoint import listing
 from hpctrain.checkpoint.format.manifest import FileEntry, read_verified

@@ -1,4 +1,4 @@
-"""Saved in a fast folder first, of each node or of all, and copied to the shared one in the background."""
+"""Checkpoints saved in a fast folder first, of each node or of all, and copied to the shared one."""
 
 from __future__ import annotations
 
@@ -6,58 +6,203 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from saved_states import names, steps
+import torch.distributed as dist
+from helpers import rank_checkpoints
+from helpers.ranks import run_on_ranks
+from helpers.saved_states import names, steps
 
 from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.io.retention import Retention
-from hpctrain.checkpoint.store import CheckpointStore
-
-SCRIPT = Path(__file__).with_name("on_ranks.py")
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 
-def on_ranks(scenario: str, folder: Path, ranks: int = 2) -> None:
-    run_forked(SCRIPT, [scenario, str(folder)], {}, ranks=ranks)
+def open_on_node(folder: Path, node: int | str) -> CheckpointStore:
+    return rank_checkpoints.open_store(folder, f"node-{node}")
 
 
-@pytest.mark.parametrize("scenario", ["node_local", "one_node", "a_tier_that_one_node_has_not"])
-def test_two_ranks(tmp_path, scenario):
-    on_ranks(scenario, tmp_path)
+@contextmanager
+def failing_copies(folder: Path) -> Iterator[None]:
+    """Saves stay in the second tier: a file is in the place of the shared folder."""
+    shared = rank_checkpoints.shared_folder(folder)
+    if dist.get_rank() == 0:
+        shared.rename(folder / "aside")
+        shared.write_text("in the way")
+    dist.barrier()
+    yield
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shared.unlink()
+        (folder / "aside").rename(shared)
+    dist.barrier()
+
+
+def save_on_own_node(folder: Path) -> None:
+    rank = dist.get_rank()
+    store, copied = open_on_node(folder, rank), []
+    for step in (1, 2):
+        rank_checkpoints.begin(store, step)
+        assert store.finish(30)
+        ended = store.finished()
+        copied += [each for each in ended if "shared" in each.path.parts]
+        (saved,) = (each for each in ended if "shared" not in each.path.parts)
+        assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
+        assert [path.name for path in saved.path.glob("*.distcp")] == [f"__{rank}_0.distcp"]
+    assert store.close(clean=True) == []
+    copied += store.finished()
+    assert copied[-1].path == rank_checkpoints.shared_folder(folder) / "step-00000002"
+    assert list((folder / f"node-{rank}").iterdir()) == []
+    rank_checkpoints.assert_loads(open_on_node(folder, rank), 2)
+
+
+@pytest.mark.ranks
+def test_each_rank_saves_on_its_node_and_the_parts_are_copied_and_removed(tmp_path):
+    run_on_ranks(save_on_own_node, tmp_path)
+
+
+def save_on_one_node(folder: Path) -> None:
+    store = rank_checkpoints.open_store(folder, "node")
+    rank_checkpoints.save(store, 1)
+    with failing_copies(folder):
+        rank_checkpoints.begin(store, 2)
+        store.close()
+    again = rank_checkpoints.open_store(folder, "node")
+    loaded, _ = again.load_newest()
+    assert loaded.path.parent.parent == folder / "node"
+    assert torch.equal(loaded.state["big"], rank_checkpoints.state(2)["big"])
+    assert again.close(clean=True) == []
+
+
+@pytest.mark.ranks
+def test_ranks_of_one_node_load_the_newest_from_its_folder_and_it_is_copied(tmp_path):
+    run_on_ranks(save_on_one_node, tmp_path)
+    assert (rank_checkpoints.shared_folder(tmp_path) / "step-00000002" / "manifest.json").exists()
+    assert list((tmp_path / "node").iterdir()) == []
+
+
+def save_without_folder_on_node_1(folder: Path) -> None:
+    if dist.get_rank() == 1:
+        (folder / "node-1").write_text("no folder")
+    store = open_on_node(folder, dist.get_rank())
+    rank_checkpoints.begin(store, 1)
+    assert store.finish(30)
+    (saved,) = store.finished()
+    assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
+    assert "second tier" in saved.notes[0]
+    assert "cannot be used" in saved.notes[0]
+
+
+@pytest.mark.ranks
+def test_tier_that_one_node_lacks_is_used_by_none(tmp_path):
+    run_on_ranks(save_without_folder_on_node_1, tmp_path)
+
+
+def save_step_2_on_nodes_only(folder: Path) -> None:
+    """As after a kill before step 2 was copied; step 1 is shared."""
+    rank = dist.get_rank()
+    store = open_on_node(folder, rank)
+    rank_checkpoints.save(store, 1)
+    with failing_copies(folder):
+        rank_checkpoints.begin(store, 2)
+        assert store.finish(30)
+        assert store.close() == []
+    # The copy may fail before the save is reported.
+    failed, saved = sorted(store.finished(), key=lambda each: isinstance(each, CommittedSave))
+    assert (saved.step, saved.path.parent.parent) == (2, folder / f"node-{rank}")
+    assert "step 2 was not written" in str(failed)
 
 
 @pytest.fixture(scope="module")
-def in_the_tier_only(tmp_path_factory) -> Path:
+def nodes_with_step_2(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tier") / "first"
-    on_ranks("only_in_the_tier", folder)
+    run_on_ranks(save_step_2_on_nodes_only, folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("scenario", "ranks"),
-    [
-        ("same_nodes", 2),
-        ("brought_home", 2),
-        ("nodes_exchanged", 2),
-        ("nodes_exchanged", 3),
-        ("a_node_is_gone", 2),
-        ("a_part_is_broken", 2),
-    ],
-)
-def test_restart_from_what_lies_on_the_nodes(in_the_tier_only, tmp_path, scenario, ranks):
-    # The run's folder in the tier is named after the path of its checkpoints: give each test the same.
-    shutil.copytree(in_the_tier_only, tmp_path / "copy")
-    kept = in_the_tier_only.with_name("kept")
-    in_the_tier_only.rename(kept)
-    try:
-        (tmp_path / "copy").rename(in_the_tier_only)
-        on_ranks(scenario, in_the_tier_only, ranks)
-    finally:
-        shutil.rmtree(in_the_tier_only)
-        kept.rename(in_the_tier_only)
+@pytest.fixture
+def nodes(nodes_with_step_2, tmp_path) -> Iterator[Path]:
+    """A copy of `nodes_with_step_2` under the same path: the tier names the run's folder after it."""
+    original = nodes_with_step_2.rename(nodes_with_step_2.with_name("original"))
+    shutil.copytree(original, nodes_with_step_2)
+    yield nodes_with_step_2
+    shutil.rmtree(nodes_with_step_2)
+    original.rename(nodes_with_step_2)
+
+
+def load_and_save_step_3(folder: Path) -> None:
+    store = open_on_node(folder, dist.get_rank())
+    rank_checkpoints.assert_loads(store, 2)
+    assert (rank_checkpoints.shared_folder(folder) / "step-00000002" / "manifest.json").exists()
+    rank_checkpoints.begin(store, 3)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(store, 3)
+
+
+@pytest.mark.ranks
+def test_restart_on_the_same_nodes_joins_their_parts(nodes):
+    run_on_ranks(load_and_save_step_3, nodes)
+
+
+def drain_own_node(folder: Path) -> None:
+    rank = dist.get_rank()
+    assert open_on_node(folder, rank).bring_home(30.0) == []
+    assert list((folder / f"node-{rank}").iterdir()) == []
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
+
+
+@pytest.mark.ranks
+def test_draining_the_nodes_copies_what_only_they_have(nodes):
+    run_on_ranks(drain_own_node, nodes)
+
+
+def load_on_the_next_node(folder: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = open_on_node(folder, (rank + 1) % world_size)
+    rank_checkpoints.assert_loads(store, 2, same_ranks=world_size == 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_restart_with_other_ranks_on_the_nodes_joins_their_parts(nodes, world_size):
+    run_on_ranks(load_on_the_next_node, nodes, world_size=world_size)
+
+
+def load_without_node_1(folder: Path) -> None:
+    store = open_on_node(folder, ["0", "new"][dist.get_rank()])
+    loaded, broken = store.load_newest()
+    assert loaded.step == 1
+    (report,) = broken
+    assert "__1_0.distcp is on no node that is here now" in report
+    for step in (2, 3):
+        rank_checkpoints.begin(store, step)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(store, 3)
+
+
+@pytest.mark.ranks
+def test_restart_without_a_node_loads_the_shared_checkpoint(nodes):
+    run_on_ranks(load_without_node_1, nodes)
+
+
+def load_with_broken_part(folder: Path) -> None:
+    rank = dist.get_rank()
+    if rank == 1:
+        (path,) = (folder / "node-1").glob("*/step-00000002/__1_0.distcp")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    loaded, broken = open_on_node(folder, rank).load_newest()
+    assert loaded.step == 1
+    assert "__1_0.distcp has checksum" in broken[0], broken
+    assert "step-00000002.broken-0" in broken[0]
+
+
+@pytest.mark.ranks
+def test_broken_part_of_a_node_is_skipped(nodes):
+    run_on_ranks(load_with_broken_part, nodes)
 
 
 def state(step: int) -> dict:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from saved_states import equal
+from helpers.saved_states import equal
 
 from hpctrain.checkpoint.format.state_tree import split_tree
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir

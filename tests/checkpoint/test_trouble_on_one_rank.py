@@ -1,48 +1,192 @@
-"""What one rank meets and the others do not: all are told alike, and none waits for another in vain."""
+"""Trouble of one rank: all ranks report the same, and none waits for another in vain."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from saved_states import steps
+import torch.distributed as dist
+from helpers import rank_checkpoints
+from helpers.ranks import run_on_ranks
+from helpers.saved_states import steps
 
 from hpctrain.checkpoint.io import checkpoint_dir
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
+from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.errors import CheckpointError
 
-SCRIPT = Path(__file__).with_name("trouble_on_ranks.py")
-
-
-def on_ranks(scenario: str, folder: Path) -> None:
-    run_forked(SCRIPT, [scenario, str(folder)], {}, ranks=2, timeout=40)
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "a_folder_that_cannot_be_looked_through",
-        "a_tier_that_cannot_be_looked_through",
-        "a_tier_that_is_lost_between_two_saves",
-        "copying_that_fails_on_one_by_a_fake",
-        "telling_of_a_copy_fails_by_a_fake",
-        "copying_that_has_ended_by_a_fake",
-    ],
-)
-def test_two_ranks(tmp_path, scenario):
-    on_ranks(scenario, tmp_path)
+pytestmark = pytest.mark.ranks
 
 
-def test_a_tier_that_has_lost_its_manifests(tmp_path):
-    on_ranks("only_in_the_tier", tmp_path)
-    on_ranks("manifests_that_a_power_cut_took", tmp_path)
+def make_unreadable(path: Path) -> None:
+    """Replace a folder by a link to itself."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to(path.name)
 
 
-def test_a_folder_in_which_nothing_can_be_looked_for_by_a_fake(tmp_path, monkeypatch):
-    """The new checkpoint is there; that no old one could be deleted is said beside it."""
+def fail_to_read(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def open_on_own_node(folder: Path) -> CheckpointStore:
+    return rank_checkpoints.open_store(folder, f"node-{dist.get_rank()}")
+
+
+def save_in_background(store: CheckpointStore, step: int) -> list[object]:
+    """Save within the time that a rank may keep the others waiting."""
+    begun = time.monotonic()
+    rank_checkpoints.begin(store, step)
+    assert store.finish(20)
+    assert time.monotonic() - begun < 15
+    return list(store.finished())
+
+
+def load_error(store: CheckpointStore) -> str:
+    with pytest.raises(CheckpointError) as error:
+        store.load_newest()
+    return str(error.value)
+
+
+def load_from_unreadable_folder(folder: Path) -> str:
+    store = rank_checkpoints.open_store(folder / "checkpoints")
+    if dist.get_rank() == 0:
+        make_unreadable(folder / "checkpoints")
+    dist.barrier()
+    return load_error(store)
+
+
+def test_unreadable_folder_is_reported_by_all_ranks(tmp_path):
+    """Only rank 0 reads it."""
+    message, other = run_on_ranks(load_from_unreadable_folder, tmp_path, timeout=40)
+    assert message == other
+    assert "Too many levels of symbolic links" in message
+    assert "(rank 0)" in message
+
+
+def load_from_unreadable_tier(folder: Path) -> str:
+    store = open_on_own_node(folder)
+    rank_checkpoints.save(store, 1)
+    if dist.get_rank() == 1:
+        make_unreadable(store._tier.site.place.folder)
+    return load_error(store)
+
+
+def test_unreadable_tier_of_one_rank_is_reported_by_all(tmp_path):
+    for message in run_on_ranks(load_from_unreadable_tier, tmp_path, timeout=40):
+        assert "Too many levels of symbolic links" in message
+        assert "(rank 1)" in message
+
+
+def lose_tier_between_saves(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    assert save_in_background(store, 1)
+    if dist.get_rank() == 1:
+        make_unreadable(store._tier.site.place.folder)
+    dist.barrier()
+    for step in (2, 3):
+        ended = save_in_background(store, step)
+        (saved,) = (each for each in ended if isinstance(each, CommittedSave) and each.step == step)
+        assert saved.path.parent.name == "checkpoints"
+        assert "symbolic links" in saved.notes[0]
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 3)
+
+
+def test_tier_lost_between_two_saves_is_replaced_by_the_shared_folder(tmp_path):
+    run_on_ranks(lose_tier_between_saves, tmp_path, timeout=40)
+
+
+def fail_to_copy_on_rank_1(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    own_large_files = TierCopier._own_large_files
+    if dist.get_rank() == 1:
+        TierCopier._own_large_files = fail_to_read
+    save_in_background(store, 1)
+    wait_for_copies(store)
+    TierCopier._own_large_files = own_large_files
+    dist.barrier()
+    ended = save_in_background(store, 2)
+    assert store.close() == []
+    ended += store.finished()
+    paths = [each.path for each in ended if isinstance(each, CommittedSave)]
+    assert rank_checkpoints.shared_folder(folder) / "step-00000002" in paths, ended
+
+
+def wait_for_copies(store: CheckpointStore) -> None:
+    store._tier._copying._thread.join(15)
+    assert not store._tier._copying._thread.is_alive()
+
+
+def test_step_after_a_failed_copy_is_copied(tmp_path):
+    run_on_ranks(fail_to_copy_on_rank_1, tmp_path, timeout=40)
+
+
+def fail_to_prune_after_copy(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    prune = CheckpointDir.prune
+    CheckpointDir.prune = fail_to_read
+    save_in_background(store, 1)
+    store._tier._copying._thread.join(15)
+    CheckpointDir.prune = prune
+    dist.barrier()
+    save_in_background(store, 2)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
+
+
+def test_copying_continues_after_old_checkpoints_could_not_be_listed(tmp_path):
+    run_on_ranks(fail_to_prune_after_copy, tmp_path, timeout=40)
+
+
+def save_after_copying_has_ended(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    if dist.get_rank() == 1:
+        store._tier._copying._agreement._lost = "the ranks have lost touch"
+    (saved,) = save_in_background(store, 1)
+    assert saved.path.parent == rank_checkpoints.shared_folder(folder)
+    assert "nothing is copied from" in saved.notes[0]
+
+
+def test_saves_go_to_the_shared_folder_once_copying_has_ended(tmp_path):
+    run_on_ranks(save_after_copying_has_ended, tmp_path, timeout=40)
+
+
+def lose_manifests_of_tier(folder: Path) -> None:
+    """As after a power cut: nothing in the memory of a node has to survive."""
+    rank = dist.get_rank()
+    store = open_on_own_node(folder)
+    rank_checkpoints.save(store, 1)
+    shared = rank_checkpoints.shared_folder(folder)
+    if rank == 0:
+        shared.rename(folder / "aside")
+        shared.write_text("in the way")
+    dist.barrier()
+    rank_checkpoints.begin(store, 2)
+    assert store.close() == []
+    dist.barrier()
+    if rank == 0:
+        shared.unlink()
+        (folder / "aside").rename(shared)
+    (step,) = (folder / f"node-{rank}").glob("*/step-00000002")
+    (step / "manifest.json").unlink()
+    dist.barrier()
+    loaded, broken = open_on_own_node(folder).load_newest()
+    assert loaded.step == 1
+    (report,) = broken
+    assert "step-00000002.broken-0" in report
+
+
+def test_tier_that_lost_its_manifests_is_skipped(tmp_path):
+    run_on_ranks(lose_manifests_of_tier, tmp_path, timeout=40)
+
+
+def test_save_succeeds_when_old_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
+    """A note says that no old checkpoint was deleted."""
     store = CheckpointStore(tmp_path)
     store.save(1, {"x": torch.zeros(2)}, {})
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 
 @pytest.fixture

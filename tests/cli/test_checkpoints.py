@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from helpers import run_command
+from helpers.commands import run_command
 from safetensors.torch import load_file
 from torch import nn
 

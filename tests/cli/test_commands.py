@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import assert_no_process_left, environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.processes import assert_no_process_left
+from helpers.waiting import wait_for
 
 from hpctrain.cli.common import json_text
 
@@ -65,6 +67,7 @@ def test_bad_input_ends_with_2_and_words(hpctrain, tmp_path, args, words):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+@pytest.mark.ranks
 def test_a_file_that_cannot_be_read_is_one_sentence(hpctrain, tmp_path):
     assert hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
     (tmp_path / "r" / "events.jsonl").unlink()
@@ -123,6 +126,7 @@ def test_dry_run_prints_the_script_alone_and_creates_nothing(hpctrain, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+@pytest.mark.ranks
 def test_the_whole_way(hpctrain, tmp_path):
     """Submitted, followed to the end, looked at, and continued."""
     args = ["--lr", "0.1", "--", "--help", "$(x)", "a\nb", "--nodes", "9"]
@@ -162,6 +166,7 @@ def test_the_whole_way(hpctrain, tmp_path):
     assert hpctrain("logs", "r").stdout == "args ['second']\n"
 
 
+@pytest.mark.ranks
 def test_an_array_names_its_tasks_and_each_script_its_number(hpctrain, tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\nprint(os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['SLURM_ARRAY_TASK_ID'])\n"
@@ -187,6 +192,7 @@ def test_a_failure_ends_with_4_and_the_cause_comes_first(hpctrain, tmp_path):
     assert_no_process_left(tmp_path / "r")
 
 
+@pytest.mark.ranks
 def test_looking_away_leaves_the_run_alone(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     command = [
@@ -235,6 +241,7 @@ def test_a_folder_with_a_specification_of_something_else_is_no_run(hpctrain, tmp
     assert (tmp_path / "other" / "spec.yaml").read_text() == "openapi: 3.0.0\n"
 
 
+@pytest.mark.ranks
 def test_closed_standard_streams_do_not_cost_the_run_its_lock(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
     command = f"{sys.executable} -m hpctrain submit --backend local --run-dir r slow.py <&- >&- 2>&-"

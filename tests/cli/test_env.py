@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.cli.main import cli
 from hpctrain.telemetry.sampling import nvml

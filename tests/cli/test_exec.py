@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 
 DUMP = [
     sys.executable,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers import REPOSITORY, run_command
+from helpers import REPOSITORY
+from helpers.commands import run_command
 
 # Each takes longer to import than the rest of a dry run together, or is a sign that something does.
 HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}

@@ -11,7 +11,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import assert_no_process_left, environment, wait_for
+from helpers.commands import environment
+from helpers.processes import assert_no_process_left
+from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
 
@@ -38,6 +40,7 @@ def crashed(hpctrain, tmp_path):
     return done
 
 
+@pytest.mark.ranks
 def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     # What --follow prints is of rank 0 alone.
     assert crashed.stdout.splitlines()[-1] == "late 0 of 1"
@@ -66,6 +69,7 @@ def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     assert "No failure of run r is on record." in none.stderr
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     shadow = tmp_path / "shadow"
     shadow.mkdir()
@@ -109,6 +113,7 @@ def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, 
     assert_no_process_left(tmp_path / "r")
 
 
+@pytest.mark.ranks
 def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrain, tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\n"
@@ -149,6 +154,7 @@ def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrai
     assert "such as r/task-9" in refused.stderr
 
 
+@pytest.mark.ranks
 def test_looking_away_from_an_array_leaves_all_its_tasks_alone(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     options = ("--backend", "local", "--array", "0-1%2", "--run-dir", "r", "--follow")
@@ -169,6 +175,7 @@ def test_looking_away_from_an_array_leaves_all_its_tasks_alone(hpctrain, tmp_pat
     assert_no_process_left(tmp_path / "r")
 
 
+@pytest.mark.ranks
 def test_looking_away_from_logs_leaves_the_run_alone(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     assert hpctrain("submit", *TWO_RANKS, "slow.py").returncode == 0
@@ -240,6 +247,7 @@ hpctrain.Trainer(max_steps=20, global_batch_size=8, seed=1).fit(Line(), data)
 """
 
 
+@pytest.mark.ranks
 def test_the_cause_comes_first_with_the_users_frames_and_its_victims_in_a_line(hpctrain, tmp_path):
     (tmp_path / "cause.py").write_text(CAUSE)
     done = hpctrain("submit", *TWO_RANKS, "--max-failures", "1", "--follow", "cause.py")

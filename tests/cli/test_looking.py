@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from helpers import on_a_terminal
+from helpers.commands import on_a_terminal
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir
@@ -123,6 +123,7 @@ def test_the_list_has_a_header_on_a_terminal_only(hpctrain, tmp_path):
     assert "loss        2.7978e-12\n" in hpctrain("status", "one").stdout
 
 
+@pytest.mark.ranks
 def test_a_folder_that_looks_like_an_option_can_be_typed_as_it_is_told(hpctrain, tmp_path):
     done = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
     assert done.returncode == 0
@@ -130,6 +131,7 @@ def test_a_folder_that_looks_like_an_option_can_be_typed_as_it_is_told(hpctrain,
     assert hpctrain("status", "./-r", "--json").returncode == 0
 
 
+@pytest.mark.ranks
 def test_what_failed_is_said_once(hpctrain, tmp_path):
     (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
     options = ("--backend", "local", "--max-failures", "1", "--run-dir", "r")

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, run_command, wait_for
+from helpers import REPOSITORY
+from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 from hpctrain.cli import submit
 from hpctrain.cli.resubmit_command import resubmit_command
@@ -96,6 +98,7 @@ def test_an_ending_that_is_no_format(hpctrain, run):
     assert "ends in .pdf, which is no format" in done.stderr
 
 
+@pytest.mark.ranks
 def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
     submitted = hpctrain("submit", "--backend", "local", "--array", "0-1", "--run-dir", "a", "train.py")
     assert submitted.returncode == 0, submitted.stderr
@@ -111,6 +114,7 @@ def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
     assert RunDir(tmp_path / "a").task(1).report.exists()
 
 
+@pytest.mark.ranks
 def test_a_cancelled_run_whose_supervisor_was_killed(hpctrain, tmp_path):
     """The request to cancel is what is left; it is gone once the run is submitted again."""
     (tmp_path / "wait.py").write_text("import time\ntime.sleep(60)\n")

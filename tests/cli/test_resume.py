@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers import wait_for
+from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli
 from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
 from hpctrain.spec.load_spec import load_spec
+
+pytestmark = pytest.mark.ranks
 
 SCRIPT = """
 import os, sys

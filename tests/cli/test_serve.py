@@ -18,9 +18,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-import chromium
 import pytest
-from helpers import environment, wait_for
+from helpers import chromium
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir

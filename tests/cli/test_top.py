@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers import on_a_terminal
+from helpers.commands import on_a_terminal
 
 SCRIPT = """
 import json, os, pathlib, time

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain import sandbox
 from hpctrain.cluster import Ranks, detect

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 

@@ -6,11 +6,13 @@ import os
 import shutil
 
 import pytest
-from helpers import run_command
-from launches import OTHERS, SLURM
-from launching import Launch, check, run
+from helpers.commands import run_command
+from helpers.launches import OTHERS, SLURM
+from helpers.launching import Launch, check, run
 
 from hpctrain import sandbox
+
+pytestmark = pytest.mark.ranks
 
 #: Agents of torchrun take turns in importing torch; submitit looks now and then whether its job has ended.
 _LONG = {"torchrun-two-agents", "torchrun-alone-in-each-task", "submitit-slurm"}

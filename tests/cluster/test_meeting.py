@@ -17,7 +17,7 @@ from dataclasses import asdict
 from itertools import count, islice
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.authentication import new_secret
 from hpctrain.cluster.port_candidates import port_candidates

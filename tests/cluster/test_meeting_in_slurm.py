@@ -8,7 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from helpers import run_command, wait_for
+from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 #: Meets, and tells in one line whom: the numbers that all ranks drew, by way of the port they agreed on.
 RANK = """

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from separate_hosts import SeparateHosts, need_separate_hosts
+from helpers.separate_hosts import SeparateHosts, need_separate_hosts
+
+pytestmark = pytest.mark.ranks
 
 #: Far more than a meeting takes, on a busy machine, too.
 LIMIT_S = 30.0

@@ -1,14 +1,14 @@
-"""`detect` on what launchers really set, as `record.py` kept it: it says who each process truly was."""
+"""`detect` on the recordings of `scripts/record_launches.py`: it finds the true rank of each process."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from helpers.launches import ALL, SLURM
+from helpers.launching import RECORDINGS, check, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import ALL, SLURM
-from launching import RECORDINGS, check, recorded
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EnvironmentMismatch

@@ -20,7 +20,8 @@ from pathlib import Path
 import click
 import pytest
 from helpers import REPOSITORY as REPO
-from helpers import run_command, run_processes
+from helpers.commands import run_command
+from helpers.processes import run_processes
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 TIMEOUT_S, LONG_TIMEOUT_S = 110, 400
@@ -92,7 +93,7 @@ def pages() -> list[object]:
         if script_of(page):
             needs_slurm = any(block.mark == "slurm" for block in blocks_of(page))
             name = str(page.relative_to(REPO))
-            marks = [pytest.mark.slurm] if needs_slurm else []
+            marks = [pytest.mark.ranks, *([pytest.mark.slurm] if needs_slurm else [])]
             marks += [pytest.mark.long, pytest.mark.timeout(LONG_TIMEOUT_S + 10)] if name in LONG else []
             params.append(pytest.param(page, id=name, marks=marks))
     return params

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.sandbox import Sandbox
 

@@ -12,12 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from e2e_runs import JOB, Run
-from helpers import assert_no_process_left, run_processes, wait_for
+from helpers import SCRIPTS
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import JOB, Run
+from helpers.waiting import wait_for
 
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 
-ATTACKER = Path(__file__).with_name("attacker.py")
+ATTACKER = SCRIPTS / "attack_ranks.py"
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
 
 

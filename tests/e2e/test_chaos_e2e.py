@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
-from helpers import assert_no_process_left
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import RUN_LIMIT_S, Run, assert_undisturbed, submit
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_runs import JOB, Run, assert_undisturbed, submit
-from helpers import assert_no_process_left, environment, run_command
+from helpers import REPOSITORY, SCRIPTS
+from helpers.commands import environment, run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import JOB, Run, assert_undisturbed, submit
 
-CLOCKS = Path(__file__).with_name("clocks")
-REPOSITORY = Path(__file__).parents[2]
+CLOCKS = SCRIPTS / "shifted_clocks"
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
 HOUR_S = 3600.0
 

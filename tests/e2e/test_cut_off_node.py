@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import JOB, Run, assert_same_training
-from helpers import assert_no_process_left, wait_for
-from separate_hosts import need_separate_hosts
-from separate_slurm import RunThere, SeparateSlurm
+from helpers.processes import assert_no_process_left
+from helpers.separate_hosts import need_separate_hosts
+from helpers.separate_slurm import RunThere, SeparateSlurm
+from helpers.training_runs import JOB, Run, assert_same_training
+from helpers.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -9,16 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run
-from forked import run_forked
-from helpers import assert_no_process_left, mounted_disk, run_command, wait_for
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.disks import mounted_disk
+from helpers.fork_server import run_forked
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
 
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import RunFailed
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-SCRIPT = Path(__file__).with_name("troubled.py")
+SCRIPT = SCRIPTS / "train_on_failing_disk.py"
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_same_training
-from helpers import assert_no_process_left, run_command, wait_for
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import JOB, RUN_LIMIT_S, Run, assert_same_training
+from helpers.waiting import wait_for
 
 SHAPE = ["--nodes", "2:4", "--gpus-per-node", "2"]
 
@@ -15,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def submit(path: Path, env: Mapping[str, str], shape: list[str], *, step_s: float) -> Run:
-    """Submit `job.py` without dropout, whose random numbers are a rank's own; does not wait."""
+    """Submit `train_classifier.py` without dropout, whose random numbers are a rank's own; does not wait."""
     run = Run(path, env)
     words = ["--run-dir", str(path), str(JOB), "--step-s", str(step_s), "--dropout", "0"]
     run.hpctrain("submit", *shape, *words)

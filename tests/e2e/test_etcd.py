@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-from e2e_runs import JOB, LAST_STEP, RUN_LIMIT_S, Run, assert_undisturbed
-from helpers import assert_no_process_left, wait_for
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import JOB, LAST_STEP, RUN_LIMIT_S, Run, assert_undisturbed
+from helpers.waiting import wait_for
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2"]
 

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import functions
+import executor_functions
 import pytest
 import submitit
-from functions import Count
-from helpers import assert_no_process_left, environment, run_command, wait_for
+from executor_functions import Count
+from helpers.commands import environment, run_command
+from helpers.processes import assert_no_process_left
+from helpers.waiting import wait_for
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from hpctrain import Executor, RunFailed
@@ -72,7 +74,7 @@ def wait_for_step(job: Job[Any], step: int) -> None:
 @SLURM_FIRST
 def test_every_rank_has_a_result_and_the_process_group(executor, backend):
     executor.update_parameters(gpus_per_node=2)
-    job = executor.submit(functions.introduce, base=10)
+    job = executor.submit(executor_functions.introduce, base=10)
     assert isinstance(job, submitit.Job)
     assert job.results() == [(rank, 4, 46.0) for rank in range(4)]
     assert job.task(2).result() == (2, 4, 46.0)
@@ -85,14 +87,14 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
 @SLURM_FIRST
 def test_an_exception_comes_back_once_with_its_rank_host_and_log(executor):
     executor.update_parameters(ntasks_per_node=2)
-    job = executor.submit(functions.fail_on, 3)
+    job = executor.submit(executor_functions.fail_on, 3)
     error = job.exception()
     assert isinstance(error, FailedJobError)
     assert isinstance(error, RunFailed)
     host = next(event["hosts"][1] for event in job.run.dir.read_events() if event["kind"] == "started")
     assert (error.rank, error.host, error.log) == (3, host, str(job.run.dir.rank_log(0, 3)))
     assert f"rank 3 on {host}: ValueError: no such thing. Log: {error.log}\n" in str(error)
-    assert "functions.py" in str(error)
+    assert "executor_functions.py" in str(error)
     assert "worker.py" not in str(error)
     assert isinstance(error.__cause__, ValueError)
     with pytest.raises(FailedJobError, match="no such thing"):
@@ -106,14 +108,14 @@ def test_an_exception_comes_back_once_with_its_rank_host_and_log(executor):
 @pytest.mark.long
 @LOCAL
 def test_a_killed_rank_is_started_again(executor):
-    assert executor.submit(functions.die_once, 1).results() == ["1", "1"]
+    assert executor.submit(executor_functions.die_once, 1).results() == ["1", "1"]
 
 
 @pytest.mark.long
 @LOCAL
 def test_max_failures_has_an_exception_tried_again(executor):
     executor.update_parameters(max_failures=2, nodes=1)
-    job = executor.submit(functions.fail_on, 0)
+    job = executor.submit(executor_functions.fail_on, 0)
     assert "no such thing" in str(job.exception())
     assert job.run.dir.attempts() == [0, 1]
 
@@ -121,7 +123,7 @@ def test_max_failures_has_an_exception_tried_again(executor):
 @pytest.mark.long
 @LOCAL
 def test_a_result_that_cannot_be_pickled_is_named(executor):
-    job = executor.submit(functions.unpicklable, 1)
+    job = executor.submit(executor_functions.unpicklable, 1)
     error = job.exception()
     assert "rank 1 on local-1: UserError: unpicklable(): result['model'][0]" in str(error)
     assert "ProcessGroup, which cannot be pickled" in str(error)
@@ -133,7 +135,10 @@ def test_a_result_that_cannot_be_pickled_is_named(executor):
 def test_exits_of_the_function(executor):
     executor.update_parameters(nodes=1)
     with executor.batch():
-        fine, bad = executor.submit(functions.leave_with, 0), executor.submit(functions.leave_with, "no data")
+        fine, bad = (
+            executor.submit(executor_functions.leave_with, 0),
+            executor.submit(executor_functions.leave_with, "no data"),
+        )
     assert fine.result() is None
     assert "leave_with() called sys.exit('no data')" in str(bad.exception())
     assert bad.run.dir.attempts() == [0]
@@ -142,8 +147,8 @@ def test_exits_of_the_function(executor):
 @pytest.mark.long
 @SLURM_FIRST
 def test_a_preempted_training_returns_what_an_undisturbed_one_returns(executor):
-    undisturbed = executor.submit(functions.train, step_s=0.0)
-    job = executor.submit(functions.train, step_s=0.1)
+    undisturbed = executor.submit(executor_functions.train, step_s=0.0)
+    job = executor.submit(executor_functions.train, step_s=0.1)
     submitted = job.run.dir.function.read_bytes()
     steps = lambda: [record["step"] for record in read_json_lines(job.run.dir.metrics)]  # noqa: E731
     wait_for(lambda: max(steps(), default=0) >= 10, 60, "step 10")
@@ -157,7 +162,7 @@ def test_a_preempted_training_returns_what_an_undisturbed_one_returns(executor):
 
 @LOCAL_FIRST
 def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
-    job = executor.submit(functions.count_with_own_file, 30)
+    job = executor.submit(executor_functions.count_with_own_file, 30)
     wait_for_step(job, 5)
     job.run.requeue()
     (first, last), other = job.results()
@@ -210,9 +215,9 @@ def test_several_ranks_without_an_agreement_start_anew(executor):
 @SLURM
 def test_a_job_waits_runs_and_is_cancelled(executor):
     executor.update_parameters(begin="now+1hour")
-    waiting = executor.submit(functions.sleep, 300)
+    waiting = executor.submit(executor_functions.sleep, 300)
     executor.update_parameters(begin=None)
-    running = executor.submit(functions.sleep, 300)
+    running = executor.submit(executor_functions.sleep, 300)
     assert waiting.state == "PENDING"
     wait_for((running.run.dir.path / "asleep-1").exists, 60, "the function")
     assert running.get_info()["State"] == "RUNNING"

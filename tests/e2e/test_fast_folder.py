@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run
-from helpers import assert_no_process_left
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run
 
 from hpctrain.checkpoint.listing import list_checkpoints
 

@@ -10,8 +10,10 @@ import time
 from contextlib import suppress
 
 import pytest
-from e2e_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
-from helpers import assert_no_process_left, mounted_disk, run_processes, wait_for
+from helpers.disks import mounted_disk
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
+from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import ProcessInfo
 

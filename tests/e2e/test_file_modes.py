@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_runs import Run
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
 
 from hpctrain import Executor, RunFailed
 from hpctrain.jobs.runs import run as jobs

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, preempt
-from helpers import REPOSITORY, assert_no_process_left, run_command, wait_for
+from helpers import REPOSITORY
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import RUN_LIMIT_S, Run, preempt
+from helpers.waiting import wait_for
 
 #: A stop of Lightning may take half a minute: its own handler of SIGTERM can lock two ranks up.
 pytestmark = pytest.mark.timeout(400)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_runs import JOB, Run, assert_undisturbed
-from helpers import assert_no_process_left
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import JOB, Run, assert_undisturbed
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
@@ -32,7 +32,7 @@ def hang(tmp_path: Path, env: dict[str, str], shape: list[str], how: str, *more:
 def test_a_rank_in_an_endless_loop_is_named_with_its_line(tmp_path):
     # The first save is long, and would make the supervisor patient.
     run, failure = hang(tmp_path, {}, LOCAL, "loop", "--checkpoint-every", "100", "--epochs", "1")
-    assert "rank 1 on local-1 is in never_return (hanging.py:" in failure["cause"]
+    assert "rank 1 on local-1 is in never_return (hang.py:" in failure["cause"]
     assert "1 of 2 ranks wait in" in failure["cause"]
     assert "in never_return" in run.dir.stacks(0, 1).read_text()
     assert "in never_return" not in run.dir.stacks(0, 0).read_text()

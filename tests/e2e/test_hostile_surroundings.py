@@ -13,8 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run
-from helpers import assert_no_process_left, environment, mounted_disk, run_command, run_processes, wait_for
+from helpers.commands import environment, run_command
+from helpers.disks import mounted_disk
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
 
 OPTIONS = ["--backend", "local", "--ntasks-per-node", "1", "--no-code-snapshot"]
 #: Processes and threads that a namespace of a test has room for.

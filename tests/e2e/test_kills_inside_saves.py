@@ -15,14 +15,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from forked import start_forked
-from helpers import wait_for
+from helpers import SCRIPTS
+from helpers.fork_server import start_forked
+from helpers.waiting import wait_for
 
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-SCRIPT = Path(__file__).with_name("saving_ranks.py")
+SCRIPT = SCRIPTS / "save_every_step.py"
 CALLS = ("openat", "write", "fsync", "close", "mkdir", "rename", "unlinkat", "rmdir")
 #: The call of a thread, as strace logs it with the paths of file descriptors.
 _CALL = re.compile(r"(\d+) +(\w+)\((.*)")

@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
-from helpers import assert_no_process_left
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import LAST_STEP, Run, any_rank, assert_undisturbed, submit
 
 from hpctrain.checkpoint.listing import list_checkpoints
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 
 import pytest
-from e2e_runs import (
+from helpers.commands import environment
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import (
     JOB,
     LAST_STEP,
     Run,
@@ -17,7 +19,7 @@ from e2e_runs import (
     check_words,
     submit,
 )
-from helpers import assert_no_process_left, environment, wait_for
+from helpers.waiting import wait_for
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
 WORLD_SIZE = 4

@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import run_command, run_processes
+from helpers.commands import run_command
+from helpers.processes import run_processes
 
 NUM_RUNS = 200
 #: What the supervisor and the rank of a run take, with what they share with others.

@@ -6,8 +6,9 @@ import random
 import time
 
 import pytest
-from e2e_runs import Run, any_rank, assert_undisturbed, submit
-from helpers import assert_no_process_left, wait_for
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, any_rank, assert_undisturbed, submit
+from helpers.waiting import wait_for
 
 ROUNDS = 10
 LOCAL = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]

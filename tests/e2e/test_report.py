@@ -9,8 +9,10 @@ import signal
 from itertools import pairwise
 
 import pytest
-from e2e_runs import LAST_STEP, Run, preempt
-from helpers import run_processes, wait_for
+from helpers import SCRIPTS
+from helpers.processes import run_processes
+from helpers.training_runs import LAST_STEP, Run, preempt
+from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.text import format_duration
@@ -54,7 +56,7 @@ def shares_by_hand(events: list[dict]) -> dict[str, float]:
 
 def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     run = Run(tmp_path / "run", slurm.env)
-    script = __file__.replace("test_report.py", "slow_job.py")
+    script = str(SCRIPTS / "train_slowly.py")
     shape = ["--nodes", "2", "--gpus-per-node", "1"]
     run.hpctrain("submit", *shape, "--run-dir", str(run.path), script, "0.4")
     new_steps(run, 0)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, preempt, submit
-from helpers import assert_no_process_left, wait_for
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import RUN_LIMIT_S, Run, preempt, submit
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 

@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run
-from helpers import assert_no_process_left, run_command, wait_for
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
 
 SCRIPT = """
 import os, time

@@ -7,13 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run, samples_by_epoch
-from helpers import assert_no_process_left, wait_for
-from phases import NUM_EPOCHS, NUM_SAMPLES
+from helpers import SCRIPTS
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, samples_by_epoch
+from helpers.waiting import wait_for
+from pause_in_phase import NUM_EPOCHS, NUM_SAMPLES
 
 from hpctrain.slurm.command import list_rank_steps, run_slurm
 
-SCRIPT = Path(__file__).with_name("phases.py")
+SCRIPT = SCRIPTS / "pause_in_phase.py"
 SHAPES = {
     "local": ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"],
     "slurm": ["--nodes", "2", "--gpus-per-node", "1"],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import LAST_STEP, Run, any_rank, assert_undisturbed, check_words, preempt, submit
-from helpers import assert_no_process_left, run_command, wait_for
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import LAST_STEP, Run, any_rank, assert_undisturbed, check_words, preempt, submit
+from helpers.waiting import wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
 WORLD_SIZE = 8

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from e2e_runs import Run, assert_undisturbed, submit
-from helpers import assert_no_process_left, run_processes, wait_for
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import Run, assert_undisturbed, submit
+from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import ProcessInfo
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from e2e_runs import LAST_STEP, Run, assert_every_sample_once, assert_undisturbed, preempt, submit
-from helpers import assert_no_process_left
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import (
+    LAST_STEP,
+    Run,
+    assert_every_sample_once,
+    assert_undisturbed,
+    preempt,
+    submit,
+)
 
 SHAPE = ["--nodes", "2", "--gpus-per-node", "2"]
 

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
-from helpers import assert_no_process_left, run_command, wait_for
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 
@@ -188,7 +191,7 @@ def test_a_job_that_waits_for_the_run_waits_for_its_successor(site, tmp_path):
 @pytest.mark.long
 def test_the_successor_of_an_array_task_touches_that_task_alone(site, tmp_path):
     run = Run(tmp_path / "run", site.env)
-    script = Path(__file__).with_name("job.py")
+    script = SCRIPTS / "train_classifier.py"
     shape = ["--nodes", "1", "--gpus-per-node", "1", "--array", "0-1"]
     run.hpctrain("submit", *shape, "--run-dir", str(run.path), str(script), "--step-s", "0.2")
     tasks = [Run(run.path / f"task-{index}", site.env) for index in range(2)]

@@ -7,8 +7,9 @@ import os
 import signal
 
 import pytest
-from e2e_runs import RUN_LIMIT_S, Run
-from helpers import assert_no_process_left, run_processes, wait_for
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import RUN_LIMIT_S, Run
+from helpers.waiting import wait_for
 
 #: Attempt by attempt as the first argument says; the last one sums up the ranks.
 SCRIPT = """

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run, preempt
-from helpers import assert_no_process_left
+from helpers import SCRIPTS
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, preempt
 
-SCRIPT = Path(__file__).with_name("ends_early.py")
+SCRIPT = SCRIPTS / "end_early.py"
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run
-from helpers import assert_no_process_left, run_processes, wait_for
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-SCRIPT = Path(__file__).with_name("resumable.py")
+SCRIPT = SCRIPTS / "stop_and_resume.py"
 LAST_STEP, BATCH, SAMPLES = 30, 16, 203
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 

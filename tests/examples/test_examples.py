@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, run_command, wait_for
+from helpers import REPOSITORY
+from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 EXAMPLES = REPOSITORY / "examples"
 TIMEOUT_S = 100

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import environment
+from helpers.commands import environment
+from helpers.fake_slurm import FakeSlurm
 
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.validation import check_spec
-from jobs.fake_slurm import FakeSlurm
 
 _SUPERVISOR = """#!{python}
 import json, os, signal, sys, time

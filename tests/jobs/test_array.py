@@ -8,7 +8,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from helpers import assert_no_process_left, environment, run_processes, wait_for
+from helpers.commands import environment
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
 from hpctrain.jobs.runs.follow import follow_run
@@ -21,6 +23,8 @@ from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.telemetry.sampling import nvml
+
+pytestmark = pytest.mark.ranks
 
 
 def states(run: Run) -> list[str]:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.runs.run import Run

@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
 
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared

@@ -9,7 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import chaos

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, environment, wait_for
+from helpers import REPOSITORY, SCRIPTS
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.options.spec_builder import build_spec
@@ -20,6 +22,8 @@ from hpctrain.spec.container import Container
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.worker_command import worker_command
+
+pytestmark = pytest.mark.ranks
 
 SCRIPT = """
 import json, os, sys, time
@@ -75,7 +79,7 @@ class Place:
         self.bin.mkdir()
         for name in ("apptainer", "srun"):
             program = self.bin / name
-            fake = Path(__file__).with_name("fake_container.py")
+            fake = SCRIPTS / "fake_container.py"
             program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake}" {name} "$@"\n')
             program.chmod(0o755)
 

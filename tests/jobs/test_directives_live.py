@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SpecError, UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 
 
 @pytest.mark.parametrize(

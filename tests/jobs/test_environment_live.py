@@ -7,7 +7,8 @@ import shlex
 import sys
 
 import pytest
-from helpers import run_command, wait_for
+from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 #: Slurm may delay a job by two minutes.
 pytestmark = pytest.mark.timeout(400)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import submitit
-from helpers import REPOSITORY, environment, wait_for
+from helpers import REPOSITORY
+from helpers.commands import environment
+from helpers.waiting import wait_for
 from submitit.slurm.slurm import _make_sbatch_string
 
 from hpctrain import Executor

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.code_snapshot import plan_snapshot

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SpecError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 
 from hpctrain.files import append_json_line
 from hpctrain.jobs.runs.run import list_runs, query_statuses

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from helpers import environment, run_command
+from helpers.commands import environment, run_command
 
 _SCRIPT = "print('trained')\n"
 
@@ -48,7 +48,7 @@ def test_what_the_batch_script_said_before_it_died_is_shown(hpctrain, tmp_path, 
 @pytest.mark.parametrize("array", [(), ("--array", "0-1")], ids=["run", "array"])
 def test_nobody_waits_for_a_run_that_can_never_start(hpctrain, slurm, array):
     """Slurm's own commands only: that the job it waits for is fine shows after the submission."""
-    hold = ["sbatch", "--parsable", "--hold", "--wrap", "true"]
+    hold = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
     job = run_command(hold, slurm.env).stdout.strip()
     submit = ("submit", "--run-dir", "runs/r", "--time", "5", "--dependency", f"afternotok:{job}", *array)
     try:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import environment, wait_for
+from helpers.batch_jobs import Slurm
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
-from jobs.raw_run import Slurm
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 #: cgroup.conf(5); the first version of groups, for which a group of ours has no need of systemd.

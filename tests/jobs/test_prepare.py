@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from helpers import environment
+from helpers.commands import environment
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs.run import Run

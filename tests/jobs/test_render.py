@@ -7,7 +7,9 @@ import sys
 import sysconfig
 
 import pytest
-from helpers import REPOSITORY, environment, run_command
+from helpers import REPOSITORY
+from helpers.commands import environment, run_command
+from helpers.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
@@ -15,7 +17,6 @@ from hpctrain.jobs.submit.render import TEMPLATE_SUFFIX, render, shipped_templat
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.shell_setup import ShellSetup
-from jobs.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 HOSTILE = [
     "a b",

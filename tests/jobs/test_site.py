@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import environment
+from helpers.commands import environment
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import resolve_options

@@ -6,7 +6,8 @@ import json
 import sys
 
 import pytest
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
 from hpctrain.jobs.runs.follow import follow_run

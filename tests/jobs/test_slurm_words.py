@@ -8,12 +8,12 @@ import signal
 import time
 
 import pytest
+from helpers.fake_slurm import queued, recorded
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
-from jobs.fake_slurm import queued, recorded
 
 
 def test_a_refusal_is_in_slurms_own_words_and_leaves_no_folder(fake_slurm, prepared, tmp_path):

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, run_command, wait_for
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.code_snapshot import CodeSnapshot

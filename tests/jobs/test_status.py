@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.fake_slurm import NO_ACCOUNTING, NOT_THERE, OUT_OF_REACH, FakeSlurm, queued, recorded, shown
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
@@ -17,7 +18,6 @@ from hpctrain.records import checkpoint_health, successor
 from hpctrain.records.run_record import JobRecord
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobStateView, RunState, parse_job_state
-from jobs.fake_slurm import NO_ACCOUNTING, NOT_THERE, OUT_OF_REACH, FakeSlurm, queued, recorded, shown
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 

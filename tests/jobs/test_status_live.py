@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import environment, wait_for
+from helpers.batch_jobs import Slurm
+from helpers.commands import environment
+from helpers.slurm_truth import Truth, assert_true
+from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
@@ -18,8 +21,6 @@ from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit.dependency import resolve_dependency
 from hpctrain.records.run_record import JobRecord
 from hpctrain.slurm.states import RunState
-from jobs.controller import Truth, assert_true
-from jobs.raw_run import Slurm
 
 pytestmark = pytest.mark.slurm
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from helpers import environment, wait_for
+from helpers.batch_jobs import Slurm
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.cluster.processes import processes
 from hpctrain.jobs.runs.run import Run
 from hpctrain.slurm.states import RunState
-from jobs.raw_run import Slurm
 
 pytestmark = pytest.mark.slurm
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import environment
+from helpers.commands import environment
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 

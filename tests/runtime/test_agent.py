@@ -14,6 +14,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from hpctrain.runtime.rendezvous.signed_rendezvous import ForgedState, SignedBackend, register
 from hpctrain.runtime.torchrun_agent import torchrun_options
 
+pytestmark = pytest.mark.ranks
+
 PLAN = {"nodes": 2, "ranks_per_node": 4, "backend": "c10d", "endpoint": None, "worker": ["python", "x"]}
 ENVIRON = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "SLURM_JOB_ID": "7", "HPCTRAIN_ATTEMPT": "3"}
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from helpers import environment
+from helpers.commands import environment
 from torch.distributed import HashStore
 
 from hpctrain.authentication import new_secret

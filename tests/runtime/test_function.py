@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import environment
+from helpers.commands import environment
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError

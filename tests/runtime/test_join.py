@@ -10,16 +10,18 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, run_command
-from separate_hosts import SeparateHosts, need_separate_hosts
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.separate_hosts import SeparateHosts, need_separate_hosts
 from torch.distributed import TCPStore
 
 from hpctrain.files import read_json_lines
 
-RANK = Path(__file__).with_name("joining.py")
+pytestmark = pytest.mark.ranks
+
+RANK = SCRIPTS / "join_and_sum.py"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_gloo_crosses_hosts_of_ipv6_only(hosts):
 @pytest.mark.parametrize(("num_nodes", "num_ranks"), [(2, 3), (4, 8)], ids=str)
 def test_the_trainer_under_a_bare_srun(slurm, tmp_path, num_nodes, num_ranks):
     """Nobody tells the ranks where to meet."""
-    script = REPOSITORY / "tests" / "e2e" / "job.py"
+    script = SCRIPTS / "train_classifier.py"
     env = {**slurm.env, "HPCTRAIN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     words = ["srun", f"-N{num_nodes}", f"-n{num_ranks}", sys.executable, script, "--epochs", "1"]
     run_command(words, env, cwd=tmp_path, timeout=100)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from helpers import environment
+from helpers.commands import environment
 
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import unfinished_training
 from hpctrain.runtime.unfinished_training import TrainingMarker
+
+pytestmark = pytest.mark.ranks
 
 STEP = {
     "SLURM_JOB_ID": "7",

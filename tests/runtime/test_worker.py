@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, wait_for
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
 
 STEP = {
     "SLURM_JOB_ID": "7",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain import sandbox
 from hpctrain.cli.sandbox import command

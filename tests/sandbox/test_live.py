@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import run_command, wait_for
+from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes

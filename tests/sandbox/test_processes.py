@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import wait_for
+from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import environment
+from helpers.commands import environment
 
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec

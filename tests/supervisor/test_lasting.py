@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import mounted_disk, wait_for
+from helpers.disks import mounted_disk
+from helpers.waiting import wait_for
 
 from hpctrain.errors import HpctrainError
 from hpctrain.rundir import RunDir

@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from helpers import environment, wait_for
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain.records import lease as module
 from hpctrain.records.lease import EXPIRY_S, Lease, LeaseHeld, newest_lease

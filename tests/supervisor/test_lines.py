@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers import wait_for
+from helpers.waiting import wait_for
 
 from hpctrain.authentication import Signed, code, new_nonce, seal
 from hpctrain.cluster import Ranks

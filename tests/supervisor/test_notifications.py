@@ -16,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import mounted_disk, run_command, wait_for
+from helpers.commands import run_command
+from helpers.disks import mounted_disk
+from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import processes
 from hpctrain.errors import SpecError

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from run_stories import START, STRAGGLER, Story, submitted, write_run
+from helpers.run_stories import START, STRAGGLER, Story, submitted, write_run
 from test_report_page import facts_of
 
 from hpctrain.rundir import RunDir

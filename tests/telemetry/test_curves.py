@@ -3,9 +3,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from helpers.run_stories import submitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_stories import submitted
 
 from hpctrain.telemetry.report.metric_curves import MetricCurves, downsample, step_rates
 

@@ -6,7 +6,7 @@ import sys
 
 import pynvml
 import pytest
-from pretended_driver import PretendDriver, TalkativeDriver, pretend
+from helpers.fake_gpu_driver import PretendDriver, TalkativeDriver, pretend
 
 from hpctrain.files import read_json_lines
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus

@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.run_stories import START, Story, submitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_stories import START, Story, submitted
 
 from hpctrain.rundir import EventKind
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput

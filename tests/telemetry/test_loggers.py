@@ -11,8 +11,8 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
-import tracker_files
-from helpers import environment
+from helpers import tracker_files
+from helpers.commands import environment
 
 from hpctrain.errors import UserError
 from hpctrain.files import append_json_line

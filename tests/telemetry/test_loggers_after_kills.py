@@ -9,8 +9,10 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
-import tracker_files
-from helpers import assert_no_process_left, run_command, run_processes, wait_for
+from helpers import tracker_files
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir

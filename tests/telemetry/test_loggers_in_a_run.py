@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import assert_no_process_left, run_command, wait_for
-from tracker_files import csv_points, tensorboard_points
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.tracker_files import csv_points, tensorboard_points
+from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
 
 SCRIPT = """
 import time, torch, hpctrain

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import assert_no_process_left, environment, run_command, run_processes, wait_for
+from helpers.commands import environment, run_command
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
 
 SCRIPT = """
 import os, pathlib, signal, time

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from chromium import Chromium, find
-from run_stories import disturbed, write_run
+from helpers.chromium import Chromium, find
+from helpers.run_stories import disturbed, write_run
 from test_report_page import SPEC, facts_of, hostile_page, losing
 
 from hpctrain.telemetry.report.comparison_page import render_comparison

@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from run_stories import START, Story, disturbed, submitted, write_run
+from helpers.run_stories import START, Story, disturbed, submitted, write_run
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.comparison_page import render_comparison

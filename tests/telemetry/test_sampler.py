@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, wait_for
+from helpers.commands import environment
+from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from run_stories import disturbed, write_run
+from helpers.run_stories import disturbed, write_run
 from test_report_page import facts_of
 
 from hpctrain.cli.resubmit_command import resubmit_command

@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
+from helpers.run_stories import START, STRAGGLER, Story, submitted
 from rich.cells import cell_len
-from run_stories import START, STRAGGLER, Story, submitted
 
 from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, format_view
 

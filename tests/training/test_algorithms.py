@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from agree import NUM_WEIGHTS, Digits, samples
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_trainer import variables
 from torch import nn
+from train_with_algorithm import NUM_WEIGHTS, Digits, samples
 
 import hpctrain
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
@@ -21,12 +22,14 @@ from hpctrain.training.algorithms.decentralized import tournament_peer
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.sample_order import SampleOrder
 
-SCRIPT = Path(__file__).with_name("agree.py")
+pytestmark = pytest.mark.ranks
+
+SCRIPT = SCRIPTS / "train_with_algorithm.py"
 STEPS = 120
 
 
 def train(run: Path, *words: object, ranks: int = 2) -> dict:
-    """What `agree.py` printed; all ranks end with the same weights, to the bit."""
+    """What `train_with_algorithm.py` printed; all ranks end with the same weights, to the bit."""
     printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
     told = json.loads(printed.splitlines()[-1])
     assert told["same"]

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers import run_command
+from helpers.commands import run_command
 
 import hpctrain
 from hpctrain.errors import UserError
@@ -41,6 +41,7 @@ trainer.fit(Wide(), TensorDataset(torch.randn(64, 256)))
 """
 
 
+@pytest.mark.ranks
 def test_gradients_go_in_parts_of_the_size_that_was_asked_for(tmp_path):
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
     script.write_text(SCRIPT)

@@ -13,7 +13,8 @@ import time
 
 import pytest
 import torch
-from helpers import REPOSITORY, wait_for
+from helpers import REPOSITORY
+from helpers.waiting import wait_for
 
 import hpctrain
 from hpctrain.buffered_writer import BufferedLineWriter

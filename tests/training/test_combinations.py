@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,13 +14,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from forked import run_forked
-from helpers import REPOSITORY
+from helpers import REPOSITORY, SCRIPTS
+from helpers.fork_server import run_forked
+from train_with_strategies import by_hand, in_turns
 
-SCRIPT = Path(__file__).with_name("strategic.py")
-sys.path.insert(0, str(SCRIPT.parent))
-
-from strategic import by_hand, in_turns  # noqa: E402 (a script, not a package)
+SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -70,6 +67,7 @@ def outcomes(strategy: str) -> dict[str, dict]:
         return dict(zip(WISHES, torch.load(out, weights_only=True), strict=True))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_trains_or_says_why_not(strategy, wish):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.iterable_datasets import OwnIterator, Sharded, Stateful, Whole
+from helpers.simulated_ranks import Leg, train_leg
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Leg, train_leg
-from streams import OwnIterator, Sharded, Stateful, Whole
 from torch.utils.data import Dataset, IterableDataset
 
 import hpctrain

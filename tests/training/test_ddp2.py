@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import os
 
 import pytest
 import torch
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
+from helpers.ranks import run_on_ranks
 from torch.nn import functional as F
+from train_contrastive import Contrast, pairs
+from train_small import Small, dataset
 
+import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank
 from hpctrain.training.data.sample_order import SampleOrder
@@ -17,10 +21,9 @@ from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.ddp2 import DDP2
 
-SCRIPT = Path(__file__).with_name("contrast.py")
-sys.path.insert(0, str(SCRIPT.parent))
+pytestmark = pytest.mark.ranks
 
-from contrast import Contrast, pairs  # noqa: E402 (a script, not a package)
+SCRIPT = SCRIPTS / "train_contrastive.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -93,42 +96,33 @@ def test_without_other_ranks_the_batch_is_that_of_the_process(tmp_path):
         assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-6), name
 
 
-def test_outputs_that_do_not_fit_together_are_named(tmp_path):
-    script = tmp_path / "odd.py"
-    script.write_text(
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "from contrast import Contrast, pairs\n"
-        "import hpctrain\n"
-        "class Odd(Contrast):\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        outputs = super().training_step(batch, batch_idx)\n"
-        "        if os.environ['RANK'] == '1':\n"
-        "            outputs['left'] = outputs['left'][:, :3]\n"
-        "        return outputs\n"
-        "trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy='ddp2')\n"
-        "trainer.fit(Odd(), pairs())\n"
-    )
+class Odd(Contrast):
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        if os.environ["RANK"] == "1":
+            outputs["left"] = outputs["left"][:, :3]
+        return outputs
+
+
+def train_odd() -> None:
+    hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy="ddp2").fit(Odd(), pairs())
+
+
+def test_outputs_that_do_not_fit_together_are_named():
     with pytest.raises(AssertionError, match=r"(?s)rank 0, 4 samples: .*rank 1, 4 samples: .*\[3\]"):
-        run_forked(script, [], VARIABLES, ranks=2)
+        run_on_ranks(train_odd, group=False)
 
 
-def test_a_module_without_an_end_of_its_step_is_trained_as_with_ddp(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text(
-        "import sys, torch\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "from small import Small, dataset\n"
-        "import hpctrain\n"
-        "trainer = hpctrain.Trainer(max_steps=3, global_batch_size=32, strategy=sys.argv[1], seed=1)\n"
-        "module = Small(norm=False)\n"
-        "trainer.fit(module, dataset())\n"
-        "print(*(p.double().sum().item() for p in module.parameters()))\n"
-    )
-    results = [
-        run_forked(script, [strategy], VARIABLES, ranks=2).splitlines()[-1] for strategy in ("ddp", "ddp2")
-    ]
-    assert results[0] == results[1]
+def train_without_step_end(strategy: str) -> list[torch.Tensor]:
+    trainer = hpctrain.Trainer(max_steps=3, global_batch_size=32, strategy=strategy, seed=1)
+    module = Small(norm=False)
+    trainer.fit(module, dataset())
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def test_a_module_without_an_end_of_its_step_is_trained_as_with_ddp():
+    ddp, ddp2 = (run_on_ranks(train_without_step_end, name, group=False)[0] for name in ("ddp", "ddp2"))
+    assert all(map(torch.equal, ddp, ddp2))
 
 
 def test_auto_is_what_the_job_asks_for_and_ddp_otherwise():

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from exact import NUM_SAMPLES, Exact, samples
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_trainer import variables
+from train_in_float64 import NUM_SAMPLES, Exact, samples
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.data.sample_order import SampleOrder
 
-SCRIPT = Path(__file__).with_name("exact.py")
+pytestmark = pytest.mark.ranks
+
+SCRIPT = SCRIPTS / "train_in_float64.py"
 
 
 def train(run: Path, *words: object, ranks: int = 1) -> list[float]:

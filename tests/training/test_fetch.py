@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from simulated import ALONE
-from streams import Sharded
+from helpers.iterable_datasets import Sharded
+from helpers.simulated_ranks import ALONE
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 import hpctrain

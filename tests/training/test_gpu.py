@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_trainer import losses, train
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, monkeypatch):

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_command
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from train_with_strategies import by_hand
 
 import hpctrain
 from hpctrain.training.strategies import horovod
 from hpctrain.training.strategies.horovod import _slot
 
-SCRIPT = Path(__file__).with_name("strategic.py")
-sys.path.insert(0, str(SCRIPT.parent))
-
-from strategic import by_hand  # noqa: E402 (a script, not a package)
+SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
 )

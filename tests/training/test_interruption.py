@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 
 from hpctrain.rundir import RunDir
 from hpctrain.training.loop.step_sync import MessageBatcher
 
-SCRIPT = Path(__file__).with_name("long_validation.py")
+SCRIPT = SCRIPTS / "validate_long.py"
 
 
 def train(run: Path, *words: object, ranks: int) -> dict:
@@ -29,6 +30,7 @@ def stopped(run: Path, last_step: int, told: str, ranks: int) -> int:
     return int(re.search(r"validated (\d+)", str(error.value))[1])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_stop_within_a_validation_is_noticed_there_and_changes_nothing(tmp_path, ranks):
     """400 samples are 50 batches of 8 on one rank, and 45 of 3 on each of three."""

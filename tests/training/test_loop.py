@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from loop import Gan, Noisy, Regression, Tokens, samples
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 from torch import nn
+from train_regression import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -23,11 +24,11 @@ from hpctrain.training.observe.progress import SampleRate
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.optimizer_setup import only_trainable
 
-SCRIPT = Path(__file__).with_name("loop.py")
+SCRIPT = SCRIPTS / "train_regression.py"
 
 
 def train(run: Path, *words: object, ranks: int = 1) -> dict:
-    """What `loop.py` printed; the ranks end with the same parameters."""
+    """What `train_regression.py` printed; the ranks end with the same parameters."""
     printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
     told = json.loads(printed.splitlines()[-1])
     assert all(state == told["state"][0] for state in told["state"])
@@ -50,6 +51,7 @@ def state_of(module: nn.Module) -> list[float]:
     return torch.cat([value.double().flatten() for value in module.state_dict().values()]).tolist()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_gradients_are_clipped_to_a_norm_over_all_parameters(tmp_path, ranks, strategy):
@@ -71,6 +73,7 @@ def test_gradients_are_clipped_to_a_norm_over_all_parameters(tmp_path, ranks, st
     assert logged == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.ranks
 def test_gradients_are_clipped_after_the_scale_of_float16_is_taken_off(tmp_path):
     """Elements of 2^16 times the gradient would all be cut."""
     plain = train(tmp_path / "32", "regression", 1, "gradient_clip_value=5.0")
@@ -80,6 +83,7 @@ def test_gradients_are_clipped_after_the_scale_of_float16_is_taken_off(tmp_path)
     assert scaled["state"][0] == pytest.approx(plain["state"][0], rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.ranks
 def test_each_element_of_a_gradient_is_cut_to_a_value(tmp_path):
     module = Regression()
     optimizer = module.configure_optimizers()
@@ -93,6 +97,7 @@ def test_each_element_of_a_gradient_is_cut_to_a_value(tmp_path):
     assert told["state"][0] == pytest.approx(state_of(module), rel=1e-9)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero3")])
 def test_a_mean_over_tokens_is_one_over_those_of_the_global_batch(tmp_path, ranks, strategy):
     """Means of micro-batches with different numbers of tokens must not be averaged as they are."""
@@ -112,6 +117,7 @@ def test_a_mean_over_tokens_is_one_over_those_of_the_global_batch(tmp_path, rank
     assert first["num_tokens"] == batches(1)[0][1][2].sum()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero1")])
 def test_optimizers_that_take_turns_see_the_whole_batch_each_after_the_one_before(tmp_path, ranks, strategy):
     module = Gan()
@@ -129,6 +135,7 @@ def test_optimizers_that_take_turns_see_the_whole_batch_each_after_the_one_befor
     assert told["state"][0] == pytest.approx(state_of(module), rel=1e-9)
 
 
+@pytest.mark.ranks
 def test_turns_where_parameters_are_in_parts_are_refused(tmp_path):
     with pytest.raises(
         AssertionError, match=r"UserError: .*optimizers cannot take turns with strategy 'zero3'"
@@ -144,6 +151,7 @@ def test_a_module_that_wants_to_optimize_by_itself_is_told_how_turns_are_taken()
         hpctrain.Trainer(max_steps=1).fit(ByItself(), samples())
 
 
+@pytest.mark.ranks
 def test_early_stopping_ends_on_all_ranks_and_stays_ended(tmp_path):
     told = train(tmp_path, "regression", 500, "patience=2", "validate_every=5", ranks=2)
     validations = [
@@ -252,6 +260,7 @@ def test_parts_keep_their_modes_and_a_validation_leaves_the_loss_of_the_training
     assert (module.training, module.body.training, module.head.training) == (True, False, True)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("names", ["order", "other", "more", "time"])
 def test_metrics_have_the_same_names_on_every_rank_in_any_order(tmp_path, names):
     """More of them on one rank would otherwise end both by a signal."""
@@ -265,6 +274,7 @@ def test_metrics_have_the_same_names_on_every_rank_in_any_order(tmp_path, names)
         train(tmp_path, "named", 20, f'names="{names}"', ranks=2)
 
 
+@pytest.mark.ranks
 def test_names_that_change_from_step_to_step_are_told_apart(tmp_path):
     train(tmp_path, "named", 20, 'names="turns"', ranks=2)
     for line in read_json_lines(RunDir(tmp_path).metrics):
@@ -288,6 +298,7 @@ def test_names_that_only_some_batches_have_are_refused():
         trainer.validate(Some(), samples())
 
 
+@pytest.mark.ranks
 def test_a_callback_on_one_rank_ends_the_training_on_all(tmp_path):
     told = train(tmp_path, "regression", 500, "ends_at=6", ranks=3)
     assert 6 < told["step"] <= 9
@@ -296,6 +307,7 @@ def test_a_callback_on_one_rank_ends_the_training_on_all(tmp_path):
     ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_short_steps_that_are_told_of_together_are_logged_as_one_by_one(tmp_path, ranks):
     """A callback that hears of each step has each told of alone. On four ranks the order of a sum matters."""
@@ -309,6 +321,7 @@ def test_short_steps_that_are_told_of_together_are_logged_as_one_by_one(tmp_path
     assert all(line["spent"]["all"] > 0 for line in lines)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_test_and_predict_see_every_sample_once_in_its_place(tmp_path, ranks):
     told = train(tmp_path, "regression", 3, ranks=ranks)
@@ -320,6 +333,7 @@ def test_test_and_predict_see_every_sample_once_in_its_place(tmp_path, ranks):
     assert told["test"] == pytest.approx({"test_loss": loss.item()})
 
 
+@pytest.mark.ranks
 def test_what_is_computed_again_changes_neither_gradients_nor_running_statistics(tmp_path):
     plain = train(tmp_path / "plain", "noisy", 5, "global_batch_size=8", ranks=2)
     again = train(tmp_path / "again", "noisy", 5, "global_batch_size=8", 'recompute=["body"]', ranks=2)
@@ -349,6 +363,7 @@ def test_activations_of_a_block_that_is_computed_again_are_not_kept():
         activation_checkpointing(module, ["body*", "body.*"]).__enter__()
 
 
+@pytest.mark.ranks
 def test_compiled_steps_train_the_same(tmp_path):
     plain = train(tmp_path / "plain", "regression", 4, ranks=2)
     compiled = train(tmp_path / "compiled", "regression", 4, 'compile={"backend": "eager"}', ranks=2)
@@ -357,6 +372,7 @@ def test_compiled_steps_train_the_same(tmp_path):
         hpctrain.Trainer(max_steps=1, compile=True, recompute=["body"])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("more", ["micro_batch_size=2", 'recompute=["body"]'])
 def test_a_graph_that_is_promised_to_be_static_changes_nothing(tmp_path, more):
     plain = train(tmp_path / "plain", "regression", 7, more, ranks=2)
@@ -368,6 +384,7 @@ def test_a_graph_that_is_promised_to_be_static_changes_nothing(tmp_path, more):
             hpctrain.Trainer(max_steps=1, static_graph=True, **wrong)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "setting"), [("gan", "micro_batch_size=2"), ("regression", 'compile={"backend": "eager"}')]
 )
@@ -395,6 +412,7 @@ def test_a_validation_step_that_fails_does_so_before_the_first_step():
     assert Broken.steps == 0
 
 
+@pytest.mark.ranks
 def test_a_sanity_check_changes_nothing(tmp_path):
     ways = [
         train(tmp_path / str(n), "noisy", 4, "validate_every=2", f"sanity_val_batches={n}") for n in (0, 2)
@@ -403,6 +421,7 @@ def test_a_sanity_check_changes_nothing(tmp_path):
     assert losses(tmp_path / "0") == losses(tmp_path / "2")
 
 
+@pytest.mark.ranks
 def test_rates_are_scaled_to_the_batch_and_warmed_up_beside_any_schedule(tmp_path):
     module = Regression()
     optimizer = module.configure_optimizers()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop import Gan, Noisy, Regression, Tokens, samples
+from train_regression import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
 import hpctrain.training.loop.training_loop

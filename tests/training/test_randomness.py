@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.iterable_datasets import Sharded
+from helpers.simulated_ranks import ALONE, train_leg
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import ALONE, train_leg
-from streams import Sharded
 from torch.utils.data import Dataset, Subset
 
 import hpctrain

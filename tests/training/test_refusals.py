@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loop import Regression, samples
 from torch import nn
+from train_regression import Regression, samples
 
 import hpctrain
 from hpctrain.rundir import RunDir

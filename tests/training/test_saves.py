@@ -9,7 +9,7 @@ import time
 import numpy
 import pytest
 import torch
-from helpers import wait_for
+from helpers.waiting import wait_for
 from test_checkpointing import Line, events, fit, steps
 
 import hpctrain

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
 from test_exact import by_hand, trained
 from test_trainer import losses, variables
 
@@ -15,7 +16,7 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-SCRIPT = Path(__file__).with_name("own_loop.py")
+SCRIPT = SCRIPTS / "train_in_own_loop.py"
 
 
 def train(run: Path, *words: object, ranks: int = 1) -> dict:
@@ -25,6 +26,7 @@ def train(run: Path, *words: object, ranks: int = 1) -> dict:
     return told
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_parameters_are_those_of_one_process_on_the_whole_batch(tmp_path, ranks):
     """A batch of 5 on 3 ranks is shared 2, 2, 1, and the epoch's last one of 3 evenly."""
@@ -35,6 +37,7 @@ def test_parameters_are_those_of_one_process_on_the_whole_batch(tmp_path, ranks)
     assert all(line["lr"] > 0 for line in lines)
 
 
+@pytest.mark.ranks
 def test_a_stop_told_to_one_rank_saves_and_leaves_and_the_rest_is_the_same(tmp_path):
     whole = train(tmp_path / "whole", 12, ranks=2)
     with pytest.raises(AssertionError, match="exit code 75 of rank"):
@@ -46,6 +49,7 @@ def test_a_stop_told_to_one_rank_saves_and_leaves_and_the_rest_is_the_same(tmp_p
     assert trained(tmp_path / "parts") == trained(tmp_path / "whole")
 
 
+@pytest.mark.ranks
 def test_another_number_of_ranks_goes_on(tmp_path):
     for last_step, ranks in ((4, 2), (7, 3), (9, 1)):
         told = train(tmp_path, last_step, ranks=ranks)

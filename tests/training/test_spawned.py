@@ -13,18 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, run_command, wait_for
+from helpers import SCRIPTS
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
+from train_with_strategies import by_hand
 
-SCRIPT = Path(__file__).with_name("strategic.py")
-sys.path.insert(0, str(SCRIPT.parent))
+pytestmark = pytest.mark.ranks
 
-from strategic import by_hand  # noqa: E402 (a script, not a package)
+SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
 
 UNGUARDED = """
 import torch, hpctrain
-from strategic import Blocks, samples
+from train_with_strategies import Blocks, samples
 from hpctrain.training.strategies.fully_sharded import ZeRO3
 print("imported")
 
@@ -98,7 +100,7 @@ FAILING = """
 import sys, threading, time, hpctrain
 from hpctrain.training.algorithms import register_algorithm
 from hpctrain.training.algorithms.base import AllReduce
-from strategic import Blocks, samples
+from train_with_strategies import Blocks, samples
 
 @register_algorithm("own")  # is known in the ranks, which do not run this line
 class Own(AllReduce):
@@ -243,7 +245,7 @@ def test_dp_splits_the_batch_and_its_end_sees_all_of_it(tmp_path):
 
 
 def test_dp_is_refused_among_several_ranks(tmp_path):
-    from forked import run_forked
+    from helpers.fork_server import run_forked
 
     run_forked(
         SCRIPT,

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import run_forked
-from helpers import run_command
+import torch.distributed as dist
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.fake_gpu_driver import PretendDriver, pretend
+from helpers.fork_server import run_forked
+from helpers.ranks import run_on_ranks
+from test_exact import trained
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from train_with_strategies import Blocks, by_hand, register_late, samples
 
 import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
+from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.base.device_selection import choose_devices, find_devices, parse_devices
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.strategy_registry import STRATEGIES
 
-SCRIPT = Path(__file__).with_name("strategic.py")
-sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "telemetry")]
-
-from pretended_driver import PretendDriver, pretend  # noqa: E402
-from strategic import Blocks, by_hand, samples  # noqa: E402 (a script, not a package)
-from test_exact import trained  # noqa: E402
+SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -59,6 +65,7 @@ def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
         assert torch.allclose(got[name], value, **(tolerance or {"rtol": 1e-9, "atol": 1e-12})), name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -97,6 +104,7 @@ def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
     assert torch.allclose(one["predictions"], predictions, rtol=1e-12)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("others", [{}, {"micro_batch_size": 3, "find_unused_parameters": True}])
 def test_each_strategy_trains_on_one_process_too(tmp_path, others):
     names = ["ddp", "ddp_spawn", "ddp2", "dp", "zero1", "zero2", "zero3", "pipeline"]
@@ -107,77 +115,69 @@ def test_each_strategy_trains_on_one_process_too(tmp_path, others):
         assert_same(result["weights"], by_hand(5))
 
 
+@pytest.mark.ranks
 def test_zero1_gives_the_bits_that_ddp_gives(tmp_path):
     ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
     assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
     assert zero1["metrics"] == ddp["metrics"]
 
 
-SENT = """
-import json, sys; sys.path.insert(0, {folder!r})
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-import hpctrain, strategic
-from hpctrain.training.algorithms import Algorithm
+def count_exchanges() -> list[int]:
+    """The collectives in which gradients are exchanged in four steps, by strategy and micro-batch size."""
+    counts = []
 
-class Counted(Algorithm):
-    def attach(self, parallel):
-        parallel.register_comm_hook(None, self.exchange)
+    class Counted(Algorithm):
+        def attach(self, parallel):
+            parallel.register_comm_hook(None, self.exchange)
 
-    def exchange(self, _state, bucket):
-        counts[-1] += 1
-        return allreduce_hook(None, bucket)
+        def exchange(self, _state, bucket):
+            counts[-1] += 1
+            return allreduce_hook(None, bucket)
 
-def counted(original):
-    def call(*args, **kwargs):
-        counts[-1] += 1
-        return original(*args, **kwargs)
-    return call
+    def counted(original):
+        def call(*args, **kwargs):
+            counts[-1] += 1
+            return original(*args, **kwargs)
 
-for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-    if hasattr(dist, name):
-        setattr(dist, name, counted(getattr(dist, name)))
-strategic.register_late()
-counts = []
-for strategy, more in (("ddp", {{"algorithm": Counted()}}), ("late", {{}}), ("zero3", {{}})):
-    for size in (None, 2):
-        counts.append(0)
-        trainer = hpctrain.Trainer(
-            max_steps=4, global_batch_size=10, strategy=strategy, micro_batch_size=size, **more
-        )
-        trainer.fit(strategic.Blocks(), strategic.samples())
-print(json.dumps(counts))
-"""
+        return call
+
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        if hasattr(dist, name):
+            setattr(dist, name, counted(getattr(dist, name)))
+    register_late()
+    for strategy, more in (("ddp", {"algorithm": Counted()}), ("late", {}), ("zero3", {})):
+        for size in (None, 2):
+            counts.append(0)
+            trainer = hpctrain.Trainer(
+                max_steps=4, global_batch_size=10, strategy=strategy, micro_batch_size=size, **more
+            )
+            trainer.fit(Blocks(), samples())
+    return counts
 
 
-def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch(tmp_path):
-    script = tmp_path / "sent.py"
-    script.write_text(SENT.format(folder=str(SCRIPT.parent)))
-    printed = run_forked(script, [], VARIABLES, ranks=2)
-    ddp, ddp_in_parts, late, late_in_parts, zero3, zero3_in_parts = json.loads(printed.splitlines()[-1])
+@pytest.mark.ranks
+def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch():
+    counts, _ = run_on_ranks(count_exchanges, group=False)
+    ddp, ddp_in_parts, late, late_in_parts, zero3, zero3_in_parts = counts
     assert ddp == ddp_in_parts > 0
     assert late == late_in_parts == zero3 > 0
     assert zero3_in_parts == 2.5 * zero3  # three batches of ten in three parts, one of three in one
 
 
+@pytest.mark.ranks
 def test_gradients_that_stay_whole_until_the_last_micro_batch_are_the_same(tmp_path):
     (late,) = train(tmp_path, {"strategy": "late", "max_steps": 5, "micro_batch_size": 2}, ranks=2)
     assert_same(late["weights"], by_hand(5))
 
 
-PARAMETERS_LEFT_OUT = """
-import sys; sys.path.insert(0, {folder!r})
-import hpctrain, strategic
-trainer = hpctrain.Trainer(max_steps=3, global_batch_size=10)
-trainer.fit(strategic.Blocks(sometimes=True), strategic.samples())
-"""
+def train_with_unused_parameters() -> None:
+    hpctrain.Trainer(max_steps=3, global_batch_size=10).fit(Blocks(sometimes=True), samples())
 
 
-def test_parameters_without_a_part_in_a_step_are_named(tmp_path):
-    script = tmp_path / "left_out.py"
-    script.write_text(PARAMETERS_LEFT_OUT.format(folder=str(SCRIPT.parent)))
+@pytest.mark.ranks
+def test_parameters_without_a_part_in_a_step_are_named():
     with pytest.raises(AssertionError, match=r"did not use detour.weight, detour.bias, .* find_unused_par"):
-        run_forked(script, [], VARIABLES, ranks=2)
+        run_on_ranks(train_with_unused_parameters, group=False)
 
 
 @pytest.mark.parametrize(
@@ -197,44 +197,48 @@ def test_micro_batches_of_a_pipeline_have_two_sizes_at_most(micro_batch_size, nu
     assert pipeline_micro_batch_sizes(num_samples, micro_batch_size, num_stages=2) == sizes
 
 
-STATES = """
-import sys; sys.path.insert(0, {folder!r})
-import hpctrain, strategic
-
-class Counting(strategic.Blocks):
+class Watched(Blocks):
     def configure_optimizers(self):
-        self.optimizers = super().configure_optimizers()
-        return self.optimizers
+        self.watched = super().configure_optimizers()
+        return self.watched
 
-class Say(hpctrain.Callback):
+
+class CountStates(hpctrain.Callback):
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+
     def on_step_end(self, trainer, module, metrics):
-        counts.append(len(module.optimizers[0].state))
-
-counts = []
-for steps in (4, 8):
-    trainer = hpctrain.Trainer(
-        max_steps=steps, global_batch_size=10, strategy="pipeline", run_dir=sys.argv[1], checkpoint_every=2,
-        callbacks=[Say()],
-    )
-    trainer.fit(Counting(), strategic.samples())
-print(counts)
-"""
+        self.counts.append(len(module.watched[0].state))
 
 
+def count_optimizer_states(run: Path) -> list[int]:
+    """The number of parameters with a state on this stage, after each step of two trainings."""
+    counts = []
+    for steps in (4, 8):
+        trainer = hpctrain.Trainer(
+            max_steps=steps,
+            global_batch_size=10,
+            strategy="pipeline",
+            run_dir=run,
+            checkpoint_every=2,
+            callbacks=[CountStates(counts)],
+        )
+        trainer.fit(Watched(), samples())
+    return counts
+
+
+@pytest.mark.ranks
 def test_a_stage_keeps_what_its_optimizer_needs_and_a_checkpoint_that_of_all(tmp_path):
-    script = tmp_path / "states.py"
-    script.write_text(STATES.format(folder=str(SCRIPT.parent)))
-    counts = json.loads(run_forked(script, [str(tmp_path / "run")], VARIABLES, ranks=2).splitlines()[-1])
+    counts, _ = run_on_ranks(count_optimizer_states, tmp_path / "run", group=False)
     assert counts == [6] * 8  # of eight parameters two are the other stage's
 
 
-STEPS_OF_A_PIPELINE = """
-import sys, torch, hpctrain
-from torch import nn
+class Identity(hpctrain.Module):
+    """Its loss is zero if both stages draw the same noise."""
 
-class Same(hpctrain.Module):
-    def __init__(self):
+    def __init__(self, how: str) -> None:
         super().__init__()
+        self.how = how
         self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         for layer in self.net:
             nn.init.ones_(layer.weight)
@@ -244,40 +248,45 @@ class Same(hpctrain.Module):
         (x,) = batch
         noise = torch.randn_like(x)
         loss = (self.net(x + noise) - x - noise).pow(2).mean()
-        if sys.argv[1] == "twice":
+        if self.how == "twice":
             loss = loss + self.net(-x).mean()
-        if sys.argv[1] == "penalty":
+        if self.how == "penalty":
             loss = loss + sum(p.pow(2).sum() for p in self.parameters())
         return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-class Say(hpctrain.Callback):
+
+class KeepLosses(hpctrain.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
     def on_step_end(self, trainer, module, metrics):
-        losses.append(metrics["loss"])
-
-losses = []
-trainer = hpctrain.Trainer(max_steps=3, global_batch_size=7, strategy="pipeline", callbacks=[Say()])
-trainer.fit(Same(), (torch.randn(21, 1),))
-assert len(losses) == 3 and max(losses) < 1e-12, losses
-"""
+        self.losses.append(metrics["loss"])
 
 
-def test_the_first_stage_and_the_last_draw_the_same_noise(tmp_path):
-    script = tmp_path / "steps.py"
-    script.write_text(STEPS_OF_A_PIPELINE)
-    run_forked(script, ["noise"], VARIABLES, ranks=2)
+def train_pipeline(how: str) -> list[float]:
+    kept = KeepLosses()
+    trainer = hpctrain.Trainer(max_steps=3, global_batch_size=7, strategy="pipeline", callbacks=[kept])
+    trainer.fit(Identity(how), (torch.randn(21, 1),))
+    return kept.losses
 
 
+@pytest.mark.ranks
+def test_the_first_stage_and_the_last_draw_the_same_noise():
+    for losses in run_on_ranks(train_pipeline, "noise", group=False):
+        assert len(losses) == 3
+        assert max(losses) < 1e-12
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside of the Seq")]
 )
-def test_steps_that_stages_cannot_share_are_refused(tmp_path, how, message):
-    script = tmp_path / "steps.py"
-    script.write_text(STEPS_OF_A_PIPELINE)
+def test_steps_that_stages_cannot_share_are_refused(how, message):
     with pytest.raises(AssertionError, match=message):
-        run_forked(script, [how], VARIABLES, ranks=2)
+        run_on_ranks(train_pipeline, how, group=False)
 
 
 def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
@@ -296,6 +305,7 @@ def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
     assert got["pair"][1:] == (("v", "w"), "all")
 
 
+@pytest.mark.ranks
 def test_running_means_are_those_of_rank_0(tmp_path):
     names = ["ddp", "zero1", "zero2", "zero3"]
     expected, *others = train(
@@ -305,6 +315,7 @@ def test_running_means_are_those_of_rank_0(tmp_path):
         assert_same(other["weights"], expected["weights"])
 
 
+@pytest.mark.ranks
 def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     """A checkpoint is that of the whole, whoever has which part of it; no sample is lost or repeated."""
     run = tmp_path / "run"
@@ -328,6 +339,7 @@ def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     assert trained(run) == trained(undisturbed)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
 def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
     """One rank of three is told to stop; all save the same step and leave with code 75."""
@@ -345,6 +357,7 @@ def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
     assert 5 <= resumed[0] < 12
 
 
+@pytest.mark.ranks
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(tmp_path):
     """The scale of float16 is lowered alike, although a rank looks at its part of the gradients only."""
     expected, *others = train(
@@ -402,6 +415,7 @@ print("PEAK", (peaks[-1] - before) / 64)
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.long
 def test_peak_memory_falls_from_stage_to_stage(tmp_path):
     """Adam keeps two numbers a parameter: on 4 ranks ddp holds 4 modules, zero1 2.5, zero2 2 and zero3 1.
@@ -556,15 +570,16 @@ def test_devices_are_looked_at_as_soon_as_they_are_set():
         hpctrain.Trainer(max_steps=1, devices="gpu")
 
 
-def test_what_a_launcher_gave_stays(tmp_path):
-    run = tmp_path / "script.py"
-    run.write_text(
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import hpctrain, strategic\n"
-        "trainer = hpctrain.Trainer(max_steps=1, devices=5)\n"
-        "trainer.fit(strategic.Blocks(), strategic.samples())\n"
-        "print(trainer.ranks.world_size)\n"
-    )
-    printed = run_forked(run, [], VARIABLES, ranks=2).splitlines()
-    assert printed[0].startswith("hpctrain: devices=5 is not looked at")
-    assert printed[-1] == "2"
+def train_with_five_devices() -> int:
+    trainer = hpctrain.Trainer(max_steps=1, devices=5)
+    output = io.StringIO()
+    with redirect_stdout(output):
+        trainer.fit(Blocks(), samples())
+    if trainer.is_main:
+        assert output.getvalue().startswith("hpctrain: devices=5 is not looked at")
+    return trainer.ranks.world_size
+
+
+@pytest.mark.ranks
+def test_what_a_launcher_gave_stays():
+    assert run_on_ranks(train_with_five_devices, group=False) == [2, 2]

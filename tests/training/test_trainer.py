@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from helpers import environment, run_command, wait_for
+from helpers import SCRIPTS
+from helpers.commands import environment, run_command
+from helpers.fork_server import run_forked
+from helpers.waiting import wait_for
+from train_small import dataset
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -24,11 +27,11 @@ from hpctrain.training.observe.progress import make_progress
 
 #: For `CUDA_VISIBLE_DEVICES`; the tests of the GPU set it.
 VISIBLE_GPUS = ""
-SMALL = Path(__file__).with_name("small.py")
+SMALL = SCRIPTS / "train_small.py"
 
 
 def train(run: Path, *words: str, ranks: int = 1) -> dict:
-    """Run `small.py` to its end and return what it printed last."""
+    """Run `train_small.py` to its end and return what it printed last."""
     return json.loads(run_forked(SMALL, words, variables(run), ranks=ranks).splitlines()[-1])
 
 
@@ -46,6 +49,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_json_lines(RunDir(run).metrics)}
 
 
+@pytest.mark.ranks
 def test_four_ranks_resumed_in_mid_epoch_are_bitwise_the_undisturbed_run(tmp_path):
     # A batch of 32 is shared evenly, the epoch's last one of 13 is not.
     whole = train(tmp_path / "whole", "12", ranks=4)
@@ -55,6 +59,7 @@ def test_four_ranks_resumed_in_mid_epoch_are_bitwise_the_undisturbed_run(tmp_pat
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.ranks
 def test_any_number_of_ranks_gives_the_same_losses_and_metrics(tmp_path):
     alone = train(tmp_path / "1", "8", "norm=false")
     three = train(tmp_path / "3", "8", "norm=false", "num_val=77", ranks=3)
@@ -69,12 +74,10 @@ def test_any_number_of_ranks_gives_the_same_losses_and_metrics(tmp_path):
     assert mixed["checksum"] == pytest.approx(alone["checksum"], rel=1e-4)
 
 
+@pytest.mark.ranks
 def test_logged_means_are_those_of_the_global_batch_and_of_the_validation_set(tmp_path):
     # Two validation samples on three ranks: one rank has none.
     result = train(tmp_path, "3", "norm=false", "num_val=2", "record_samples=true", ranks=3)
-    sys.path.insert(0, str(SMALL.parent))
-    from small import dataset
-
     x = dataset().tensors[0]
     for record in read_json_lines(RunDir(tmp_path).metrics):
         trained = [
@@ -88,6 +91,7 @@ def test_logged_means_are_those_of_the_global_batch_and_of_the_validation_set(tm
     assert result["metrics"]["val_mean_x"] == pytest.approx(float(dataset(2).tensors[0].mean()), abs=1e-6)
 
 
+@pytest.mark.ranks
 def test_sigterm_without_a_supervisor_saves_and_leaves_with_75_and_the_rest_is_the_same(tmp_path):
     train(tmp_path / "whole", "12")
     run = RunDir(tmp_path / "stopped")
@@ -103,12 +107,14 @@ def test_sigterm_without_a_supervisor_saves_and_leaves_with_75_and_the_rest_is_t
     assert losses(run.path) == losses(tmp_path / "whole")
 
 
+@pytest.mark.ranks
 def test_data_workers_change_nothing(tmp_path):
     train(tmp_path / "without", "6")
     train(tmp_path / "with", "6", "num_workers=2")
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
+@pytest.mark.ranks
 def test_bf16_mixed_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
     train(tmp_path / "32", "6")
     train(tmp_path / "bf16", "6", 'precision="bf16-mixed"')
@@ -117,11 +123,13 @@ def test_bf16_mixed_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
     assert list(rounded.values()) == pytest.approx(list(exact.values()), rel=0.05)
 
 
+@pytest.mark.ranks
 def test_log_every(tmp_path):
     train(tmp_path, "7", "log_every=3", "validate_every=null")
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
 
 
+@pytest.mark.ranks
 def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
     plain = run_command([sys.executable, SMALL, "6"]).stdout
     assert re.search(r"^step 6/6  loss \d", plain, re.MULTILINE)

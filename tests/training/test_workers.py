@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, wait_for
+from helpers.commands import environment
+from helpers.waiting import wait_for
 from torch.utils.data import Dataset
 
 import hpctrain
@@ -105,6 +106,7 @@ def test_a_signal_at_birth_does_not_kill_a_worker(number):
         armed[0] = False
 
 
+@pytest.mark.ranks
 def test_workers_are_deaf_to_the_job_s_signals_and_hear_of_their_rank_s_end(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
@@ -148,6 +150,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.ranks
 def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(

@@ -1,0 +1,8 @@
+"""Helpers that several test modules share."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+#: The programs that tests start.
+SCRIPTS = REPOSITORY / "tests" / "scripts"

@@ -1,0 +1,50 @@
+"""Runs of plain batch scripts: a folder with a record, and a real job, but no supervisor to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers.commands import run_command
+from hpctrain.jobs.runs.run import Run
+from hpctrain.rundir import RunDir
+from hpctrain.sandbox import Sandbox
+
+#: What a script may call: the run's own word on its end, as a supervisor writes it, after its submission's.
+_END = """
+finish() {
+    until [ -s events.jsonl ]; do sleep 0.05; done
+    printf '{"time": %s, "attempt": 0, "kind": "finished", "state": "%s"}\\n' $(date +%s) $1 >>events.jsonl
+}
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A sandbox, and how its jobs are submitted and disturbed here."""
+
+    box: Sandbox
+    environ: Mapping[str, str]
+
+    def command(self, *words: str) -> str:
+        return run_command(words, self.environ).stdout.strip()
+
+    def sbatch(self, folder: Path, script: str, *options: str) -> str:
+        """Submit a script that runs in `folder`; returns the job's id."""
+        folder.mkdir(exist_ok=True)
+        path = folder / "job.sbatch"
+        path.write_text(f"#!/bin/bash\n{_END}\n{script}\n")
+        place = (f"--chdir={folder}", "--output=slurm.log", "--open-mode=append")
+        return self.command("sbatch", "--parsable", *place, *options, str(path))
+
+    def submit(self, folder: Path, script: str, *options: str) -> Run:
+        """Submit a script as a run, whose record names the job."""
+        job_id = self.sbatch(folder, script, *options)
+        return self.record(folder, job_id)
+
+    def record(self, folder: Path, job_id: str) -> Run:
+        folder.mkdir(exist_ok=True)
+        run = RunDir(folder)
+        run.log_event("submitted", 0, job_id=job_id, backend="slurm")
+        return Run(run, self.environ)

@@ -1,0 +1,26 @@
+"""File systems of a chosen size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import run_command
+
+
+@contextmanager
+def mounted_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own at `folder`, with a size that the options of mount give."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    folder.mkdir()
+    run_command(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder])
+    try:
+        yield folder
+    finally:
+        while folder.is_mount():
+            run_command(["umount", "--lazy", folder])

@@ -1,0 +1,156 @@
+"""Run a script on one or several ranks, forked from a server that has torch loaded: a start costs no import.
+
+To test the start itself, or the process of a rank, start a real command instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from helpers.commands import environment
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer", "pytest"]
+)
+
+#: Set for each test: it must have the marker `ranks` to start any.
+may_start = False
+
+
+def run_forked(
+    script: Path,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    ranks: int = 1,
+    nodes: int = 1,
+    timeout: float = 60.0,
+) -> str:
+    """Run a Python script as torchrun would, on `ranks` ranks in all, and return what rank 0 printed.
+
+    The test fails, with the output of each rank, where one fails or they take longer than `timeout` seconds.
+    """
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = start_forked(script, words, env, outputs, nodes=nodes)
+        try:
+            problem = _wait_for_all(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        texts = [output.read_text() if output.exists() else "" for output in outputs]
+    if problem:
+        said = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+        raise AssertionError(f"{problem} of {ranks}: {script} {list(words)}\n{said}")
+    return texts[0]
+
+
+def start_forked(
+    script: Path,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    outputs: Sequence[Path],
+    *,
+    nodes: int = 1,
+) -> list[BaseProcess]:
+    """Start a Python script on one rank per file in `outputs`. The caller ends and joins the processes."""
+    ranks = len(outputs)
+    port = free_port()
+    processes = []
+    for rank, output in enumerate(outputs):
+        variables = environment(env) | (torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {})
+        processes.append(start_process(_run_script, (script, list(words), variables, output)))
+    return processes
+
+
+def start_process(target: Callable[..., None], arguments: Sequence[object]) -> BaseProcess:
+    """Fork a process that calls `target`. The caller ends and joins it."""
+    assert may_start, "mark this test `ranks`: it starts processes, and `make test-fast` leaves those out"
+    process = CONTEXT.Process(target=target, args=tuple(arguments))
+    process.start()
+    return process
+
+
+def _wait_for_all(processes: list, timeout: float) -> str | None:
+    """Wait until all have ended well; what went wrong otherwise, as soon as it has."""
+    deadline = time.monotonic() + timeout
+    running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
+    while running:
+        ended = wait(list(running), max(0.0, deadline - time.monotonic()))
+        if not ended:
+            return f"no end after {timeout} s of ranks {[rank for rank, _ in running.values()]}"
+        for sentinel in ended:
+            rank, process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                return f"exit code {process.exitcode} of rank {rank}"
+    return None
+
+
+def free_port() -> int:
+    """A port of the loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def torchrun_variables(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank."""
+    ranks_per_node = ranks // nodes
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "TORCHELASTIC_RUN_ID": "forked",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _unpickle(unpickle: Callable[..., object], *arguments: object) -> object:
+    """Only the test's own scripts may do so."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "contextlib")):
+        frame = frame.f_back
+    name = frame.f_globals["__name__"]
+    assert not name.startswith(("hpctrain", "torch")), f"{name} unpickles from a peer"
+    return unpickle(*arguments)
+
+
+def enter_rank(variables: Mapping[str, str], output: Path) -> None:
+    """Give this forked process its variables and its output; hpctrain unpickles nothing from a peer in it."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._tensor_to_object = partial(_unpickle, distributed_c10d._tensor_to_object)
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(variables)
+    # The library has read its variable already.
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", "1")))
+
+
+def _run_script(script: Path, words: list[str], variables: dict[str, str], output: Path) -> None:
+    enter_rank(variables, output)
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")

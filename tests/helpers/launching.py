@@ -1,0 +1,248 @@
+"""Runs a launch of `launches.py`, and finds out which rank each of its processes truly was.
+
+The truth never comes from the variables that `detect` reads. For a step of srun it is the label that srun
+puts before a task's output, with the parent of the process (one slurmstepd a node) and the nodes of the job
+as `scontrol` lists them; for MPI it is what the MPI library says, for torchrun the label of its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helpers import REPOSITORY, SCRIPTS
+from helpers.commands import run_command
+from helpers.waiting import wait_for
+from hpctrain.cluster import detect
+from hpctrain.cluster.port_candidates import port_candidates
+from hpctrain.errors import EnvironmentMismatch
+
+PROBE = SCRIPTS / "record_rank.py"
+RECORDINGS = REPOSITORY / "tests" / "cluster" / "recordings"
+
+# A terminal writes ^@ before the first line, and \r at the end of each.
+_LABELLED = re.compile(r"^(?:\^@)? *(\d+): +(\d+)\r?$", re.MULTILINE)
+_SUBMITTED = re.compile(r"^Submitted batch job (\d+)$", re.MULTILINE)
+_NODE_LIST = re.compile(r" NodeList=(\S+)")
+_OFFSET = re.compile(r" HetJobOffset=(\d+)")
+
+#: Words that stand for something else in a command.
+_PYTHON = f"{shlex.quote(sys.executable)} -I -S"
+_WORDS = {
+    "PROBE": f"{_PYTHON} {PROBE} FOLDER",
+    "TORCHRUN": f"{shlex.quote(sys.executable)} -m torch.distributed.run --tee 3 --no-python",
+    "SUBMITIT": f"{shlex.quote(sys.executable)} {SCRIPTS / 'record_ranks_with_submitit.py'}",
+    "PRETEND_SSH": str(SCRIPTS / "fake_ssh.sh"),
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a launch."""
+
+    variables: dict[str, str]
+    truth: dict[str, Any] | None
+    """Which rank it was: fields of `Ranks`, and `host`, its own, and `main_host`, that of rank 0. None for a
+    process that was started alone."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a process wrote about itself."""
+
+    pid: int
+    parent: int
+    told: dict[str, int]
+    variables: dict[str, str]
+
+    @property
+    def host(self) -> str:
+        return self.variables.get("SLURMD_NODENAME", "")
+
+    @property
+    def node(self) -> object:
+        """The same for all processes of a node.
+
+        One process starts the ranks of a node: slurmstepd, a daemon of MPI, torchrun's agent. Only horovodrun
+        gives each rank a shell of its own; it names the host.
+        """
+        return self.variables.get("HOROVOD_HOSTNAME", self.parent)
+
+    @property
+    def step(self) -> tuple[str, str]:
+        return self.variables.get("SLURM_JOB_ID", ""), self.variables.get("SLURM_STEP_ID", "")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that starts ranks."""
+
+    name: str
+    command: str
+    """For the shell. PROBE is each rank's program, node0 … are the cluster's nodes, FOLDER is empty."""
+    truth: str = "label"
+    """Who knows the ranks: `label`, `mpi`, `torchrun`, `horovod`; `alone` where there are none."""
+    refused: str = ""
+    """What `detect` says of it, where it refuses."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_slurm(self) -> bool:
+        return any(word in self.command for word in ("srun", "salloc", "sbatch", "node0", "SUBMITIT slurm"))
+
+
+def run(
+    launch: Launch,
+    folder: Path,
+    env: Mapping[str, str],
+    nodes: list[str],
+    words: Mapping[str, str] | None = None,
+) -> list[Process]:
+    """Run it in the empty `folder`, on a cluster that `env` leads to, and return its processes by rank.
+
+    Further `words` of the command stand for what this mapping says.
+    """
+    command = launch.command
+    for word, text in {
+        **(words or {}),
+        **_WORDS,
+        "FOLDER": str(folder),
+        "PORT": str(_free_port(folder)),
+        **{f"node{i}": node for i, node in enumerate(nodes)},
+    }.items():
+        command = re.sub(rf"\b{word}\b", lambda _, text=text: text, command)
+    done = run_command(["bash", "-c", command], {**env, **launch.env}, cwd=folder, timeout=100)
+    for job in _SUBMITTED.findall(done.stdout):
+        _wait_for_end(job, env)
+    logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    output = done.stdout + logs
+    records = [Record(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+    assert records, f"{command}\nstarted nothing:\n{output}\n{done.stderr}"
+    ranks = _RANKS[launch.truth](records, output)
+    if launch.truth == "alone":
+        return [Process(record.variables, None) for record in records]
+    processes = []
+    for step in sorted({record.step for record in records}) if launch.truth == "label" else [None]:
+        of_step = [record for record in records if step in (None, record.step)]
+        processes += _seated(of_step, ranks, _hosts(records[0].step[0], env) if records[0].host else [])
+    return processes
+
+
+def recorded(name: str) -> list[Process]:
+    """The processes of a launch as `scripts/record_launches.py` found them."""
+    document = json.loads((RECORDINGS / f"{name}.json").read_text(encoding="utf-8"))
+    return [Process({**document["common"], **each["own"]}, each["truth"]) for each in document["processes"]]
+
+
+def check(launch: Launch, processes: list[Process]) -> None:
+    """Fail unless `detect` says of each process who it truly is, or refuses where it should."""
+    refusals, sets = [], []
+    for process in processes:
+        try:
+            ranks = detect(process.variables)
+        except EnvironmentMismatch as error:
+            refusals.append(str(error))
+            continue
+        if process.truth is None:
+            assert (ranks.environment, ranks.rank, ranks.world_size) == ("local", 0, 1)
+            continue
+        told = {name: getattr(ranks, name) for name in process.truth if hasattr(ranks, name)}
+        assert told == {name: process.truth[name] for name in told}
+        main_host = process.truth["main_host"]
+        if ranks.num_nodes > 1 and main_host and "MASTER_ADDR" not in process.variables:
+            assert ranks.master_addr == main_host
+        if ranks.rank == 0:
+            sets.append(set())
+        if not launch.refused:
+            sets[-1].add((ranks.master_addr, ranks.master_port, ranks.meeting_key))
+        assert ranks.sources.keys() >= told.keys() | {"master_addr", "master_port"}
+    if launch.refused:
+        assert refusals
+        assert all(launch.refused in text for text in refusals), refusals
+    else:
+        assert not refusals
+        assert all(len(places) == 1 for places in sets), f"ranks of one set would meet at {sets}"
+        assert len(set.union(*sets)) == len(sets) if sets else True, f"two sets would meet at {sets}"
+
+
+def _seated(records: list[Record], ranks: Mapping[int, int], hosts: list[str]) -> list[Process]:
+    """Processes of one set with the truth about each, in the order of their ranks."""
+    records = sorted(records, key=lambda record: ranks[record.pid])
+    assert [ranks[record.pid] for record in records] == list(range(len(records)))
+    nodes = list(dict.fromkeys(record.node for record in records))
+    if hosts:
+        host_of = {record.node: record.host for record in records}
+        nodes.sort(key=lambda node: hosts.index(host_of[node]))
+    processes = []
+    for rank, record in enumerate(records):
+        local = [other.pid for other in records if other.node == record.node]
+        truth = {
+            "rank": rank,
+            "world_size": len(records),
+            "local_rank": local.index(record.pid),
+            "local_world_size": len(local),
+            "node_rank": nodes.index(record.node),
+            "num_nodes": len(nodes),
+            "host": record.host,
+            "main_host": records[0].host,
+        }
+        for name, value in record.told.items():
+            assert truth[name] == value, f"{truth} but told {record.told}"
+        processes.append(Process(record.variables, truth))
+    return processes
+
+
+def _wait_for_end(job: str, env: Mapping[str, str]) -> None:
+    def has_ended() -> bool:
+        return not run_command(["squeue", "--noheader", "--job", job], env).stdout.strip()
+
+    wait_for(has_ended, 60, f"the end of job {job}")
+
+
+def _hosts(job: str, env: Mapping[str, str]) -> list[str]:
+    """The nodes of a job as Slurm counts them: component by component of a heterogeneous one."""
+    # While it completes, Slurm lists only those nodes that are not done with it.
+    _wait_for_end(job, env)
+    lines = run_command(["scontrol", "show", "job", "--oneliner", job], env).stdout.splitlines()
+    lines.sort(key=lambda line: int(match[1]) if (match := _OFFSET.search(line)) else 0)
+    lists = [match[1] for line in lines if (match := _NODE_LIST.search(line))]
+    return [
+        host
+        for names in lists
+        for host in run_command(["scontrol", "show", "hostnames", names], env).stdout.split()
+    ]
+
+
+def _by_label(records: list[Record], output: str) -> dict[int, int]:
+    labels = {int(pid): int(rank) for rank, pid in _LABELLED.findall(output)}
+    assert labels.keys() >= {record.pid for record in records}, output
+    return labels
+
+
+def _by_what_they_were_told(records: list[Record], output: str) -> dict[int, int]:
+    return {record.pid: record.told["rank"] for record in records}
+
+
+_RANKS: dict[str, Callable[[list[Record], str], dict[int, int]]] = {
+    "label": _by_label,
+    "torchrun": _by_label,
+    "mpi": _by_what_they_were_told,
+    "horovod": _by_what_they_were_told,
+    "alone": lambda records, output: {},
+}
+
+
+def _free_port(folder: Path) -> int:
+    """A port that the kernel gives to nobody by itself before the launch takes it."""
+    for port in port_candidates(str(folder)):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError

@@ -1,0 +1,34 @@
+"""The processes of a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from hpctrain.cluster.processes import ProcessInfo, processes
+from hpctrain.rundir import RUN_DIR_VARIABLE
+
+
+def run_processes(run_dir: Path) -> list[ProcessInfo]:
+    """The living processes of a run: its ranks and their children, its supervisor and what that started.
+
+    They are known by HPCTRAIN_RUN_DIR, or by the run's folder as a word of the command line.
+    """
+    names = {str(run_dir), str(run_dir.resolve())}
+    return [
+        process
+        for process in processes()
+        if process.pid != os.getpid()
+        and (process.environ.get(RUN_DIR_VARIABLE) in names or names.intersection(process.argv))
+    ]
+
+
+def assert_no_process_left(run_dir: Path, timeout: float = 10.0) -> None:
+    """Fail where a process of the run is still there after `timeout` seconds, and name it."""
+    deadline = time.monotonic() + timeout
+    while left := run_processes(run_dir):
+        if time.monotonic() > deadline:
+            lines = "\n".join(f"{process.pid}: {' '.join(process.argv)}" for process in left)
+            raise AssertionError(f"processes of {run_dir} are left after {timeout} s:\n{lines}")
+        time.sleep(0.05)

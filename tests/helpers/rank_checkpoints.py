@@ -1,0 +1,60 @@
+"""Checkpoints that several ranks save and load together; called on each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
+
+
+def state(step: int) -> dict:
+    """3 MB in all, two thirds of it in one tensor: on several ranks it has to be cut."""
+    big = torch.arange(512 * 1024, dtype=torch.float32).reshape(512, 1024) + step
+    return {
+        "big": big,
+        "small": [torch.full((100, 100), float(step + i)) for i in range(25)],
+        "lr": 0.1 * step,
+    }
+
+
+def rank_state() -> dict[str, torch.Tensor]:
+    return {"rng": torch.tensor([dist.get_rank(), 7])}
+
+
+def open_store(folder: Path, node: str | None = None, **options: object) -> CheckpointStore:
+    """A store in `folder`; or one whose second tier is a folder that ranks of other nodes do not see."""
+    if node is None:
+        return CheckpointStore(folder, dist.group.WORLD, **options)
+    tier = folder / node
+    if not tier.exists():
+        tier.mkdir(parents=True, exist_ok=True)
+    return CheckpointStore(shared_folder(folder), dist.group.WORLD, second_tier=tier, **options)
+
+
+def shared_folder(folder: Path) -> Path:
+    """The folder to which a store with a second tier copies."""
+    return folder / "shared" / "run" / "checkpoints"
+
+
+def save(store: CheckpointStore, step: int) -> CommittedSave:
+    return store.save(step, state(step), rank_state())
+
+
+def begin(store: CheckpointStore, step: int) -> None:
+    store.begin(step, state(step), rank_state())
+
+
+def assert_loads(store: CheckpointStore, step: int, *, same_ranks: bool = True) -> None:
+    """Fail unless the newest checkpoint is that of `step`; other ranks get no state of a rank."""
+    loaded, broken = store.load_newest()
+    assert loaded is not None, broken
+    assert loaded.step == step, (loaded, broken)
+    assert torch.equal(loaded.state["big"], state(step)["big"])
+    assert all(map(torch.equal, loaded.state["small"], state(step)["small"]))
+    if same_ranks:
+        assert loaded.rank_state["rng"].tolist() == [dist.get_rank(), 7]
+    else:
+        assert loaded.rank_state is None

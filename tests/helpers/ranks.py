@@ -1,0 +1,196 @@
+"""Call a function of a test on several ranks, with a process group between them."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from helpers.commands import environment
+from helpers.fork_server import CONTEXT, enter_rank, free_port, start_process, torchrun_variables
+
+_VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    *arguments: object,
+    world_size: int = 2,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    group: bool = True,
+    killed: Sequence[int] = (),
+) -> list[Any]:
+    """Call a function on each rank, forked from a server that has torch loaded; return what each returned.
+
+    The test fails if a rank raises, ends early or is late, with the number of the rank, its traceback and
+    the output of all ranks.
+
+    Args:
+        function: a function at the top level of a module, which each rank imports.
+        arguments: arguments of the function. They are pickled, and so is the value that it returns.
+        world_size: number of ranks.
+        timeout: time limit in seconds for all ranks together.
+        env: further variables of the ranks, beside those that torchrun sets.
+        group: initialize a process group, of gloo, before the call; no rank then ends before all have
+            returned.
+        killed: ranks that the function ends by SIGKILL. Their value is None.
+    """
+    __tracebackhide__ = True
+    if "<locals>" in function.__qualname__:
+        raise ValueError(
+            f"ranks cannot import {function.__qualname__}: move it to the top level of its module"
+        )
+    call = (function.__module__, function.__qualname__, pickle.dumps(arguments))
+    # The store outlives every rank, and no other process can take its port.
+    store = _create_store() if group else None
+    port = free_port()
+    with TemporaryDirectory() as folder:
+        ranks: list[_Rank] = []
+        try:
+            for number in range(world_size):
+                variables = _VARIABLES | torchrun_variables(number, world_size, 1, port) | dict(env or {})
+                ranks.append(_Rank(call, environment(variables), Path(folder, str(number)), store, timeout))
+            problem = _wait_for_results(ranks, timeout, killed)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if problem:
+            texts = (f"rank {number}:\n{rank.read_output()}" for number, rank in enumerate(ranks))
+            raise AssertionError("\n".join([f"{function.__name__}: {problem}", *texts]))
+    return [rank.value for rank in ranks]
+
+
+class _Rank:
+    """The process of a rank, as the test sees it."""
+
+    def __init__(
+        self,
+        call: tuple[str, str, bytes],
+        variables: dict[str, str],
+        output: Path,
+        store: Any,
+        limit_s: float,
+    ) -> None:
+        self._output, self.value, self.returned = output, None, False
+        self.connection, theirs = CONTEXT.Pipe()
+        port = None if store is None else store.port
+        self.process = start_process(_run, (call, variables, output, port, theirs, limit_s))
+        theirs.close()
+
+    def receive(self) -> str | None:
+        """Receive the value; a problem if there is none."""
+        try:
+            succeeded, self.value = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self.process.join()
+            return f"ended with exit code {self.process.exitcode} before it returned"
+        self.returned = True
+        return None if succeeded else "failed"
+
+    def read_output(self) -> str:
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+    def kill(self) -> None:
+        """End the process and its children, if it still runs."""
+        self.connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+
+def _wait_for_results(ranks: list[_Rank], timeout: float, killed: Sequence[int]) -> str | None:
+    """Wait until all ranks have returned, and then until they have ended; the first problem otherwise."""
+    deadline = time.monotonic() + timeout
+    waiting = dict(enumerate(ranks))
+    while waiting:
+        connections = {rank.connection: number for number, rank in waiting.items()}
+        sentinels = {rank.process.sentinel: number for number, rank in waiting.items()}
+        ready = wait([*connections, *sentinels], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return f"no end after {timeout} s of ranks {list(waiting)}"
+        for number in {(connections | sentinels)[each] for each in ready}:
+            problem = waiting.pop(number).receive()
+            died = ranks[number].process.exitcode == -signal.SIGKILL
+            if problem and not (number in killed and died):
+                return f"rank {number} of {len(ranks)} {problem}"
+    for rank in ranks:
+        if rank.returned:
+            with suppress(BrokenPipeError):  # it has ended
+                rank.connection.send_bytes(b"end")
+    for number, rank in enumerate(ranks):
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        if rank.process.exitcode is None:
+            return f"rank {number} of {len(ranks)} returned, and did not end within {timeout} s"
+        if rank.process.exitcode and number not in killed:
+            return f"rank {number} of {len(ranks)} returned, and ended with exit code {rank.process.exitcode}"
+    return None
+
+
+def _create_store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _run(
+    call: tuple[str, str, bytes],
+    variables: dict[str, str],
+    output: Path,
+    port: int | None,
+    connection: Connection,
+    limit_s: float,
+) -> None:
+    """Call the function in the process of a rank."""
+    os.setpgid(0, 0)
+    enter_rank(variables, output)
+    faulthandler.dump_traceback_later(max(1.0, limit_s - 1.0))
+    module, name, arguments = call
+    try:
+        _rewrite_assertions()
+        function = getattr(importlib.import_module(module), name)
+        if port is not None:
+            _join_group(port)
+        answer = pickle.dumps((True, function(*pickle.loads(arguments))))
+    except BaseException as error:  # noqa: BLE001 (the test gets its traceback)
+        # The frame of this function tells the reader nothing.
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        answer = pickle.dumps((False, None))
+    connection.send_bytes(answer)
+    if port is not None:
+        with suppress(EOFError):
+            connection.recv_bytes()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _join_group(port: int) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _rewrite_assertions() -> None:
+    """Have assertions of test modules show values here, too."""
+    from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
+
+    settings = {"python_files": ["test_*.py"], "enable_assertion_pass_hook": False}
+    state = SimpleNamespace(trace=lambda _: None)
+    hook = AssertionRewritingHook(
+        SimpleNamespace(getini=settings.__getitem__, stash={assertstate_key: state})
+    )
+    sys.meta_path.insert(0, hook)

@@ -1,0 +1,122 @@
+"""A real Slurm whose nodes are hosts of their own, in network namespaces, so that one can be cut off."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from helpers.commands import run_command
+from helpers.separate_hosts import SeparateHosts
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
+from hpctrain.sandbox import setup, teardown
+from hpctrain.sandbox.daemons import Daemon, daemons
+from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of
+from hpctrain.sandbox.lock import sandbox_lock
+
+_START_LIMIT_S = 60.0
+
+
+class SeparateSlurm:
+    """Host n1 has the controller, and each of the others is a node. A context manager."""
+
+    def __init__(self, nodes: int, settings: Sequence[str] = ()) -> None:
+        """Describe it.
+
+        Args:
+            nodes: how many nodes it has.
+            settings: lines of slurm.conf for the place of the sandbox's.
+        """
+        self._hosts = SeparateHosts(1 + nodes)
+        self._shape = SandboxSize(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
+        # The name by which a later session takes it down, should this one be killed.
+        self._folder = folder_of(f"pytest-n{os.getpid()}")
+
+    def __enter__(self) -> Self:
+        self._hosts.__enter__()
+        try:
+            with sandbox_lock(ROOT):
+                self._plan = setup.create_folder(self._folder, self._shape)
+            self.nodes, self.env = self._plan.nodes, {"SLURM_CONF": str(self._plan.conf)}
+            self._write_conf()
+            munged, *others = daemons(self._plan)
+            munged.start()
+            for daemon in others:
+                self._start(daemon)
+            wait_for(lambda: set(self.states().values()) == {"idle"}, _START_LIMIT_S, "idle nodes")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with sandbox_lock(ROOT):
+            # Its controller cannot be reached from here.
+            teardown.remove(self._folder, came_up=False)
+        self._hosts.__exit__(kind, error, trace)
+
+    def run(
+        self, argv: Sequence[str | Path], timeout: float = 60.0, *, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the controller's host. See `helpers.run_command`."""
+        return run_command(self._hosts.words("n1", argv), self.env, timeout=timeout, check=check)
+
+    def states(self) -> dict[str, str]:
+        """The state of each node in Slurm's words; none while the controller does not answer."""
+        done = self.run(["sinfo", "--noheader", "--Node", "--partition=preemptible", "-o%N %T"], check=False)
+        return dict(line.split() for line in done.stdout.splitlines())
+
+    def cut_off(self, node: str) -> None:
+        """Nothing reaches the node any more, nor comes from it: as if its cable were pulled."""
+        self._hosts.plug(self._host(node), plugged=False)
+
+    def join_again(self, node: str) -> None:
+        self._hosts.plug(self._host(node), plugged=True)
+
+    def _host(self, node: str) -> str:
+        return f"n{2 + self.nodes.index(node)}"
+
+    def _start(self, daemon: Daemon) -> None:
+        host = "n1" if daemon.node is None else self._host(daemon.node)
+        process = self._hosts.start(host, daemon.argv, daemon.environ)
+        out, err = process.communicate(timeout=_START_LIMIT_S)
+        assert process.returncode == 0, f"{daemon.label}: {out}{err}{daemon.last_words()}"
+
+    def _write_conf(self) -> None:
+        """The sandbox's configuration, with hosts in the place of this one's addresses."""
+        hosts = {self._host(node): node for node in self.nodes}
+        addresses = {name: self._hosts.address(name) for name in self._hosts.names}
+        for name in self._hosts.names:
+            of_nodes = {node: addresses[host] for host, node in hosts.items()}
+            self._hosts.set_hosts(name, {**addresses, **of_nodes})
+        text = self._plan.conf.read_text()
+        common = re.search(r"^NodeName=.*? (CPUs=.*)$", text, re.MULTILINE)
+        assert common is not None
+        lines = [
+            f"NodeName={node} NodeHostname={host} NodeAddr={addresses[host]} Port=6818 {common[1]}"
+            for host, node in hosts.items()
+        ]
+        text = re.sub(r"^NodeName=.*$", "\n".join(lines), text, flags=re.MULTILINE)
+        text = re.sub(r"^SlurmctldHost=.*$", f"SlurmctldHost=n1({addresses['n1']})", text, flags=re.MULTILINE)
+        self._plan.conf.write_text(text)
+        # It would look for a file system that is not mounted there, and that nothing here needs.
+        self._plan.conf.with_name("cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+class RunThere(Run):
+    """A run on such a cluster, looked at from its controller's host."""
+
+    def __init__(self, path: Path, cluster: SeparateSlurm) -> None:
+        super().__init__(path, cluster.env)
+        object.__setattr__(self, "_cluster", cluster)
+
+    def hpctrain(self, *words: str, timeout: float = 60.0, check: bool = True) -> Any:
+        return self._cluster.run([sys.executable, "-m", "hpctrain", *words], timeout, check=check)

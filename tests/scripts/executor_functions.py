@@ -1,0 +1,112 @@
+"""Functions for the tests of the executor, in a module of their own: ranks import it by its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from train_classifier import Small, dataset
+
+import hpctrain
+
+RUN_DIR = "HPCTRAIN_RUN_DIR"
+
+
+def introduce(base: int) -> tuple[int, int, float]:
+    """Rank, world size, and a sum over all ranks."""
+    total = torch.tensor([float(base + dist.get_rank())])
+    dist.all_reduce(total)
+    print(f"rank {dist.get_rank()} says hello")
+    return dist.get_rank(), dist.get_world_size(), total.item()
+
+
+def fail_on(rank: int) -> None:
+    """Raise on one rank; the others wait for it in a collective."""
+    if dist.get_rank() == rank:
+        raise ValueError("no such thing")
+    dist.barrier()
+
+
+def train(step_s: float) -> dict[str, Any]:
+    """A training like `train_classifier.py`, and what is left of it."""
+    trainer = hpctrain.Trainer(max_epochs=4, global_batch_size=16, checkpoint_every=6, seed=1)
+    module, data = Small(step_s), dataset()
+    trainer.fit(module, data, data)
+    return {
+        "metrics": trainer.metrics,
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+    }
+
+
+def own_file(name: str) -> Path:
+    return Path(os.environ[RUN_DIR], f"{name}-{dist.get_rank()}")
+
+
+def count_with_own_file(last: int) -> tuple[int, int]:
+    """Count steps with the other ranks, and save where all agreed to stop. Returns the first and the last."""
+    path = own_file("count")
+    first = int(path.read_text()) if path.exists() else 0
+    for step in range(first + 1, last + 1):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.1)
+        own_file("step").write_text(str(step))
+        if hpctrain.should_stop():
+            path.write_text(str(step))
+            sys.exit(75)
+    return first, last
+
+
+class Count:
+    """The same by submitit's protocol: `checkpoint` says what to call in place of this next time."""
+
+    def __init__(self, *, agreed: bool = True) -> None:
+        self.agreed = agreed
+        self.step = 0
+        self.starts: list[int] = []
+
+    def __call__(self, last: int) -> tuple[int, list[int]]:
+        self.starts.append(self.step)
+        while self.step < last:
+            time.sleep(0.1)
+            self.step += 1
+            own_file("step").write_text(str(self.step))
+            if self.agreed and hpctrain.should_stop():
+                sys.exit(75)
+        return self.step, self.starts
+
+    def checkpoint(self, last: int) -> Any:
+        import submitit
+
+        # Fails where not all ranks have come here after the same step.
+        steps = torch.tensor([self.step, -self.step])
+        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+        assert steps.tolist() == [self.step, -self.step]
+        return submitit.helpers.DelayedSubmission(self, last)
+
+
+def die_once(rank: int) -> str:
+    """One rank is killed in the first attempt."""
+    attempt = os.environ["HPCTRAIN_ATTEMPT"]
+    if dist.get_rank() == rank and attempt == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return attempt
+
+
+def sleep(seconds: float) -> None:
+    own_file("asleep").touch()
+    time.sleep(seconds)
+
+
+def leave_with(code: object) -> None:
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def unpicklable(rank: int) -> object:
+    return {"model": [dist.group.WORLD]} if dist.get_rank() == rank else None

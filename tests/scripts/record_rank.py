@@ -1,0 +1,61 @@
+"""What every rank of a launch runs: `record_rank.py FOLDER [LIBRARY]`.
+
+It writes its variables into FOLDER, and prints its pid. With a LIBRARY (`libmpi.so.40`, `libmpich.so.12` or
+`horovod`) it also writes which rank that says it has: the truth about what that launcher started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def mpi_ranks(library: str) -> dict[str, int]:
+    """Rank and number of processes as the MPI library itself tells them."""
+    mpi = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    # mpi.h: MPICH's handles are numbers, Open MPI's are addresses.
+    world = (
+        ctypes.c_int(0x44000000)
+        if "mpich" in library
+        else ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")))
+    )
+    rank, size = ctypes.c_int(), ctypes.c_int()
+    for failed in (
+        mpi.MPI_Init(None, None),
+        mpi.MPI_Comm_rank(world, ctypes.byref(rank)),
+        mpi.MPI_Comm_size(world, ctypes.byref(size)),
+        mpi.MPI_Finalize(),
+    ):
+        if failed:
+            sys.exit(f"{library}: error {failed}")
+    return {"rank": rank.value, "world_size": size.value}
+
+
+def horovod_ranks() -> dict[str, int]:
+    """The same from Horovod."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    return {
+        "rank": hvd.rank(),
+        "world_size": hvd.size(),
+        "local_rank": hvd.local_rank(),
+        "local_world_size": hvd.local_size(),
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Write the file, then print the pid: whoever labels the output labels the process."""
+    variables = dict(os.environ)
+    library = argv[1] if len(argv) > 1 else None
+    told = horovod_ranks() if library == "horovod" else mpi_ranks(library) if library else {}
+    record = {"pid": os.getpid(), "parent": os.getppid(), "told": told, "variables": variables}
+    Path(argv[0], f"{os.getpid()}.json").write_text(json.dumps(record), encoding="utf-8")
+    print(os.getpid(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

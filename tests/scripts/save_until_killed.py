@@ -1,0 +1,92 @@
+"""Saves until it is killed. A server forks such processes, so that each costs no import.
+
+    save_until_killed.py        then one line on stdin for each process: MODE FOLDER
+
+Says "ready", and answers each line with the process's id. That one makes two checkpoints, says "ready" in
+FOLDER/said, waits for FOLDER/go, and saves on. After each save that is known to have ended it appends the
+step to FOLDER/said. In the mode "for-long" see `save_for_long`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
+
+LAST_STEP = 5
+
+
+def state(step: int) -> dict:
+    return {"x": torch.full((300,), float(step)), "y": [torch.tensor(step)], "step": step}
+
+
+def store(mode: str, folder: Path) -> CheckpointStore:
+    tier = folder / "tier" if mode == "tier" else None
+    if tier is not None:
+        tier.mkdir(exist_ok=True)
+    return CheckpointStore(folder / "checkpoints", retention=Retention(last=2), second_tier=tier)
+
+
+def save(mode: str, folder: Path) -> None:
+    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    stored = store(mode, folder)
+    for step in range(1, LAST_STEP + 1):
+        if step == 3:
+            os.write(said, b"ready\n")
+            while not (folder / "go").exists():
+                time.sleep(0.001)
+        if mode == "sync":
+            stored.save(step, state(step), {})
+            os.write(said, b"%d\n" % step)
+        else:
+            stored.begin(step, state(step), {})
+            stored.finish(60)
+            for ended in stored.finished():
+                assert isinstance(ended, CommittedSave), ended
+                os.write(said, b"%d\n" % ended.step)
+    stored.close()
+    os.write(said, b"end\n")
+
+
+def save_for_long(folder: Path) -> None:
+    """Save one step after the other, until told to stop; says of each what became of it."""
+    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    stored = CheckpointStore(folder / "checkpoints", patience_s=0.3)
+    step = 0
+    while not (folder / "stop").exists():
+        step += 1
+        stored.begin(step, state(step), {})
+        assert stored.finish(60)
+        (ended,) = stored.finished()
+        outcome = "saved" if isinstance(ended, CommittedSave) else str(ended)
+        os.write(said, f"{step} {outcome}\n".encode())
+        time.sleep(0.05)
+    stored.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        mode, folder = line.split()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if mode == "for-long":
+                    save_for_long(Path(folder))
+                else:
+                    save(mode, Path(folder))
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A short training for fault tests: four epochs of uneven batches, dropout, a checkpoint every six steps.
+
+Only the first attempts can be slowed down: those that wait to be disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+from hang import never_return
+from torch import nn
+from torch.nn import functional as F
+
+import hpctrain
+
+
+class Small(hpctrain.Module):
+    def __init__(
+        self,
+        step_s: float,
+        dropout: float = 0.1,
+        slow_attempts: int = 1,
+        hang: str | None = None,
+        slow_node: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hang, self.slow_node = hang, slow_node
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4))
+        self.step_s = step_s if int(os.environ.get("HPCTRAIN_ATTEMPT", 0)) < slow_attempts else 0.0
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.step_s)
+        if os.environ.get("SLURMD_NODENAME") == self.slow_node:
+            time.sleep(9 * self.step_s)
+        if (
+            self.hang
+            and batch_idx == 7
+            and os.environ["RANK"] == "1"
+            and os.environ["HPCTRAIN_ATTEMPT"] == "0"
+        ):
+            never_return(self.hang)
+        x, y = batch
+        return {"logits": self.net(x), "y": y}
+
+    def training_step_end(self, outputs):
+        return F.cross_entropy(outputs["logits"], outputs["y"])
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return {"val_accuracy": (self.net(x).argmax(1) == y).double().mean()}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+
+def dataset() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(203, 16, generator=generator)
+    return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--checkpoint-every", type=int, default=6)
+    parser.add_argument("--slow-attempts", type=int, default=1)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--algorithm", default="allreduce")
+    parser.add_argument("--hang", help="how rank 1 does not come to the eighth step of the first attempt")
+    parser.add_argument("--slow-node", help="where a step takes ten times as long")
+    args = parser.parse_args()
+    trainer = hpctrain.Trainer(
+        max_epochs=args.epochs,
+        global_batch_size=16,
+        checkpoint_every=args.checkpoint_every,
+        seed=1,
+        record_samples=True,
+        algorithm=args.algorithm,
+    )
+    data = dataset()
+    module = Small(args.step_s, args.dropout, args.slow_attempts, args.hang, args.slow_node)
+    trainer.fit(module, data, data)

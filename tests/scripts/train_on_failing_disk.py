@@ -1,0 +1,109 @@
+"""Train while the disk fails: `train_on_failing_disk.py LAST_STEP '{"10": "fill", "30": "free"}'`.
+
+fill: the run's file system takes no byte more; free: it does again. hide: the checkpoints are gone. wreck: a
+file is in their place; repair: it is gone. protect: what is opened from now on is on a read-only mount;
+unprotect: it is not. crash: the first attempt ends, by kill -9 of rank 0. stop: rank 0 gets SIGTERM, and the
+disk is free a second later.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+import hpctrain
+from hpctrain.rundir import RunDir
+from hpctrain.training.saving import checkpoint_schedule, disk_space_wait
+
+checkpoint_schedule._FIRST_REST_S = 0.2  # a test has no time for more
+disk_space_wait._LOOK_EVERY_S = 0.1
+disk_space_wait.LIMIT_S = float(os.environ.get("ROOM_LIMIT_S", disk_space_wait.LIMIT_S))
+#: By it the size of a checkpoint is chosen.
+WIDTH = int(os.environ.get("WIDTH", "64"))
+
+
+class Line(hpctrain.Module):
+    def __init__(self, run: RunDir, actions: dict[str, str]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+        self.run, self.actions, self.calls = run, actions, 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        time.sleep(0.02)
+        print("in step", self.calls, "x" * 200)
+        if int(os.environ.get("RANK", 0)) == 0:
+            if action := self.actions.get(str(self.calls)):
+                getattr(self, action)()
+            if self.filler.exists():
+                self.fill()  # with what a save that was given up has left
+        # Long lines: a file of a tmpfs grows by whole pages.
+        return {"loss": self.layer(batch).pow(2).mean(), **{f"a metric {i}": 0.0 for i in range(50)}}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @property
+    def filler(self) -> Path:
+        return self.run.path.parent / "filler"
+
+    def fill(self) -> None:
+        with open(self.filler, "ab", buffering=0) as file:
+            for size in (1 << 16, 1):
+                try:
+                    while file.write(bytes(size)):
+                        pass
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+
+    def crash(self) -> None:
+        if os.environ.get("HPCTRAIN_ATTEMPT") == "0":
+            os.kill(os.getpid(), 9)
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(1.0, self.free).start()
+
+    def free(self) -> None:
+        self.filler.unlink()
+
+    def hide(self) -> None:
+        deadline = time.monotonic() + 30  # A slow disk may still be at the first checkpoint.
+        while not any(self.run.checkpoints.glob("step-*/manifest.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.run.checkpoints.rename(self.run.path / "elsewhere")
+
+    def protect(self) -> None:
+        if os.environ.get("HPCTRAIN_ATTEMPT", "0") != "0":
+            return
+        disk = str(self.run.path.parent)
+        subprocess.run(["mount", "--bind", disk, disk], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", disk], check=True)
+
+    def unprotect(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.run.path.parent)], check=True)
+
+    def wreck(self) -> None:
+        self.hide()
+        self.run.checkpoints.write_text("in the way")
+
+    def repair(self) -> None:
+        self.run.checkpoints.unlink()
+
+
+if __name__ == "__main__":
+    run = RunDir(Path(os.environ["HPCTRAIN_RUN_DIR"]))
+    trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), global_batch_size=4, checkpoint_every=2, seed=1)
+    with suppress(SystemExit if "stop" in sys.argv[2] else ()):
+        trainer.fit(Line(run, json.loads(sys.argv[2])), list(torch.ones(16, WIDTH)))

@@ -1,0 +1,156 @@
+"""Train small models in float64: `train_regression.py KIND LAST_STEP [SETTING=VALUE…]`, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpctrain
+
+
+def samples(count: int = 23) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin(), torch.arange(count) % 5
+
+
+def filled(net: nn.Module) -> nn.Module:
+    for i, parameter in enumerate(net.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
+    return net.double()
+
+
+class Regression(hpctrain.Module):
+    """A batch norm and a dropout among its layers where it is to be `noisy`."""
+
+    def __init__(self, noisy: bool = False) -> None:
+        super().__init__()
+        middle = [nn.BatchNorm1d(5, dtype=torch.float64), nn.Dropout(0.3)] if noisy else []
+        self.body = filled(nn.Sequential(nn.Linear(3, 5), *middle, nn.Tanh()))
+        self.head = filled(nn.Linear(5, 1))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y, _ = batch
+        return (self(x) - y).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        return {"val_loss": self.training_step(batch, batch_idx)}
+
+    def test_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Noisy(Regression):
+    def __init__(self) -> None:
+        super().__init__(noisy=True)
+
+
+class Tokens(Regression):
+    """Sample i has i modulo 5 tokens, and its loss is a mean over tokens; every fifth sample has none."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, lengths = batch
+        each = (self(x) - y).pow(2).squeeze(1)
+        num_tokens = lengths.sum()
+        return {"loss": (each * lengths).sum() / num_tokens.clamp(min=1), "num_tokens": num_tokens}
+
+
+class Gan(hpctrain.Module):
+    """A critic and a generator that take turns; the critic sits out every third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        self.generator = filled(nn.Linear(3, 3))
+
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        x, _, _ = batch
+        faked = self.generator(x.flip(1))
+        trains = [p.requires_grad for p in (*self.critic.parameters(), *self.generator.parameters())]
+        assert trains == [optimizer_idx == 0] * 4 + [optimizer_idx == 1] * 2
+        if optimizer_idx == 1:
+            return {"loss": -self.critic(faked).mean()}
+        if batch_idx % 3 == 2:
+            return None
+        real = self.critic(x)
+        return {"loss": (self.critic(faked.detach()) - real).mean() + real.pow(2).mean()}
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.SGD(self.critic.parameters(), lr=0.1),
+            torch.optim.SGD(self.generator.parameters(), lr=0.05, momentum=0.5),
+        ]
+
+
+class Named(Regression):
+    """Returns metrics under names that differ between ranks or steps, in the way that is asked for."""
+
+    names = "order"
+
+    def training_step(self, batch, batch_idx):
+        own = {"loss": super().training_step(batch, batch_idx), "a": 10.0, "b": 20.0}
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.names == "turns":
+            own["a" if self.steps % 3 else "c"] = own.pop("a")
+        elif self.names == "time":
+            own["time"] = 1.0
+        elif dist.get_rank() == 1:
+            if self.names == "order":
+                return dict(reversed(own.items()))
+            own["c"] = own.pop("b") if self.names == "other" else 30.0
+        return own
+
+
+KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Tokens, Gan, Named)}
+
+
+class Rising(hpctrain.Callback):
+    """Ends the training on one rank only, after a step."""
+
+    def __init__(self, last_step: int) -> None:
+        self.last_step = last_step
+
+    def on_step_end(self, trainer, module, metrics):
+        if trainer.step == self.last_step and trainer.ranks.rank == trainer.ranks.world_size - 1:
+            trainer.end("enough")
+
+
+if __name__ == "__main__":
+    options = dict(word.split("=", 1) for word in sys.argv[3:])
+    settings = {name: json.loads(value) for name, value in options.items()}
+    Named.names = settings.pop("names", "order")
+    patience, ends_at = settings.pop("patience", None), settings.pop("ends_at", None)
+    callbacks: list[hpctrain.Callback] = []
+    if patience:
+        callbacks.append(hpctrain.EarlyStopping(patience=patience, min_delta=0.001))
+    if ends_at:
+        callbacks.append(Rising(ends_at))
+    trainer = hpctrain.Trainer(
+        max_steps=int(sys.argv[2]), seed=3, callbacks=callbacks, **{"global_batch_size": 10, **settings}
+    )
+    module = KINDS[sys.argv[1]]()
+    data = samples()
+    trainer.fit(module, data, data if patience or "validate_every" in settings else None)
+    state = torch.cat([value.double().flatten() for value in module.state_dict().values()]).tolist()
+    everyone = [state] * trainer.ranks.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, state)
+    told = {"state": everyone, "step": trainer.step, "metrics": trainer.metrics, "ending": trainer.ending}
+    if sys.argv[1] == "regression":
+        told["test"] = trainer.test(module, data)
+        told["predictions"] = torch.cat(trainer.predict(module, data)).flatten().tolist()
+    if trainer.is_main:
+        print(json.dumps(told))

@@ -1,0 +1,194 @@
+"""Trainings in float64, one after the other: `train_with_strategies.py OUT '[{SETTING: VALUE, …}, …]'`.
+
+Rank 0 writes to OUT for each training either what came of it or the error that refused it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpctrain
+from hpctrain.training.data.sample_order import SampleOrder
+
+NUM_SAMPLES, BATCH, SEED = 23, 10, 3
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+class Blocks(hpctrain.Module):
+    """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows.
+
+    Every rank begins with other weights: those of rank 0 count.
+    """
+
+    def __init__(
+        self,
+        *,
+        norm: bool = False,
+        stop_at: int | None = None,
+        overflow_at: int | None = None,
+        sleep: float = 0,
+        optimizers: int = 1,
+        sometimes: bool = False,
+    ):
+        super().__init__()
+        middle = [nn.BatchNorm1d(5)] if norm else []
+        self.net = nn.Sequential(
+            nn.Linear(6, 5), *middle, nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)
+        )
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        if sometimes:
+            self.detour = nn.Linear(6, 1)
+        self.double()
+        for i, parameter in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(i + 100 * int(os.environ.get("RANK", "0")))
+            nn.init.normal_(parameter, generator=generator) if parameter.ndim > 1 else nn.init.constant_(
+                parameter, 0.5
+            )
+        self.stop_at, self.overflow_at = stop_at, overflow_at
+        self.steps, self.sleep, self.optimizers = 0, sleep, optimizers
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        time.sleep(self.sleep)
+        self.steps += 1
+        if self.stop_at == self.steps and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        output = self.net(x) * self.scale + self.bias
+        if batch_idx == 1 and hasattr(self, "detour"):
+            output = output + self.detour(x)
+        loss = (output - y).pow(2).mean()
+        if self.overflow_at == self.steps and os.environ.get("RANK", "0") == "1":
+            loss = loss * torch.inf
+        return {"loss": loss, "mean_x": x.mean()}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(x) * self.scale + self.bias - y).pow(2).mean()
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0]) * self.scale + self.bias
+
+    def configure_optimizers(self):
+        if self.optimizers == 2:
+            parts = [list(self.net.parameters()), [self.scale, self.bias]]
+            both = [torch.optim.AdamW(part, lr=0.02) for part in parts]
+            return both, [torch.optim.lr_scheduler.CosineAnnealingLR(each, 60) for each in both]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+
+
+class Turns(Blocks):
+    """Its optimizers take turns."""
+
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The samples, one after the other."""
+
+    def __iter__(self):
+        return zip(*samples(), strict=True)
+
+
+def by_hand(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
+    """The weights that a loop without hpctrain gives, on one process, a whole batch at a time."""
+    module = Blocks(**kind)
+    optimizer, scheduler = module.configure_optimizers()
+    x, y = samples()
+    batches = [
+        (
+            SampleOrder(NUM_SAMPLES, SEED).indices(epoch, start, min(start + BATCH, NUM_SAMPLES)),
+            start // BATCH,
+        )
+        for epoch in range(num_steps)
+        for start in range(0, NUM_SAMPLES, BATCH)
+    ]
+    for indices, batch_idx in batches[:num_steps]:
+        module.training_step((x[indices], y[indices]), batch_idx)["loss"].backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+def in_turns(num_steps: int) -> dict[str, torch.Tensor]:
+    """The same with two optimizers, the second of which sees what the first has changed."""
+    module = Blocks(optimizers=2)
+    optimizers, schedulers = module.configure_optimizers()
+    x, y = samples()
+    for number in range(num_steps):
+        indices = SampleOrder(NUM_SAMPLES, SEED).indices(0, number * BATCH, (number + 1) * BATCH)
+        for optimizer in optimizers:
+            module.training_step((x[indices], y[indices]), 0)["loss"].backward()
+            optimizer.step()
+            module.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+    return module.state_dict()
+
+
+def train(settings: dict) -> dict:
+    kind = Turns if settings.pop("turns", False) else Blocks
+    module = kind(
+        **{
+            name: settings.pop(name)
+            for name in ("norm", "stop_at", "overflow_at", "sleep", "optimizers", "sometimes")
+            if name in settings
+        }
+    )
+    if settings.get("strategy") == "late":
+        register_late()
+    steps = settings.pop("max_steps", 2)
+    predicts = settings.pop("predict", False)
+    data = Stream() if settings.pop("stream", False) else samples()
+    try:
+        trainer = hpctrain.Trainer(
+            max_steps=steps, global_batch_size=BATCH, seed=SEED, record_samples=True, **settings
+        )
+        trainer.fit(module, data, samples())
+    except hpctrain.UserError as error:
+        return {"error": str(error)}
+    weights = module.state_dict()
+    result = {"weights": weights, "alike": alike(weights), "metrics": trainer.metrics, "step": trainer.step}
+    if predicts:
+        result["predictions"] = torch.cat(trainer.predict(module, samples()))
+    return result
+
+
+def register_late() -> None:
+    """zero3 whose ranks keep gradients whole until the last micro-batch."""
+    from hpctrain.training.strategies.fully_sharded import ZeRO3
+
+    @hpctrain.register_strategy("late")
+    class Late(ZeRO3):
+        averages_every_micro_batch = False
+
+
+def alike(weights: dict[str, torch.Tensor]) -> bool:
+    """Whether all ranks have the very same."""
+    if not dist.is_initialized():
+        return True
+    of_all: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, weights)
+    return all(torch.equal(other[name], value) for other in of_all for name, value in weights.items())
+
+
+if __name__ == "__main__":
+    results = [train(settings) for settings in json.loads(sys.argv[2])]
+    if hpctrain.detect(os.environ).is_main:
+        torch.save(results, Path(sys.argv[1]))
