@@ -147,7 +147,7 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
             raise
         return JobTable(())
     if not answer.strip():
-        raise SchedulerError("scontrol answered nothing")
+        raise SchedulerError("scontrol printed nothing")
     return JobTable(row for record in answer.split("\n\n") for row in _controller_rows(record))
 
 

@@ -152,7 +152,7 @@ class JobSpec:
         return {
             "run folder": str((run.array or run).path),
             "working folder": self.workdir,
-            "folder of the code": code,
+            "code folder": code,
         }
 
     @property
@@ -210,14 +210,14 @@ class JobSpec:
             values: Any = yaml.safe_load(read_regular(path).decode("utf-8"))
         except OSError as error:
             raise SpecError(
-                f"The specification {path} cannot be read: {error.strerror}. Submit the run again."
+                f"Cannot read the specification {path}: {error.strerror}. Submit the run again."
             ) from error
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise SpecError(
                 f"The specification {path} is not valid YAML: {error}. Submit the run again."
             ) from error
         if not isinstance(values, dict):
-            raise SpecError(f"The specification {path} holds no mapping of fields. Submit the run again.")
+            raise SpecError(f"The specification {path} is not a mapping of fields. Submit the run again.")
         values = {_FORMER_NAMES.get(name, name): value for name, value in values.items()}
         known = {entry.name for entry in fields(cls)}
         if unknown := sorted(str(name) for name in values.keys() - known):
@@ -267,4 +267,4 @@ def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_choice(option: str, value: str, choices: object) -> None:
     known = get_args(choices)
     if value not in known:
-        raise SpecError(f"There is no {option} {value!r} (--{option}). Take one of {', '.join(known)}.")
+        raise SpecError(f"Unknown {option} {value!r} (--{option}). Choose one of {', '.join(known)}.")

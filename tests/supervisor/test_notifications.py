@@ -261,7 +261,7 @@ def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
 @pytest.mark.parametrize(
     ("notify", "words"),
     [
-        (NotifyConfig(("https:///path",)), "names no host"),
+        (NotifyConfig(("https:///path",)), "has no host"),
         (NotifyConfig(("http://a b/",)), "cannot hold"),
         (NotifyConfig(("ftp://host/path",)), "neither an address"),
         (NotifyConfig(("htp://host",)), "neither an address"),
