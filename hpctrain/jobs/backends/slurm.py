@@ -43,7 +43,7 @@ class SlurmBackend:
     def trouble(self) -> str | None:
         """Return briefly why Slurm cannot be used here; None if it answers."""
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
-            return "there is no sbatch on the PATH"
+            return "sbatch not found on PATH"
         # The caller is about to submit, and then needs all of these answers.
         questions = query_site(self._outer)
         # Import the checks while Slurm answers.
@@ -68,13 +68,13 @@ class SlurmBackend:
         except SchedulerError as error:
             if is_answer_lost(str(error)):
                 raise SubmissionUnconfirmed(
-                    f"Whether the job was submitted cannot be told: {error}. It may be queued: look with "
-                    f"`squeue --me --name={shlex.quote(spec.name)}`. Where it is, leave it: the run "
-                    f"goes on in {str(run.path)!r}. Where it is not, submit again with that --run-dir."
+                    f"It is unknown if the job was submitted: {error}. Check with "
+                    f"`squeue --me --name={shlex.quote(spec.name)}`. If the job is queued, leave it: the run "
+                    f"continues in {str(run.path)!r}. Otherwise, submit again with this --run-dir."
                 ) from error
             raise SchedulerError(
                 f"The job was not submitted: {error}. "
-                "Nothing is queued; change what Slurm names and submit again."
+                "Nothing is queued. Correct the options that Slurm reports and submit again."
             ) from error
         # In a multi-cluster setup the answer is `job;cluster`.
         return answer.strip().splitlines()[-1].split(";")[0]
@@ -110,10 +110,10 @@ class SlurmBackend:
             if left:
                 time.sleep(0.2)
         if left:
-            others = " The others are told." if len(left) < len(jobs) else ""
+            others = " The other jobs have been signalled." if len(left) < len(jobs) else ""
             raise SchedulerError(
-                f"No rank of job {', '.join(sorted(left))} is running: they are being started, or have just "
-                f"left. Try again in some seconds.{others}"
+                f"No rank of job {', '.join(sorted(left))} is running: the ranks are being started, or have "
+                f"just exited. Try again in a few seconds.{others}"
             )
 
     def lift_hold(self, jobs: Sequence[JobRecord]) -> None:

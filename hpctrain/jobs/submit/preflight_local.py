@@ -32,8 +32,8 @@ def check_files(spec: JobSpec, environ: Mapping[str, str]) -> None:
         _check_run_folder(RunDir(Path(spec.run_dir)), is_array=spec.array is not None)
     except OSError as error:
         raise SpecError(
-            f"The run folder {spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
-            "Choose another."
+            f"Cannot access the run folder {spec.run_dir!r} (--run-dir): {error.strerror}. "
+            "Choose another folder."
         ) from error
 
 
@@ -43,11 +43,11 @@ def _check_syntax(script: Path) -> None:
         compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise SpecError(
-            f"The script {str(script)!r} is no valid Python in line {error.lineno}: {error.msg}. "
-            "Mend it first."
+            f"The script {str(script)!r} has a syntax error in line {error.lineno}: {error.msg}. "
+            "Fix it first."
         ) from None
     except (OSError, ValueError) as error:
-        raise SpecError(f"The script {str(script)!r} cannot be read as Python: {error}.") from None
+        raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
 def _check_script(script: Path) -> None:
@@ -56,17 +56,17 @@ def _check_script(script: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         hint = "Check its path."
         if shutil.which(script.name):
-            hint = (
-                f"{script.name!r} is a command. Commands are not supported yet; give the path of the script."
-            )
-        raise SpecError(f"There is no script {str(script)!r}. {hint}") from None
+            hint = f"{script.name!r} is a command; commands are not supported yet. Give the path of a script."
+        raise SpecError(f"Script {str(script)!r} not found. {hint}") from None
     except OSError as error:
-        raise SpecError(f"The script {str(script)!r} cannot be looked at: {error.strerror}.") from None
+        raise SpecError(f"Cannot access the script {str(script)!r}: {error.strerror}.") from None
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         raise SpecError(f"The script {str(script)!r} is {kind}. Give the path of a Python file.")
     if not os.access(script, os.R_OK):
-        raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
+        raise SpecError(
+            f"You do not have permission to read the script {str(script)!r}. Change its mode (chmod u+r)."
+        )
     if script.suffix == ".py":
         _check_syntax(script)
     else:
@@ -82,7 +82,7 @@ def _check_shebang(script: Path) -> None:
         why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
         raise SpecError(
             f"The script {str(script)!r} {why}, but every rank runs it with Python. Give the Python script, "
-            "and lines of shell with --setup."
+            "and put shell lines into --setup."
         )
 
 
@@ -90,7 +90,7 @@ def _check_interpreter(python: Path) -> None:
     """Check an absolute path; a bare name is looked up where the job runs."""
     if python.is_absolute() and not (python.is_file() and os.access(python, os.X_OK)):
         raise SpecError(
-            f"There is no interpreter {str(python)!r} that could be run. Start hpctrain with another."
+            f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with another."
         )
 
 
@@ -103,28 +103,29 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
         missing = {run.spec.name, run.job_script.name} - names
         if names and missing:
             raise SpecError(
-                f"The folder {str(path)!r} (--run-dir) is neither empty nor a run: it holds "
-                f"{min(names)!r} and no {min(missing)}. Choose another."
+                f"The folder {str(path)!r} (--run-dir) is neither empty nor a run folder: it contains "
+                f"{min(names)!r}, but no {min(missing)}. Choose another folder."
             )
     elif path.exists():
-        raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose another.")
+        raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose a folder.")
     nearest = path
     while not nearest.exists():
         nearest = nearest.parent
     if not nearest.is_dir():
         raise SpecError(
-            f"{str(nearest)!r}, on the way to the run folder {str(path)!r}, is no folder. Choose another."
+            f"Cannot create the run folder {str(path)!r} (--run-dir): {str(nearest)!r} is not a folder. "
+            "Choose another folder."
         )
     room = os.statvfs(nearest)
     if not (room.f_blocks or room.f_files):
         raise SpecError(
-            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is no place for "
-            "files. Choose another."
+            f"Cannot write the run folder {str(path)!r} (--run-dir): the file system of {str(nearest)!r} "
+            "cannot store files. Choose another folder."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise SpecError(
-            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is not yours to "
-            "write in. Choose another."
+            f"Cannot write the run folder {str(path)!r} (--run-dir): you have no write permission in "
+            f"{str(nearest)!r}. Choose another folder."
         )
 
 
@@ -133,16 +134,16 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
     if run.array is not None and run.array.tasks() and run.array.spec.exists():
         task = run.path.name.rpartition("-")[2]
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) is a task of a job array. To continue it, submit with "
+            f"{str(run.path)!r} (--run-dir) is a task of a job array. To resume it, submit with "
             f"--run-dir {shlex.quote(str(run.array.path))} --array {task}."
         )
     if is_array and run.spec.exists() and not run.tasks():
         raise SpecError(
-            f"The run in {str(run.path)!r} (--run-dir) is a single one, and cannot go on as a job array "
+            f"The run in {str(run.path)!r} (--run-dir) is a single run and cannot continue as a job array "
             "(--array). Leave out --array, or choose another folder."
         )
     if not is_array and run.tasks():
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) holds a job array. Say with --array which tasks to continue, or "
+            f"{str(run.path)!r} (--run-dir) contains a job array. Give the tasks to resume with --array, or "
             "choose another folder."
         )

@@ -22,7 +22,7 @@ def _base(spec: JobSpec, directives: Sequence[str], template: str, version: str)
     yield str(version)
     yield " from the template "
     yield str(shell_quote(template))
-    yield "; the next submission of the run rewrites it.\n"
+    yield "; resubmitting the run overwrites it.\n"
     yield "# By hand:  "
     yield str(("sbatch" if spec.backend == "slurm" else "bash"))
     yield " job.sbatch   (script and arguments: spec.yaml)\n"
@@ -33,7 +33,7 @@ def _base(spec: JobSpec, directives: Sequence[str], template: str, version: str)
     yield "set -eo pipefail\n"
     yield "\n"
     if spec.shell.modules:
-        yield "# `module` is a function, which not every shell of a job has.\n"
+        yield "# `module` is a shell function that is not defined in every job's shell.\n"
         yield "for init in /etc/profile.d/{modules,lmod,z00_lmod}.sh \"${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash\" /usr/share/Modules/init/bash; do\n"
         yield "    type module >/dev/null 2>&1 || { [ ! -r \"$init\" ] || source \"$init\"; } || true\n"
         yield "done\n"
@@ -59,9 +59,9 @@ def _base(spec: JobSpec, directives: Sequence[str], template: str, version: str)
         yield "); this script and the supervisor do not.\n"
     yield "\n"
     if spec.torchrun:
-        yield "# The supervisor starts an agent of torchrun on each node, and decides what to do when one ends.\n"
+        yield "# The supervisor starts one torchrun agent per node, and decides what to do when one exits.\n"
     else:
-        yield "# The supervisor starts one process a rank, and decides what to do when one ends.\n"
+        yield "# The supervisor starts one process per rank, and decides what to do when one exits.\n"
     yield "exec "
     yield str(shell_quote(spec.python))
     yield " -m hpctrain.supervisor "
@@ -75,7 +75,7 @@ def _cpu(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
     yield str(version)
     yield " from the template "
     yield str(shell_quote(template))
-    yield "; the next submission of the run rewrites it.\n"
+    yield "; resubmitting the run overwrites it.\n"
     yield "# By hand:  "
     yield str(("sbatch" if spec.backend == "slurm" else "bash"))
     yield " job.sbatch   (script and arguments: spec.yaml)\n"
@@ -86,7 +86,7 @@ def _cpu(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
     yield "set -eo pipefail\n"
     yield "\n"
     if spec.shell.modules:
-        yield "# `module` is a function, which not every shell of a job has.\n"
+        yield "# `module` is a shell function that is not defined in every job's shell.\n"
         yield "for init in /etc/profile.d/{modules,lmod,z00_lmod}.sh \"${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash\" /usr/share/Modules/init/bash; do\n"
         yield "    type module >/dev/null 2>&1 || { [ ! -r \"$init\" ] || source \"$init\"; } || true\n"
         yield "done\n"
@@ -103,7 +103,7 @@ def _cpu(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
         yield "source "
         yield str(shell_quote(str(spec.shell.venv) + str("/bin/activate")))
         yield "\n"
-    yield "# No GPU was asked for, so none is touched, even where the node has one that is not fenced off.\n"
+    yield "# No GPU was requested: hide all GPUs, in case the node does not restrict access to them.\n"
     yield "export CUDA_VISIBLE_DEVICES=\"\"\n"
     for line in spec.shell.setup:
         yield str(line)
@@ -114,9 +114,9 @@ def _cpu(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
         yield "); this script and the supervisor do not.\n"
     yield "\n"
     if spec.torchrun:
-        yield "# The supervisor starts an agent of torchrun on each node, and decides what to do when one ends.\n"
+        yield "# The supervisor starts one torchrun agent per node, and decides what to do when one exits.\n"
     else:
-        yield "# The supervisor starts one process a rank, and decides what to do when one ends.\n"
+        yield "# The supervisor starts one process per rank, and decides what to do when one exits.\n"
     yield "exec "
     yield str(shell_quote(spec.python))
     yield " -m hpctrain.supervisor "
@@ -130,7 +130,7 @@ def _ddp(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
     yield str(version)
     yield " from the template "
     yield str(shell_quote(template))
-    yield "; the next submission of the run rewrites it.\n"
+    yield "; resubmitting the run overwrites it.\n"
     yield "# By hand:  "
     yield str(("sbatch" if spec.backend == "slurm" else "bash"))
     yield " job.sbatch   (script and arguments: spec.yaml)\n"
@@ -141,7 +141,7 @@ def _ddp(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
     yield "set -eo pipefail\n"
     yield "\n"
     if spec.shell.modules:
-        yield "# `module` is a function, which not every shell of a job has.\n"
+        yield "# `module` is a shell function that is not defined in every job's shell.\n"
         yield "for init in /etc/profile.d/{modules,lmod,z00_lmod}.sh \"${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash\" /usr/share/Modules/init/bash; do\n"
         yield "    type module >/dev/null 2>&1 || { [ ! -r \"$init\" ] || source \"$init\"; } || true\n"
         yield "done\n"
@@ -158,7 +158,7 @@ def _ddp(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
         yield "source "
         yield str(shell_quote(str(spec.shell.venv) + str("/bin/activate")))
         yield "\n"
-    yield "# NCCL says what is wrong, and nothing while all is well.\n"
+    yield "# NCCL prints warnings and errors only.\n"
     yield "export NCCL_DEBUG=\"${NCCL_DEBUG:-WARN}\"\n"
     for line in spec.shell.setup:
         yield str(line)
@@ -169,9 +169,9 @@ def _ddp(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
         yield "); this script and the supervisor do not.\n"
     yield "\n"
     if spec.torchrun:
-        yield "# The supervisor starts an agent of torchrun on each node, and decides what to do when one ends.\n"
+        yield "# The supervisor starts one torchrun agent per node, and decides what to do when one exits.\n"
     else:
-        yield "# The supervisor starts one process a rank, and decides what to do when one ends.\n"
+        yield "# The supervisor starts one process per rank, and decides what to do when one exits.\n"
     yield "exec "
     yield str(shell_quote(spec.python))
     yield " -m hpctrain.supervisor "
@@ -181,7 +181,7 @@ def _ddp(spec: JobSpec, directives: Sequence[str], template: str, version: str) 
 
 #: By name: what yields the script, and CRC-32 of the files that it was made from.
 SCRIPTS: dict[str, tuple[Script, dict[str, int]]] = {
-    "base": (_base, {"base.sbatch.j2": 1476550925}),
-    "cpu": (_cpu, {"cpu.sbatch.j2": 274032064, "base.sbatch.j2": 1476550925}),
-    "ddp": (_ddp, {"ddp.sbatch.j2": 907630957, "base.sbatch.j2": 1476550925}),
+    "base": (_base, {"base.sbatch.j2": 727335449}),
+    "cpu": (_cpu, {"cpu.sbatch.j2": 417268283, "base.sbatch.j2": 727335449}),
+    "ddp": (_ddp, {"ddp.sbatch.j2": 1772247677, "base.sbatch.j2": 727335449}),
 }

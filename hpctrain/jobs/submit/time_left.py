@@ -39,11 +39,11 @@ def check_time_left(settings: Mapping[str, OptionValue], spec: JobSpec) -> list[
     if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
         lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
     better = format_duration(60 * math.ceil((_LEAST_S + lead_s + early_s) / 60))
-    early = f", less {early_s:.0f} s by which Slurm may be early" if early_s else ""
+    early = f" and {early_s:.0f} s because Slurm may signal early" if early_s else ""
     sentence = (
-        f"The time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}) less "
-        f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early} may leave "
-        f"{max(0.0, left_s):g} s to start and train. Three attempts without a new checkpoint end the run. "
-        f"Give --time {better} or more."
+        f"Warning: the time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}), minus "
+        f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early}, may leave only "
+        f"{max(0.0, left_s):g} s to start and train. The run fails after three attempts without a new "
+        f"checkpoint. Give --time {better} or more."
     )
     return [sentence]
