@@ -49,7 +49,7 @@ def test_json_has_value_and_source_of_each(hpctrain):
     }
     assert facts["rank"]["source"] == "RANK"
     assert facts["node_rank"]["source"] == "GROUP_RANK"
-    assert facts["device"]["source"] == "CUDA_VISIBLE_DEVICES='' shows none"
+    assert facts["device"]["source"] == "CUDA_VISIBLE_DEVICES='' hides all GPUs"
     assert all(fact["source"] for fact in facts.values())
 
 

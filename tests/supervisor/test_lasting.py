@@ -112,7 +112,7 @@ def test_the_log_waits_too(disk, capsys):
     fill(disk)
     for i in range(3):
         handler.emit(logging.makeLogRecord({"msg": f"line {i}"}))
-    assert "cannot be written: No space left" in capsys.readouterr().err
+    assert "supervisor.log: No space left" in capsys.readouterr().err
     free(disk)
     handler.lines.flush()
     assert (disk / "supervisor.log").read_text() == "line 0\nline 1\nline 2\n"
