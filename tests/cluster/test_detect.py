@@ -280,7 +280,7 @@ def test_torchrun_in_each_task_is_refused_too_where_the_host_knows_its_full_name
 def test_a_rank_of_a_launcher_that_is_not_known_is_not_taken_for_a_process_alone(variable):
     text = refusal({variable: "3"})
     assert f"{variable} is 3, but rank is 0" in text
-    assert "Let it set RANK, WORLD_SIZE, LOCAL_RANK" in text
+    assert "Make it set RANK, WORLD_SIZE, LOCAL_RANK" in text
     assert "HPCTRAIN_ENVIRONMENT=torchrun" not in text
     assert detect({variable: "3", **TORCHRUN}).rank == 3
     assert detect({variable: "3", ENVIRONMENT_VARIABLE: "local"}).world_size == 1
