@@ -120,7 +120,7 @@ def test_verify_names_each_broken_file_and_what_is_wrong_with_it(command: Comman
     assert verified.exit_code == 1
     assert f"step 6: {state} has checksum" in verified.stderr
     assert f"step 6: {tensors} is missing" in verified.stderr
-    assert "1 checkpoint is broken" in verified.stderr
+    assert "1 checkpoint is damaged" in verified.stderr
     assert [line.split()[0] for line in verified.stdout.splitlines() if "newest" in line] == ["4"]
     found = command("run", "--verify", "--json")
     assert found.exit_code == 1
@@ -133,7 +133,7 @@ def test_what_a_run_has_set_aside_is_shown(command: Command, run: RunDir) -> Non
     train(run.path, 6)
     shown = command("run")
     assert shown.exit_code == 0
-    assert "step-00000006.broken-0: was broken" in shown.stderr
+    assert "step-00000006.broken-0: damaged" in shown.stderr
     records = json.loads(command("run", "--json").stdout)
     assert [record["step"] for record in records if record["set_aside"]] == [6]
 

@@ -50,7 +50,7 @@ def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     assert hpctrain("logs", "r", "--rank", "1", "--rank", "0").stdout.startswith("[1] early 1\n")
     assert "late 0 of 0" in hpctrain("logs", "r", "--rank", "0", "--attempt", "0").stdout
     assert hpctrain("logs", "r", "--attempt", "2").returncode == 2
-    assert "it has 0 to 1" in hpctrain("logs", "r", "--attempt", "2").stderr
+    assert "Available: 0 to 1" in hpctrain("logs", "r", "--attempt", "2").stderr
     followed = hpctrain("logs", "-f", "r")
     assert followed.stdout.splitlines()[0] == first
     assert sorted(followed.stdout.splitlines()[1:]) == sorted(others)

@@ -105,7 +105,10 @@ pytestmark = pytest.mark.slurm
             {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
             r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
         ),
-        ({"partition": "physics", "account": "art"}, r"account 'art' .* only allows physics \(AllowAccounts\)"),
+        (
+            {"partition": "physics", "account": "art"},
+            r"account 'art' .* only allows physics \(AllowAccounts\)",
+        ),
         ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* denies it \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Give --reservation"),
         ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),

@@ -153,7 +153,7 @@ def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceb
         fill(disk)
         command = [sys.executable, "-m", "hpctrain.supervisor", str(disk)]
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
-    wait_for(lambda: "cannot be written" in said.read_text(), 60, "the supervisor to notice")
+    wait_for(lambda: "cannot write" in said.read_text(), 60, "the supervisor to notice")
     free(disk)
     assert process.wait(100) == 0, said.read_text()
     assert "Traceback" not in said.read_text()

@@ -216,7 +216,9 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
                 f"{str(folder)!r} has checkpoints but has never been submitted. `hpctrain submit --run-dir` "
                 f"resumes from them; `hpctrain checkpoints` lists those in {str(path)!r}."
             )
-    raise RunNotFound(f"No run {run!r} in {str(runs_dir)!r}, and no run folder of that path. {hint}")
+    raise RunNotFound(
+        f"There is no run {run!r} in {str(runs_dir)!r}, and no run folder with that path. {hint}"
+    )
 
 
 def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
