@@ -65,7 +65,7 @@ def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
     """
     content = sealed.partition(b" ")[2]
     if not matches(sealed, seal(key, content, *context)):
-        raise Unauthenticated("the right authentication code is missing")
+        raise Unauthenticated("wrong or missing authentication code")
     return content
 
 
@@ -93,9 +93,9 @@ class Signed:
         try:
             message = json.loads(unseal(self._key, line.rstrip(b"\n"), self._count))
         except (ValueError, RecursionError) as error:
-            raise Unauthenticated(f"a line was received that is no JSON: {error}") from None
+            raise Unauthenticated(f"received a line that is not JSON: {error}") from None
         if not isinstance(message, dict):
-            raise Unauthenticated("a line was received that is no JSON object")
+            raise Unauthenticated("received a line that is not a JSON object")
         return message
 
 

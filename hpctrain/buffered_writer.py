@@ -73,10 +73,10 @@ class BufferedLineWriter:
             self._retry_at = time.monotonic() + _RETRY_AFTER_S
             if not said:
                 self._say(
-                    f"hpctrain: {self._path} cannot be written: {error.strerror}. The run goes on; "
-                    "its lines are kept and written once that works again."
+                    f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues; "
+                    "lines are buffered and written later."
                 )
         else:
             if self.trouble is not None:
                 self.trouble = None
-                self._say(f"hpctrain: {self._path} can be written again, and is complete.")
+                self._say(f"hpctrain: {self._path} is writable again; all buffered lines are written.")

@@ -30,9 +30,7 @@ _OF_SLURM = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
 #: Failure kind of a rank that exited with code 0 during a training.
 UNFINISHED = "unfinished"
 #: Advice for the user in that case.
-UNFINISHED_ADVICE = (
-    "To end a training early, call end() of the trainer or session, and let the training return"
-)
+UNFINISHED_ADVICE = "To end training early, call end() on the trainer or session, and let training return"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def find_crash_output(
     """
     message = ""
     if number == signal.SIGKILL:
-        message = "somebody killed it (kill -9), or the kernel did, as it does when memory runs out"
+        message = "sent by a user (kill -9), or by the kernel because memory ran out"
     if file_size(log) > 0:
         return CrashOutput(log, message)
     if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):

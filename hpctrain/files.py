@@ -141,7 +141,7 @@ def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} does not contain a JSON object")
     return record
 
 
@@ -188,9 +188,7 @@ def append_lines(path: Path, lines: deque[str]) -> None:
         while lines:
             data = end_before + f"{lines[0]}\n".encode(errors="backslashreplace")
             if (written := os.write(fd, data)) != len(data):
-                raise OSError(
-                    errno.ENOSPC, f"only {written} of {len(data)} bytes could be written", str(path)
-                )
+                raise OSError(errno.ENOSPC, f"wrote only {written} of {len(data)} bytes", str(path))
             lines.popleft()
             end_before = b""
     finally:
@@ -271,7 +269,7 @@ def parse_json_line(
 
 
 def _warn_damaged(path: Path) -> None:
-    warn_once(f"{path} has a damaged line, perhaps torn by a crash or a full disk. It is skipped.")
+    warn_once(f"Skipped a damaged line in {path}, possibly cut off by a crash or a full disk.")
 
 
 @functools.cache

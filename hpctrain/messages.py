@@ -127,8 +127,7 @@ def _proven(group: dist.ProcessGroup) -> _Session:
         if foreign:
             raise Unauthenticated(
                 f"{format_ranks(foreign)} of {dist.get_world_size()} did not prove the secret of this run: "
-                "another program has taken the place, or the processes were started with different values of "
-                "HPCTRAIN_SECRET"
+                "another program connected instead, or the processes have different values of HPCTRAIN_SECRET"
             )
         key = key or code(agreed, "messages")
     return _Session(key)
@@ -202,8 +201,8 @@ def _pack(value: Any, what: str) -> _Packed:
     text = json.dumps(record).encode("ascii")
     if len(text) > MAX_MESSAGE_BYTES:
         problem = (
-            f"{what} has {len(text)} bytes on a rank, and {MAX_MESSAGE_BYTES} may be sent. "
-            "Return tensors in place of long lists."
+            f"{what} has {len(text)} bytes on a rank, but the limit is {MAX_MESSAGE_BYTES}. "
+            "Return tensors instead of long lists."
         )
         return _Packed(json.dumps({"error": problem}).encode("ascii"), [])
     return _Packed(text, tensors)
@@ -216,16 +215,16 @@ def _unpack(text: bytes, tensors: list[torch.Tensor], what: str) -> Any:
     try:
         return _decode(record["value"], tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Unauthenticated(f"{what} was received in a form that no rank sends: {error!r}") from error
+        raise Unauthenticated(f"{what} was received in an invalid form: {error!r}") from error
 
 
 def _parse(text: bytes, what: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unauthenticated(f"{what} was received in a form that no rank sends: {error!r}") from error
+        raise Unauthenticated(f"{what} was received in an invalid form: {error!r}") from error
     if not isinstance(record, dict):
-        raise Unauthenticated(f"{what} was received in a form that no rank sends")
+        raise Unauthenticated(f"{what} was received in an invalid form")
     return record
 
 
@@ -252,8 +251,8 @@ def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(torch.as_tensor(value.copy()))
         return {"array" if kind.__name__ == "ndarray" else "number": len(tensors) - 1}
     raise TypeError(
-        f"it has a {kind.__module__}.{kind.__qualname__}. Use tensors, arrays, numbers, text, lists, tuples "
-        "and dicts"
+        f"it contains a {kind.__module__}.{kind.__qualname__}. Use tensors, arrays, numbers, strings, "
+        "lists, tuples and dicts"
     )
 
 
@@ -348,8 +347,8 @@ def _length(session: _Session, src: int, header: torch.Tensor, what: str) -> int
     right = matches(content[_LENGTH_BYTES:], code(session.key, session.count, src, "length", data))
     if not right or not 0 < length <= MAX_MESSAGE_BYTES:
         raise Unauthenticated(
-            f"the length of {what} of member {src} was received without the right authentication code, or "
-            f"above the limit: {length} bytes, limit {MAX_MESSAGE_BYTES}"
+            f"the length of {what} from member {src} has a wrong authentication code or exceeds the limit: "
+            f"{length} bytes, limit {MAX_MESSAGE_BYTES}"
         )
     return length
 
@@ -365,7 +364,7 @@ def _checked(session: _Session, src: int, packet: torch.Tensor, length: int, wha
     data = packet.numpy().tobytes()
     text = data[CODE_BYTES : CODE_BYTES + length]
     if not matches(data[:CODE_BYTES], code(session.key, session.count, src, text)):
-        raise Unauthenticated(f"{what} of member {src} was received without the right authentication code")
+        raise Unauthenticated(f"{what} from member {src} has a wrong authentication code")
     return text
 
 

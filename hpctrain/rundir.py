@@ -443,7 +443,7 @@ class RunDir:
             if path.exists() and not path.is_file():
                 raise UserError(
                     f"{path} is not a regular file, so the run cannot be recorded there. "
-                    "Move it away, and start again."
+                    "Move it away and start again."
                 )
 
     def read_events(self) -> Iterator[dict[str, Any]]:

@@ -127,7 +127,7 @@ def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
         name, culprit, told = _blame(parts) or ("it", value, error)
         raise UserError(
             f"{whose}(): {name} is a {_type_name(culprit)}, which cannot be pickled: {told}. "
-            "Pass or return plain data in its place, or make it where it is used."
+            "Pass or return plain data instead, or create it inside the function."
         ) from None
     return data
 

@@ -13,7 +13,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
 @run_argument
 @json_option
 def command(run: str, runs_dir: Path, as_json: bool) -> None:
-    """Save the state of RUN and end it. An ended run does not change."""
+    """Cancel RUN after saving its state. Does nothing if RUN has already finished."""
     from hpctrain.slurm.states import RunState
 
     found = open_run(run, runs_dir)
@@ -23,7 +23,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     elif before.state.ended:
         click.echo(f"Run {found.run_id} has already finished ({before.state}).")
     elif before.state is RunState.PENDING:
-        click.echo(f"Run {found.run_id} is cancelled: it was waiting to start.")
+        click.echo(f"Cancelled run {found.run_id} before it started.")
     else:
         limit = "Slurm's KillWait" if before.backend == "slurm" else "a minute"
-        click.echo(f"Cancelling {found.run_id}: asked to save a checkpoint and exit within {limit}.")
+        click.echo(f"Cancelling run {found.run_id}: it will save a checkpoint and exit within {limit}.")

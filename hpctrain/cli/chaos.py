@@ -28,7 +28,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Average time between two faults. The minimum is half of it.",
+    help="Average time between faults. The minimum is half of it.",
 )
 @click.option("--seed", type=int, help="Random seed. The same seed repeats the same faults.")
 @click.option("--dry-run", is_flag=True, help="Print the faults without injecting them.")
@@ -43,11 +43,11 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Inject faults into your running RUN at random times. The run should complete regardless."""
+    """Inject faults into RUN at random times, to check that it recovers. RUN must be yours and running."""
     from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, faults_for
 
     if unknown := sorted(set(names).difference(Fault)):
-        raise click.UsageError(f"--fault {', '.join(unknown)}: there are {', '.join(Fault)}.")
+        raise click.UsageError(f"Unknown --fault {', '.join(unknown)}. Known: {', '.join(Fault)}.")
     found = open_run(run, runs_dir)
     status = check_disturbable(found)
     faults = faults_for(status.backend, [Fault(name) for name in names])
@@ -59,4 +59,4 @@ def command(
     if as_json:
         echo_json({"run_id": found.run_id, "faults": 0 if dry_run else done, "seed": seed})
     elif done < times:
-        click.echo(f"Run {found.run_id} has ended after {done} of {times} faults.")
+        click.echo(f"Run {found.run_id} ended after {done} of {times} faults.")

@@ -43,14 +43,14 @@ def command() -> None:
 @command.command("list")
 @run_argument
 @click.option(
-    "--verify", is_flag=True, help="Compare every file with its checksum. Exits with 1 if one is broken."
+    "--verify", is_flag=True, help="Compare every file with its checksum. Exits with 1 if a file is damaged."
 )
 @json_option
 def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     """List the checkpoints of RUN, the newest last. `hpctrain checkpoints RUN` does the same.
 
     The run resumes from the newest valid checkpoint. --verify reads every file and compares it with its
-    checksum. The exit code is 1 if a checkpoint is broken.
+    checksum. The exit code is 1 if a checkpoint is damaged.
     """
     from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 
@@ -62,11 +62,11 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     else:
         _print_table(folder, found, rule, verify=verify)
         for path in aside:
-            click.echo(f"{short_path(path)}: was broken, and the run put it aside", err=True)
+            click.echo(f"{short_path(path)}: damaged, set aside by the run", err=True)
     if broken := [one.step for one in found if one.problems]:
         if not as_json:
             count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"
-            click.echo(f"{count} broken; a run passes over them and puts them aside.", err=True)
+            click.echo(f"{count} damaged. A run skips damaged checkpoints and sets them aside.", err=True)
         sys.exit(CheckpointError.exit_code)
 
 
@@ -87,7 +87,7 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
 def export(
     run: str, runs_dir: Path, file: Path, step: int | None, best: bool, everything: bool, force: bool
 ) -> None:
-    """Write the weights in a checkpoint of RUN to FILE, which ends in .safetensors or .pt.
+    """Write the weights from a checkpoint of RUN to FILE, which must end in .safetensors or .pt.
 
     The weights keep the names of the module's `state_dict()`. Every file of the checkpoint is verified
     first. FILE is written atomically.
@@ -95,9 +95,9 @@ def export(
     from hpctrain.checkpoint.listing import list_checkpoints
 
     if step is not None and best:
-        raise click.UsageError("--step and --best each name a checkpoint: give one of them.")
+        raise click.UsageError("--step and --best both select a checkpoint. Give only one of them.")
     if file.exists() and not force:
-        raise UserError(f"{file} exists; give --force to replace it.")
+        raise UserError(f"{file} exists. Use --force to replace it.")
     folder = _folder_of(run, runs_dir)
     found, _ = list_checkpoints(folder)
     chosen = _chosen(folder, found, step, best=best)
@@ -111,7 +111,7 @@ def export(
             older = [one for one in found if one.step < chosen.step and not one.problems]
             if step is not None or best or not older:
                 raise
-            click.echo(f"{error} Taking the one before it.", err=True)
+            click.echo(f"{error} Using the previous checkpoint.", err=True)
             chosen = older[-1]
     for sentence in said:
         click.echo(sentence)
@@ -127,7 +127,7 @@ def export(
     metavar="N",
     help="Number of steps that the weights were trained for.",
 )
-@click.option("--weights-only", is_flag=True, help="Import no optimizers and schedulers.")
+@click.option("--weights-only", is_flag=True, help="Do not import optimizers and schedulers.")
 @click.option(
     "--allow",
     multiple=True,
@@ -139,9 +139,9 @@ def import_(
 ) -> None:
     """Import FILE as a checkpoint of RUN: a PyTorch or Lightning checkpoint, or a .safetensors file.
 
-    RUN is an ended run, or a new folder. `submit --run-dir RUN` then resumes from the checkpoint. The step is
-    read from FILE if it has one; weights alone are imported as step 0. FILE is read without running code in
-    it. --allow names classes in FILE that you trust.
+    RUN is a run that has ended, or a new folder. `submit --run-dir RUN` then resumes from the checkpoint. The
+    step is read from FILE if it has one; weights alone are imported as step 0. FILE is read without running
+    code in it. --allow names classes in FILE that you trust.
     """
     folder = _folder_to_fill(run, runs_dir)
     from hpctrain.checkpoint.convert.import_checkpoint import import_checkpoint
@@ -163,7 +163,7 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
     found = open_run(run, runs_dir)
     if tasks := found.dir.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array; each task has checkpoints of its own. "
+            f"Run {found.run_id} is a job array; each task has its own checkpoints. "
             f"Name one, such as {found.run_id}/task-{tasks[0]}."
         )
     return found.dir
@@ -179,13 +179,13 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
     folder = RunDir((known if known.exists() else Path(run)).absolute())
     if folder.spec.exists() and not (status := open_run(run, runs_dir).status()).state.ended:
         raise UserError(
-            f"Run {status.run_id} is {status.state}: a checkpoint is imported into one that has ended, "
-            "or into a new folder."
+            f"Run {status.run_id} is {status.state}, but a checkpoint can only be imported into a run that "
+            "has ended, or into a new folder."
         )
     if not folder.spec.exists() and not folder.checkpoints.exists() and _holds_anything(folder.path):
         raise UserError(
-            f"{short_path(folder.path)} is no run, and not empty: its files would lie among those of a run. "
-            "Name a run, or a folder that is not there yet."
+            f"{short_path(folder.path)} is not a run folder, and it is not empty. "
+            "Name a run, or a folder that does not exist yet."
         )
     return folder
 
@@ -198,14 +198,14 @@ def _chosen(folder: RunDir, found: list[CheckpointInfo], step: int | None, *, be
     steps = ", ".join(str(one.step) for one in found) or "none"
     if best:
         wanted = [one for one in found if one.best]
-        why = "None has a score: Trainer(keep_best=…) gives them one."
+        why = "No checkpoint has a score. Set Trainer(keep_best=…) to record scores."
     elif step is None:
-        wanted, why = [one for one in found if one.newest], f"Steps there are: {steps}."
+        wanted, why = [one for one in found if one.newest], f"Available steps: {steps}."
     else:
-        wanted, why = [one for one in found if one.step == step], f"Steps there are: {steps}."
+        wanted, why = [one for one in found if one.step == step], f"Available steps: {steps}."
     if not wanted:
         which = "best checkpoint" if best else "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise UserError(f"There is no {which} in {short_path(folder.checkpoints)}. {why}")
+        raise UserError(f"No {which} in {short_path(folder.checkpoints)}. {why}")
     return wanted[-1]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.common import echo_json, json_option, runs_dir_option
+from hpctrain.text import pluralize
 
 if TYPE_CHECKING:
     from hpctrain.jobs.doctor.run_checks import DoctorReport
@@ -46,7 +47,7 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
         _show(report)
     if profile is not None:
         write_profile_file(report, profile)
-        click.echo(f"The site's profile is written: {profile}", err=True)
+        click.echo(f"Site profile written to {profile}", err=True)
     if report.problems:
         raise SystemExit(1)
 
@@ -71,9 +72,7 @@ def _show(report: DoctorReport) -> None:
             if finding.mend:
                 click.echo(f"  {'':<7}  {'':<{width}}  → {finding.mend}")
     notes = sum(finding.standing == "note" for finding in report.findings)
-    counts = [
-        f"{number} {noun}{'' if number == 1 else 's'}"
-        for number, noun in ((len(report.problems), "problem"), (notes, "note"))
-        if number
-    ]
-    click.echo(f"\n{', '.join(counts) or 'All is well'}.")
+    counts = [pluralize(len(report.problems), "problem") if report.problems else "No problems"]
+    if notes:
+        counts.append(pluralize(notes, "note"))
+    click.echo(f"\n{', '.join(counts)}.")

@@ -49,7 +49,9 @@ def command(as_json: bool, as_shell: bool) -> None:
     `hpctrain exec` does the same and also finds a free port.
     """
     if as_json and as_shell:
-        raise click.UsageError("--json prints a JSON document and --shell shell commands: give one of them.")
+        raise click.UsageError(
+            "--json prints a JSON document and --shell prints shell commands. Give only one of them."
+        )
     environ = os.environ
     try:
         ranks = detect(environ)
@@ -89,7 +91,7 @@ def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, Environmen
 
 def _facts(ranks: Ranks, environ: Mapping[str, str], device: _Fact) -> dict[str, _Fact]:
     """Return value and source of each line of the table."""
-    found_by = ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "found by its variables"
+    found_by = ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "detected from its variables"
     return {
         **{name: (getattr(ranks, name), ranks.sources.get(name, found_by)) for name in _FIELDS},
         "device": device,

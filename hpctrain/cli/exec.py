@@ -48,8 +48,8 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         srun --nodes=2 --ntasks-per-node=4 hpctrain exec -- python train.py
 
     Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT,
-    then replaces itself by PROGRAM, which gets signals directly and sets the exit code. If MASTER_ADDR and
-    MASTER_PORT are not set, the ranks first agree on a free port.
+    then replaces itself with PROGRAM, which receives signals directly and sets the exit code. If MASTER_ADDR
+    and MASTER_PORT are not set, the ranks first agree on a free port.
     """
     ranks = detect(os.environ)
     if note := _forgotten_srun(ranks, os.environ):
@@ -60,7 +60,7 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         sys.exit(128 + signal.SIGINT)
     except RendezvousError as error:
         raise RendezvousError(
-            f"{str(error).rstrip('.')}. Where ranks only come late, give them more than {timeout:g} s "
+            f"{str(error).rstrip('.')}. If ranks merely start late, wait longer than {timeout:g} s "
             "(--timeout)."
         ) from None
     if ranks.is_main and (note := _unknown_master(meeting.address, os.environ)):
@@ -87,8 +87,8 @@ def _become(words: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
         os.execvpe(words[0], words, environ)
     except OSError as error:
         missing = error.errno == errno.ENOENT
-        where = "it is not on the PATH" if missing and os.sep not in words[0] else error.strerror
-        click.echo(f"Error: {words[0]!r} cannot be run: {where}.{_hint(words)}", err=True)
+        where = "not found on PATH" if missing and os.sep not in words[0] else error.strerror
+        click.echo(f"Error: cannot run {words[0]!r}: {where}.{_hint(words)}", err=True)
         sys.exit(_NOT_FOUND if missing else _NOT_RUNNABLE)
 
 
@@ -105,7 +105,7 @@ def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
     if ranks.environment != "local" or tasks == "1" or environ.get(ENVIRONMENT_VARIABLE):
         return None
     return (
-        f"Note: this is one process of its own, though the job has {tasks} tasks (SLURM_NTASKS). "
+        f"Note: this starts a single process, but the job has {tasks} tasks (SLURM_NTASKS). "
         f"Put srun before {called_as()} exec to start them all."
     )
 

@@ -20,7 +20,9 @@ def command(file: Path) -> None:
         with open(file, "x", encoding="utf-8") as new:
             new.write(config_template())
     except FileExistsError:
-        raise SpecError(f"{str(file)!r} is there already, and stays as it is. Name another file.") from None
+        raise SpecError(f"{str(file)!r} already exists and was not changed. Name another file.") from None
     except OSError as error:
-        raise SpecError(f"{str(file)!r} cannot be written: {error.strerror}. Name another file.") from error
-    click.echo(f"Wrote {file}. Edit it, and see what counts: {program_name()} submit --explain SCRIPT")
+        raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Name another file.") from error
+    click.echo(
+        f"Wrote {file}. Edit it; `{program_name()} submit --explain SCRIPT` shows the effective values."
+    )

@@ -37,8 +37,8 @@ def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_std
     except KeyboardInterrupt:
         handle = run_reference(str(run.dir.path))
         click.echo(
-            f"\nNot looking any more; the run goes on. Look again: {program_name()} logs -f {handle}  |  "
-            f"end it: {program_name()} cancel {handle}",
+            f"\nDetached; the run continues. Follow it again: {program_name()} logs -f {handle}  |  "
+            f"cancel it: {program_name()} cancel {handle}",
             err=True,
         )
         sys.exit(_INTERRUPTED)

@@ -32,11 +32,11 @@ from hpctrain.text import format_ranks
 def command(
     run: str, runs_dir: Path, follow: bool, ranks: tuple[int, ...], attempt: int | None, errors: bool
 ) -> None:
-    """Print the logs of the ranks of RUN in order of time, with the rank before each line.
+    """Print the logs of the ranks of RUN in chronological order, each line prefixed with its rank.
 
-    Lines of one rank keep their order. Lines of different ranks within the same second may not. --errors
-    shows the traceback of the rank that failed first, or the end of its log if there is none, and one line
-    for each of the others. --rank shows those in full.
+    Lines of one rank keep their order; lines of different ranks within the same second may not. --errors
+    shows the traceback of the rank that failed first (or the end of its log) and one line for each of the
+    other ranks. Add --rank to show another rank in full.
     """
     found = open_run(run, runs_dir)
     shown = LogFilter(ranks, attempt, errors)
@@ -49,8 +49,8 @@ def command(
             _print_errors(part, shown)
     elif tasks := found.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with logs of its own. Name one, "
-            f"such as {run_reference(str(tasks[0].dir.path))}; with -f, those of all are shown."
+            f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with its own logs. Name one, "
+            f"such as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all of them."
         )
     else:
         _print_logs(found, shown)
@@ -66,14 +66,14 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
     attempt = attempts[-1] if shown.attempt is None else shown.attempt
     if attempt not in attempts:
         raise UserError(
-            f"There is no attempt {attempt} of run {run.run_id} (--attempt): it has "
+            f"Run {run.run_id} has no attempt {attempt} (--attempt). Available: "
             f"{format_ranks(attempts, 'attempt')}."
         )
     there = run.dir.ranks(attempt)
     if there and (missing := [rank for rank in shown.ranks if rank not in there]):
         raise UserError(
-            f"There is no log of rank {missing[0]} in {short_path(run.dir.attempt_logs(attempt))}: it has "
-            f"{format_ranks(there)} (--rank)."
+            f"No log of rank {missing[0]} (--rank) in {short_path(run.dir.attempt_logs(attempt))}. "
+            f"Available: {format_ranks(there)}."
         )
     logs = RankLogReader(run.dir, attempt, shown.ranks)
     anything = False
@@ -87,14 +87,14 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
 
 def _say_that_nothing_is_there(run: Run, shown: LogFilter, attempt: int = 0) -> None:
     status = run.status()
-    whose = "the ranks that were asked for" if shown.ranks else "its ranks"
+    whose = "the selected ranks" if shown.ranks else "its ranks"
     if attempt != (status.attempt or 0):
-        words = f"{whose} wrote nothing in attempt {attempt}."
+        words = f"{whose} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        words = f"{whose} have written nothing yet. `hpctrain logs -f` waits for them."
+        words = f"{whose} have not written any output yet. `hpctrain logs -f` waits for it."
     else:
-        advice = " `hpctrain logs --errors` shows what went wrong." if status.cause else ""
-        words = f"{whose} have written nothing.{advice}"
+        advice = " `hpctrain logs --errors` shows the cause." if status.cause else ""
+        words = f"{whose} wrote no output.{advice}"
     click.echo(f"Run {run.run_id} is {status.state}: {words}", err=True)
     if attempt == (status.attempt or 0):
         _show_job_log(status, err=True)
@@ -109,7 +109,7 @@ def _print_errors(run: Run, shown: LogFilter) -> None:
     if not wanted:
         status = run.status()
         if not (label and status.cause is None):
-            click.echo(f"No failure of run {run.run_id} is on record.", err=True)
+            click.echo(f"Run {run.run_id} has no recorded failures.", err=True)
         if status.cause and shown.attempt in (None, status.attempt):
             echo_log(f"{label}cause: {status.cause}")
             _show_job_log(status)
@@ -123,4 +123,4 @@ def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
     from hpctrain.jobs.runs.error_report import job_log_tail
 
     if lines := job_log_tail(status.log):
-        echo_log("\n".join([f"the end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)
+        echo_log("\n".join([f"end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)

@@ -43,8 +43,8 @@ def command(
 ) -> None:
     """Generate a one-page report of RUN: loss, restarts, timeline, time breakdown, command to reproduce it.
 
-    RUN may be active, have no metrics or be damaged; the report then shows the available data. Several runs,
-    or the tasks of a job array, are compared.
+    RUN may be active, damaged or without metrics; the report then shows the available data. Several runs, or
+    the tasks of a job array, are compared.
     """
     form = "json" if as_json else form or _form_of(output)
     facts = [one for run in runs for one in read_runs(run, runs_dir)]
@@ -57,7 +57,7 @@ def command(
     try:
         write_atomic(output, text.encode(errors="backslashreplace"), durable=False)
     except OSError as error:
-        raise UserError(f"The report cannot be written to {output} (--output): {error.strerror}.") from error
+        raise UserError(f"Cannot write the report to {output} (--output): {error.strerror}.") from error
     click.echo(f"Report written to {short_path(output)}")
 
 
@@ -66,8 +66,8 @@ def _form_of(output: Path | None) -> str:
     if suffix in ("", "htm", *_FORMATS):
         return suffix if suffix in _FORMATS else "html"
     raise UserError(
-        f"{output} (--output) ends in .{suffix}, which is no format of a report. Let it end in .html, .md or "
-        ".json, or say --format."
+        f"{output} (--output) ends in .{suffix}, which is not a report format. Use .html, .md or .json, or "
+        "give --format."
     )
 
 

@@ -25,10 +25,10 @@ _OUTPUT_OPTIONS = {"--json", "--follow", "--dry-run", "--show-config", "--explai
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str, ...]) -> None:
-    """Resume an ended RUN from its newest valid checkpoint, as a new job.
+    """Resume a RUN that has ended from its newest valid checkpoint, as a new job.
 
     The job uses the script, arguments and options of the last submission. OPTIONS of `hpctrain submit`, such
-    as --nodes 8 or --time 4:00:00, replace the options.
+    as --nodes 8 or --time 4:00:00, override them.
     """
     from hpctrain.cli import submit
     from hpctrain.cli.resubmit_command import submit_arguments
@@ -40,7 +40,7 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     if found.function.exists():
         raise SpecError(
             f"Run {found.run_id} calls a function that was submitted from Python. "
-            "Submit it again from there, with the same folder."
+            "Submit it from Python again, with the same folder."
         )
     _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.

@@ -17,7 +17,7 @@ _name_option = click.option("--name", default="default", show_default=True, help
 
 @click.group(name="sandbox")
 def command() -> None:
-    """Run a real Slurm cluster on this machine, to learn Slurm and to test scripts.
+    """Run a real Slurm cluster on this machine, to learn Slurm or test scripts.
 
     Requires Linux, root and the packages slurm-wlm and munge; --accounting also requires slurmdbd and
     mariadb-server. The nodes are daemons on this machine and the GPUs are simulated by device files.
@@ -30,7 +30,10 @@ def command() -> None:
 @click.option("--gpus-per-node", default=2, show_default=True, help="Simulated GPUs per node.")
 @click.option("--cpus-per-node", default=8, show_default=True, help="CPUs per node, as configured in Slurm.")
 @click.option(
-    "--preempt-grace", default=30, show_default=True, help="Seconds from SIGTERM to SIGKILL at a preemption."
+    "--preempt-grace",
+    default=30,
+    show_default=True,
+    help="Seconds from SIGTERM to SIGKILL when a job is preempted.",
 )
 @click.option("--accounting", is_flag=True, help="Run slurmdbd and MariaDB, so that sacct works.")
 @click.option("--gpu-type", default="", metavar="TYPE", help="GPU type in Slurm, such as a100.")
@@ -71,16 +74,16 @@ def up(
         echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})
         return
     if found and not dead:
-        how = "was up already"
+        how = "is already up"
     else:
         how = f"is up after {time.monotonic() - start:.1f} s"
     if dead:
-        how += f" (started again: {', '.join(dead)})"
+        how += f" (restarted: {', '.join(dead)})"
     click.echo(f"Sandbox {name} {how}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
-    click.echo("  partitions   preemptible (default); urgent, whose jobs take nodes from preemptible ones")
+    click.echo("  partitions   preemptible (default); urgent, whose jobs preempt preemptible ones")
     if box.shape.accounting:
-        click.echo(f"  accounting   sacct and sacctmgr work; records lie in {box.plan.accounting}")
+        click.echo(f"  accounting   sacct and sacctmgr work; records are in {box.plan.accounting}")
     click.echo(f"  files, logs  {box.plan.folder}")
     selection = "" if name == "default" else f" --name {name}"
     click.echo(f'\nUse it in this shell, or with `eval "$(hpctrain sandbox env{selection})"`:')
@@ -142,7 +145,7 @@ def down(name: str, as_json: bool) -> None:
     if not was_there:
         raise UserError(_not_there(name))
     if not as_json:
-        click.echo(f"Sandbox {name} is down; nothing of it is left.")
+        click.echo(f"Sandbox {name} removed.")
 
 
 def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
@@ -171,5 +174,5 @@ def _exports(box: sandbox.Sandbox) -> str:
 
 def _not_there(name: str) -> str:
     others = sandbox.list_names()
-    here = f"; there is {', '.join(others)}" if others else ""
-    return f"There is no sandbox {name}{here}. `hpctrain sandbox up` starts one."
+    here = f" Running: {', '.join(others)}." if others else ""
+    return f"There is no sandbox {name!r}.{here} `hpctrain sandbox up` starts one."

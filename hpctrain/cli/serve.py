@@ -48,13 +48,14 @@ def command(runs_dir: Path, port: int) -> None:
         server = PageServer(RunPages(runs_dir), "127.0.0.1", port)
     except OSError as error:
         raise UserError(
-            f"Port {port} (--port) cannot be had: {error.strerror}. Take another, or 0 for one that is free."
+            f"Cannot listen on port {port} (--port): {error.strerror}. Choose another, or 0 for any "
+            "free port."
         ) from error
     with server:
         click.echo(f"Runs in {runs_dir}: {server.address}")
         click.echo(
-            f"From your own machine: ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename}, "
-            "and open the same address there. Ctrl-C ends it."
+            f"From your own machine: run ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename} "
+            "and open the same address there. Press Ctrl-C to stop."
         )
         with suppress(KeyboardInterrupt):
             server.serve_forever()

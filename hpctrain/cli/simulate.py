@@ -15,12 +15,12 @@ from hpctrain.cli.common import echo_json, json_option
 @click.option("--gpus-per-node", default=8, show_default=True, help="GPUs per node.")
 @click.option("--days", default=30.0, show_default=True, help="Days to simulate.")
 @click.option(
-    "--node-mtbf", default=50.0, show_default=True, help="Mean days between two failures of a good node."
+    "--node-mtbf", default=50.0, show_default=True, help="Mean days between failures of a good node."
 )
 @click.option(
     "--bad-nodes", default=0.01, show_default=True, help="Fraction of nodes that fail 100 times as often."
 )
-@click.option("--preemptions", default=0.5, show_default=True, help="Preemptions per run and day.")
+@click.option("--preemptions", default=0.5, show_default=True, help="Preemptions per run per day.")
 @click.option("--seed", default=1, show_default=True, help="Random seed.")
 @json_option
 def command(
@@ -40,9 +40,11 @@ def command(
     from hpctrain.supervisor.restart_simulation import Simulation, SimulationConfig
 
     if gpus < gpus_per_node or gpus_per_node < 1 or min(days, node_mtbf, preemptions) <= 0:
-        raise click.UsageError("Give at least one node, and more than 0 days, faults and preemptions.")
+        raise click.UsageError(
+            "Give at least one node and positive values for --days, --node-mtbf and --preemptions."
+        )
     if not 0 <= bad_nodes <= 1:
-        raise click.UsageError(f"--bad-nodes is {bad_nodes}, but a share is from 0 to 1.")
+        raise click.UsageError(f"--bad-nodes is {bad_nodes}, but must be between 0 and 1.")
     conditions = SimulationConfig(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
@@ -74,10 +76,8 @@ def command(
     click.echo("ends     " + _counted(report.ends))
     click.echo("actions  " + _counted(report.actions))
     total = report.trained_s + report.lost_s
-    click.echo(
-        f"lost     {100 * report.lost_s / total if total else 0:.2f} % of the nodes' time, to restarts"
-    )
-    click.echo(f"attempts {report.most_starts_without_progress} at most in a row without a new checkpoint")
+    click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f} % of node time, due to restarts")
+    click.echo(f"attempts at most {report.most_starts_without_progress} in a row without a new checkpoint")
     for reason, count in reasons.most_common(5):
         click.echo(f"failed   {count} × {reason}")
 

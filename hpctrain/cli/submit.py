@@ -132,7 +132,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Set an option by its name in configuration files. Overrides all other sources. KEY= resets the "
+    help="Set an option by its name in configuration files. Overrides all other sources. KEY= discards a "
     "value from a file. May be repeated.",
 )
 @click.option(
@@ -150,7 +150,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 @click.option(
     "--follow",
     is_flag=True,
-    help="Stream the log of rank 0 until the run ends; of an array, that of each task. Ctrl-C detaches.",
+    help="Stream the log of rank 0 (of every task in an array) until the run ends. Ctrl-C detaches.",
 )
 @json_option
 @click.argument("script")
@@ -168,7 +168,7 @@ def command(
     """Submit SCRIPT as a run. ARGS are passed to it unchanged."""
     if dry_run and (as_json or explain):
         what = "--json a JSON document" if as_json else "--explain a table"
-        raise click.UsageError(f"--dry-run prints a shell script and {what}: give one of them.")
+        raise click.UsageError(f"--dry-run prints a shell script and {what}. Give only one of them.")
     # Click's options have the names of the fields of SubmitOptions.
     where: Any = {
         "source": COMMAND_LINE_SOURCE,
@@ -187,7 +187,7 @@ def command(
         _say(submission.prospects)
         click.echo(submission.script, nl=False)
         if words := submission.refusal():
-            raise SchedulerError(f"Slurm would not take this job: {words}. Change what it names.")
+            raise SchedulerError(f"Slurm would reject this job: {words}. Change the options that it names.")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 

@@ -33,13 +33,13 @@ _ASK_S = 10.0
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between two updates.",
+    help="Time between updates.",
 )
 @json_option
 def command(run: str, runs_dir: Path, once: bool, interval: float, as_json: bool) -> None:
     """Show a live view of RUN: state, step, time left, loss, speed, GPUs and events.
 
-    The view ends with the run. Ctrl-C closes the view and leaves the run as it is.
+    The view closes when the run ends. Ctrl-C closes the view and does not affect the run.
     """
     found = open_run(run, runs_dir)
     if tasks := found.tasks():

@@ -44,7 +44,7 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     if problem:
         raise problem[0]
     if not answer:
-        raise TimeoutError(f"the resolver did not answer within {limit_s:.0f} s")
+        raise TimeoutError(f"the name was not resolved within {limit_s:.0f} s")
     return answer
 
 
@@ -97,7 +97,7 @@ def address_towards(host: str) -> str:
         ):
             probe.connect((address, 9))
             return normalize_address(str(probe.getsockname()[0]))
-    raise OSError(f"no way leads to {host}")
+    raise OSError(f"no route to {host}")
 
 
 def _is_own(address: str) -> bool:

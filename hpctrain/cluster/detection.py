@@ -95,7 +95,9 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     detector = _DETECTORS.get(name)
     if detector is None:
         hint = suggest(name.lower(), _DETECTORS)
-        raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}, which is no environment. {hint}")
+        raise EnvironmentMismatch(
+            f"{ENVIRONMENT_VARIABLE} is {name!r}, which is not a known environment. {hint}"
+        )
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
@@ -110,8 +112,9 @@ def _check_port(found: Ranks) -> None:
     if found.world_size > 1 and found.master_port == 0:
         raise EnvironmentMismatch(
             f"master port 0 ({found.sources['master_port']}) with world size {found.world_size} "
-            f"({found.sources['world_size']}): the others cannot know which port that will be. Set another, "
-            "or unset it: ranks then agree on one."
+            f"({found.sources['world_size']}): the other ranks cannot know which port the kernel "
+            "chooses. Set "
+            "another port, or unset it to let the ranks agree on one."
         )
 
 
@@ -133,9 +136,9 @@ def _check_what_others_say(found: Ranks, environ: Mapping[str, str]) -> None:
 def _way_out(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
     if found.environment == "local" and variable not in _SPOKEN_OF:
         return (
-            "A launcher that is not known here seems to have started this process. Let it set "
-            f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does; or set "
-            f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
+            "An unknown launcher seems to have started this process. Make it set "
+            f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
+            f"{ENVIRONMENT_VARIABLE}=local for a single process."
         )
     others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
     return override_hint(found.environment, *others)
@@ -162,7 +165,7 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
         same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
         if not same or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
-                f"rank {found.rank} of {found.world_size} on this host alone ({found.sources['rank']}, "
+                f"rank {found.rank} of {found.world_size} on this host only ({found.sources['rank']}, "
                 f"{found.sources['world_size']}; {found.environment}), inside process {outer.rank} of "
                 f"{outer.world_size} ({outer.sources['rank']}, {outer.sources['world_size']}; "
                 f"{outer.environment}). Start {found.environment} once for all hosts. "

@@ -59,7 +59,7 @@ def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> D
     if num_visible < on_node:
         bound = f"bound to this task by Slurm, of {on_node} ({_ON_NODE_VARIABLE})"
         if num_visible == 1:
-            return DevicePlan(0, f"the one {bound}")
+            return DevicePlan(0, f"the only GPU {bound}")
         if num_tasks * num_visible <= on_node:
             return DevicePlan(0, f"the first of {num_visible} {bound}")
         return DevicePlan(local_rank % num_visible, f"one of {num_visible} {bound}")
@@ -83,7 +83,7 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     switch = environ.get(SHARE_VARIABLE, "")
     if switch not in ("", "0", "1"):
         raise EnvironmentMismatch(
-            f"{SHARE_VARIABLE} is {switch!r}. Set it to 1 to let ranks share GPUs, or to 0."
+            f"{SHARE_VARIABLE} is {switch!r}, but must be 1 (ranks may share GPUs) or 0."
         )
     if switch:
         return f"{SHARE_VARIABLE}=1" if switch == "1" else None
@@ -136,10 +136,10 @@ def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
 def _why_no_gpu(environ: Mapping[str, str]) -> str:
     listed = visible_devices(environ)
     if listed == []:
-        return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} shows none"
+        return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"
     if listed:
-        return f"no driver shows a GPU, though {VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]}"
-    return "no driver shows a GPU"
+        return f"no driver reports a GPU, although {VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]}"
+    return "no driver reports a GPU"
 
 
 def _list(environ: Mapping[str, str]) -> str:
@@ -152,7 +152,7 @@ def _too_many_ranks(ranks: Ranks, environ: Mapping[str, str], num_visible: int) 
     source = ranks.sources.get("local_world_size", ranks.environment)
     return EnvironmentMismatch(
         f"{ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible here"
-        f"{_list(environ)}. Ask for {ranks.local_world_size} GPUs a node "
+        f"{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
         f"(--gpus-per-node={ranks.local_world_size}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let "
         "ranks share a GPU."
     )

@@ -30,7 +30,7 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise EnvironmentMismatch(
-            f"{name} is {text!r}, which is not a whole number. Unset it, or see who set it."
+            f"{name} is {text!r}, which is not a whole number. Correct it or unset it."
         ) from None
 
 
@@ -43,8 +43,8 @@ def read_port(environ: Mapping[str, str], name: str) -> int:
     port = read_int(environ, name)
     if not 0 <= port <= _LAST_PORT:
         raise EnvironmentMismatch(
-            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another, or unset it: ranks then agree "
-            "on one."
+            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another port, or unset it to let the "
+            "ranks agree on one."
         )
     return port
 
@@ -67,12 +67,12 @@ def _read(environ: Mapping[str, str], name: str) -> str:
     if text := environ.get(name):
         return text
     raise EnvironmentMismatch(
-        f"{name} is not set, though its neighbours are: this is a part of what a launcher sets. Start "
-        f"with srun, torchrun or mpirun; or set {ENVIRONMENT_VARIABLE}=local for a process that is alone."
+        f"{name} is not set, although other variables of the same launcher are. Start with srun, torchrun "
+        f"or mpirun, or set {ENVIRONMENT_VARIABLE}=local for a single process."
     )
 
 
 def override_hint(*environments: str) -> str:
     """Return the last sentence of a message about contradictory variables: the way to resolve them."""
     choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
-    return f"Unset what is left over from elsewhere, or say what to believe: {choices}."
+    return f"Unset leftover variables of other launchers, or select the right one: {choices}."

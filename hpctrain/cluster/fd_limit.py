@@ -23,9 +23,9 @@ def raise_fd_limit(number: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard <= number:
         raise HpctrainError(
-            f"{number} connections are needed here, one to each of the other ranks, but this process may "
-            f"have only {hard} files open (`ulimit -H -n`). Raise that limit on the nodes, by LimitNOFILE "
-            "of slurmd's service or limits.conf(5), or start fewer ranks."
+            f"This process needs {number} connections, one to each other rank, but may only open {hard} "
+            "files (`ulimit -H -n`). Raise the limit on the nodes (LimitNOFILE of the slurmd service, or "
+            "limits.conf(5)), or start fewer ranks."
         )
     wanted = number + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

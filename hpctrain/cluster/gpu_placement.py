@@ -63,8 +63,8 @@ def check_unique_placement(seats: Sequence[RankPlacement]) -> None:
         if (seat.index is None) != (seats[0].index is None):
             having, lacking = (seats[0], seat) if seat.index is None else (seat, seats[0])
             raise HpctrainError(
-                f"{having} sees {len(having.gpus)} GPUs, but {lacking} sees none. Leave {lacking.host} out "
-                "(--exclude), or compute on CPUs: set CUDA_VISIBLE_DEVICES to nothing on all hosts."
+                f"{having} sees {len(having.gpus)} GPUs, but {lacking} sees none. Exclude {lacking.host} "
+                "(--exclude), or use CPUs on all hosts (set CUDA_VISIBLE_DEVICES to an empty string)."
             )
 
 
@@ -108,16 +108,16 @@ def _make_room(seat: RankPlacement, owners: dict[str, RankPlacement], asked: set
 
 def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
     return HpctrainError(
-        f"{one} takes itself for local rank {one.local_rank} of node {one.node_rank}, and {other} for local "
-        f"rank {other.local_rank} of node {other.node_rank}. `hpctrain env` shows on each of them which "
-        "variables say so: set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset what another job left."
+        f"{one} has local rank {one.local_rank} on node {one.node_rank}, and {other} has local "
+        f"rank {other.local_rank} on node {other.node_rank}. `hpctrain env` on each host shows the variables "
+        "that set these. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset leftovers of another job."
     )
 
 
 def _collision(one: RankPlacement, other: RankPlacement, seats: Sequence[RankPlacement]) -> HpctrainError:
     on_host = sum(seat.host == other.host for seat in seats)
     return HpctrainError(
-        f"{one} and {other} would both compute on GPU {other.gpu}. Ask for a GPU a rank "
-        f"(--gpus-per-node={on_host}), start fewer ranks, show all GPUs to each of them (srun "
+        f"{one} and {other} would both use GPU {other.gpu}. Request one GPU per rank "
+        f"(--gpus-per-node={on_host}), start fewer ranks, make all GPUs visible to each rank (srun "
         f"--gpu-bind=none), or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
     )

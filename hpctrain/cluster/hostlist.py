@@ -53,8 +53,8 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """
     if not isinstance(hostlist, str):
         raise UserError(
-            f"A node list is text such as 'n[01-03,7]', but this is {hostlist!r}, of type "
-            f"{type(hostlist).__name__}. Give it as text; if a variable holds it, see whether that is set."
+            f"A node list must be text such as 'n[01-03,7]', but this is {hostlist!r}, of type "
+            f"{type(hostlist).__name__}. If it comes from an environment variable, check that it is set."
         )
     match = _WELL_FORMED.match(hostlist)
     well_formed = match.end() if match else 0
@@ -228,7 +228,7 @@ def _syntax_error(hostlist: str, place: int) -> UserError:
     if hostlist[place] == "]":
         return _malformed(hostlist, place, "a ']' without its '['")
     if hostlist[place] != "[":
-        return _malformed(hostlist, place, f"{hostlist[place]!r} is in no node's name")
+        return _malformed(hostlist, place, f"{hostlist[place]!r} is not allowed in a node name")
     inside, closing, _ = hostlist[place + 1 :].partition("]")
     if "[" in inside:
         return _malformed(hostlist, place + 1 + inside.index("["), "a '[' inside brackets")
@@ -251,13 +251,13 @@ def _range_error(hostlist: str) -> UserError:
             if first > last:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} runs backwards")
     quoted, _ = _quote(hostlist)
-    return UserError(f"node list {quoted} stands for more than {_MOST_NAMES:,} names. Check its ranges.")
+    return UserError(f"node list {quoted} expands to more than {_MOST_NAMES:,} names. Check its ranges.")
 
 
 def _malformed(hostlist: str, place: int, problem: str) -> UserError:
     quoted, column = _quote(hostlist, place)
     return UserError(
-        f"node list is malformed at character {place + 1}: {problem}. A list is written as n[01-03,7],gpu1.\n"
+        f"node list is malformed at character {place + 1}: {problem}. A valid list is n[01-03,7],gpu1.\n"
         f"    {quoted}\n    {' ' * column}^"
     )
 

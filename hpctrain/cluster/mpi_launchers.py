@@ -84,7 +84,7 @@ def ranks_of(
     )
     if local_world_size == world_size:
         why = f"{names.local_world_size} = {names.world_size}"
-        sources = {"node_rank": why, "num_nodes": why, "master_addr": f"one node, since {why}"}
+        sources = {"node_rank": why, "num_nodes": why, "master_addr": f"one node, because {why}"}
         place = LaunchedNodes(0, 1, LOOPBACK, sources)
     else:
         assert nodes is not None, f"{environment} has one node only"
@@ -130,7 +130,7 @@ def unknown_nodes_error(
     return EnvironmentMismatch(
         f"{launcher} started {environ[names.world_size]} ranks ({names.world_size}), "
         f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but its "
-        f"variables do not tell for certain which node this is, or on which rank 0 is. {how}"
+        f"variables do not determine which node this is, or where rank 0 is. {how}"
     )
 
 

@@ -48,14 +48,14 @@ class Ranks:
         elsewhere = self.world_size - self.local_world_size
         if elsewhere < self.num_nodes - 1 or (self.num_nodes == 1 and elsewhere):
             raise EnvironmentMismatch(
-                f"{self._told('local_world_size')} and {self._told('num_nodes')} do not go with "
+                f"{self._told('local_world_size')} and {self._told('num_nodes')} contradict "
                 f"{self._told('world_size')}. {override_hint('local')}"
             )
 
     def _check(self, index: str, count: str) -> None:
         if not 0 <= getattr(self, index) < getattr(self, count):
             raise EnvironmentMismatch(
-                f"{self._told(index)} does not lie in 0 … {count} - 1, for {self._told(count)}. "
+                f"{self._told(index)} is not in the range 0 … {count} - 1, with {self._told(count)}. "
                 f"{override_hint('local')}"
             )
 

@@ -63,7 +63,7 @@ class StepLayout:
         else:
             return self.nodes[0]
         raise EnvironmentMismatch(
-            f"Slurm's variables do not tell on which node rank 0 is: {problem}. Set MASTER_ADDR to {remedy}."
+            f"Slurm's variables do not determine the node of rank 0: {problem}. Set MASTER_ADDR to {remedy}."
         )
 
 
@@ -76,9 +76,10 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     for name in (HOSTS, TASKS):
         if not environ.get(name):
             raise EnvironmentMismatch(
-                f"{name} is not set, though SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is: a part of what "
-                "srun sets got lost. Start with srun, or set "
-                f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
+                f"{name} is not set, although SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is: some "
+                "variables "
+                "that srun sets are missing. Start with srun, or set "
+                f"{ENVIRONMENT_VARIABLE}=local for a single process."
             )
     hosts, counts = read_hosts(environ, HOSTS), parse_tasks_per_node(environ[TASKS], TASKS)
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
@@ -100,8 +101,8 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     node = hosts[0] if len(hosts) == 1 else environ.get("SLURMD_NODENAME", "")
     if node not in hosts:
         raise EnvironmentMismatch(
-            f"SLURMD_NODENAME is {node!r}, which is none of the step's nodes ({HOSTS}={environ[HOSTS]}). "
-            f"Pass on what srun sets, SLURMD_NODENAME included. {override_hint('local')}"
+            f"SLURMD_NODENAME is {node!r}, which is not a node of the step ({HOSTS}={environ[HOSTS]}). "
+            f"Pass on all variables that srun sets, including SLURMD_NODENAME. {override_hint('local')}"
         )
     nodes, source = _in_order_of_node_ranks(environ, hosts)
     return StepLayout(dict(zip(hosts, counts, strict=True)), nodes, source, node_rank, node)
@@ -118,7 +119,7 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
         match = _TASKS_PER_NODE.fullmatch(piece.strip())
         if match is None:
             raise EnvironmentMismatch(
-                f"{variable} is {text!r}; {piece!r} in it is not of Slurm's form 4(x2),3."
+                f"{variable} is {text!r}, but {piece!r} is not in Slurm's notation, such as 4(x2),3."
             )
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts

@@ -161,7 +161,7 @@ class Lease:
             try:
                 self._write(self._me)
             except OSError as error:
-                log.warning("the lease on the run's folder cannot be renewed: %s", error)
+                log.warning("cannot renew the lease on the run folder: %s", error)
 
     def _has_newer(self) -> bool:
         number = self._number  # Another thread may release it concurrently.
@@ -191,7 +191,7 @@ def newest_lease(run: RunDir) -> LeaseState | None:
     try:
         holder = LeaseHolder(**json.loads(text))
     except (ValueError, TypeError):
-        holder = LeaseHolder("of which nothing can be read")
+        holder = LeaseHolder("unknown (unreadable lease)")
     return LeaseState(numbers[-1], holder, _now(path.parent) - renewed)
 
 
@@ -207,7 +207,7 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
     try:
         state = parse_job_state(query_job(held.holder.job_id, environ).state)
     except SchedulerError as error:
-        log.info("what has become of job %s cannot be told: %s", held.holder.job_id, error)
+        log.info("cannot determine the state of job %s: %s", held.holder.job_id, error)
         state = RunState.UNKNOWN
     if state is RunState.UNKNOWN:
         return held.age_s < EXPIRY_S

@@ -162,7 +162,7 @@ def can_start_without(
     try:
         run_slurm(command, sbatch_env(environ, all_directives(spec)))
     except SchedulerError as error:
-        log.info("the job could not start without %s: %s", ", ".join(left_out), error)
+        log.info("the job cannot start without %s: %s", ", ".join(left_out), error)
         return False
     return True
 
@@ -178,7 +178,7 @@ def _submit_once(
         except SchedulerError as error:
             if not is_transient(str(error)) or time.monotonic() > deadline:
                 raise
-            log.warning("%s Asking again.", error)
+            log.warning("%s - retrying", error)
             time.sleep(_PAUSE_S)
 
 
@@ -213,7 +213,9 @@ def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) ->
             if moved and waits != successor.partition("_")[0]:
                 update_job([waits], outer, Dependency=moved)
     except SchedulerError as error:
-        log.warning("Jobs that wait for job %s may not wait for job %s: %s", job_id, successor, error)
+        log.warning(
+            "jobs that depend on job %s may not wait for its successor %s: %s", job_id, successor, error
+        )
 
 
 def replace_dependency(dependency: str, job_id: str, successor: str) -> str | None:

@@ -27,7 +27,7 @@ SlurmUser={user}
 LogFile={log}
 PidFile={folder}/slurmdbd.pid
 
-# By way of a Unix socket, which tells the database who we are: there is no password.
+# The database authenticates us by the Unix socket; no password is needed.
 StorageType=accounting_storage/mysql
 StorageHost=localhost
 StorageUser={user}
@@ -130,7 +130,7 @@ def _install_database(plan: SandboxLayout) -> None:
             timeout=_INSTALL_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"mariadb-install-db did not end within {_INSTALL_LIMIT_S:.0f} s") from None
+        raise SchedulerError(f"mariadb-install-db did not finish within {_INSTALL_LIMIT_S:.0f} s") from None
     if done.returncode:
         words = " ".join((done.stderr + done.stdout).split())
         raise SchedulerError(f"mariadb-install-db failed with exit code {done.returncode}: {words}")

@@ -28,8 +28,8 @@ def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
         if blocks and len(free_run) == shape.num_ports:
             return SandboxLayout(folder, shape, free_run[0], min(blocks))
     raise SchedulerError(
-        f"{len(others)} sandboxes are here, and {shape.num_ports} free ports in a row between {_PORTS[0]} and"
-        f" {_PORTS[-1]} are not: take down a sandbox that is no longer needed"
+        f"No {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, with"
+        f" {len(others)} sandboxes on this machine. Take down one that is no longer needed."
     )
 
 

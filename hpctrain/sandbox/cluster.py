@@ -74,7 +74,7 @@ class Sandbox:
                 daemon.start()
         while trouble := self._trouble():
             if time.monotonic() > deadline:
-                raise SchedulerError(f"sandbox {self.name} is not ready after {limit_s:.0f} s: {trouble}")
+                raise SchedulerError(f"Sandbox {self.name} is not ready after {limit_s:.0f} s: {trouble}")
             time.sleep(0.1)
 
     def down(self) -> None:
@@ -105,7 +105,7 @@ class Sandbox:
         while (state := self.node_states()[node]) not in _READY or self._started_at(node) == before:
             if time.monotonic() > deadline:
                 raise SchedulerError(
-                    f"sandbox {self.name}: node {node} is {state} {limit_s:.0f} s after its slurmd started"
+                    f"Sandbox {self.name}: node {node} is {state} {limit_s:.0f} s after its slurmd started"
                     f"{slurmd.last_words()}"
                 )
             time.sleep(0.1)
@@ -120,7 +120,7 @@ class Sandbox:
         all_daemons = daemons(self.plan)
         for daemon in all_daemons:
             if pids[daemon.label] is None:
-                raise SchedulerError(f"sandbox {self.name}: {daemon.label} ended{daemon.last_words()}")
+                raise SchedulerError(f"Sandbox {self.name}: {daemon.label} ended{daemon.last_words()}")
         try:
             states = self.node_states()
         except SchedulerError as error:
@@ -131,14 +131,14 @@ class Sandbox:
             if daemon.node and state not in _READY:
                 return f"node {daemon.node} is {state}{daemon.last_words()}"
         if self.shape.accounting and not commands.is_registered(self.plan):
-            return "the controller has not told slurmdbd of itself"
+            return "the controller has not registered with slurmdbd"
         return None
 
     def _slurmd(self, node: str) -> Daemon:
         for daemon in daemons(self.plan):
             if daemon.node == node:
                 return daemon
-        raise SpecError(f"sandbox {self.name} has no node {node!r}; it has {', '.join(self.nodes)}")
+        raise SpecError(f"Sandbox {self.name} has no node {node!r}. Its nodes are {', '.join(self.nodes)}.")
 
     def _started_at(self, node: str) -> float:
         """Return the start time of the slurmd that last registered, in seconds since the epoch."""

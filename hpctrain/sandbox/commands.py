@@ -25,9 +25,11 @@ def run_command(plan: SandboxLayout, *argv: str, limit_s: float = 20.0) -> str:
             argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"sandbox {plan.name}: no answer to {argv[0]} within {limit_s:.0f} s") from None
+        raise SchedulerError(
+            f"Sandbox {plan.name}: {argv[0]} did not finish within {limit_s:.0f} s"
+        ) from None
     if done.returncode:
-        raise SchedulerError(f"sandbox {plan.name}: {argv[0]} failed: {' '.join(done.stderr.split())}")
+        raise SchedulerError(f"Sandbox {plan.name}: {argv[0]} failed: {' '.join(done.stderr.split())}")
     return done.stdout
 
 

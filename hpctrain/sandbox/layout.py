@@ -21,8 +21,8 @@ _SETTING = re.compile(r"(?!NodeName=)[A-Za-z]\w*=[^\n]*", re.ASCII | re.IGNORECA
 #: Description, minimum and maximum of each number.
 _LIMITS = {
     "nodes": ("nodes", 1, 64),
-    "gpus_per_node": ("GPUs a node", 0, 16),
-    "cpus_per_node": ("CPUs a node", 1, 256),
+    "gpus_per_node": ("GPUs per node", 0, 16),
+    "cpus_per_node": ("CPUs per node", 1, 256),
     "preempt_grace_s": ("seconds of grace before a preemption kills", 0, 3600),
 }
 
@@ -53,17 +53,18 @@ class SandboxSize:
             value = getattr(self, field)
             if not low <= value <= high:
                 raise SpecError(
-                    f"a sandbox has {low} to {high} {unit}, but {value} was asked for: choose another number"
+                    f"A sandbox can have {low} to {high} {unit}, but {value} was requested. "
+                    "Choose another number."
                 )
         if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
             raise SpecError(
-                f"{self.gpu_type!r} cannot be a type of GPUs: take letters, digits and _, as in a100"
+                f"{self.gpu_type!r} is not a valid GPU type. Use letters, digits and _, such as a100."
             )
         for line in self.settings:
             if not _SETTING.fullmatch(line):
                 raise SpecError(
-                    f"{line!r} is no line for a sandbox's slurm.conf: write Key=Value, as in JobRequeue=0;"
-                    " nodes have options of their own"
+                    f"{line!r} is not a valid slurm.conf line for a sandbox. Write Key=Value, such as"
+                    " JobRequeue=0. Use the options of this command for nodes."
                 )
 
     def __str__(self) -> str:
@@ -196,8 +197,8 @@ def folder_of(name: str, root: Path = ROOT) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise SpecError(
-            f"{name!r} cannot be a sandbox's name, since its nodes are called after it: take 1 to 15"
-            " lower-case letters, digits and inner hyphens, a letter first"
+            f"{name!r} is not a valid sandbox name, because node names are derived from it. Use 1 to 15"
+            " lower-case letters, digits and hyphens; start with a letter and do not end with a hyphen."
         )
     return root / name
 

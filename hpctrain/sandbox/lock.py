@@ -23,8 +23,8 @@ def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
     while (fd := _take(root)) is None:
         if time.monotonic() > deadline:
             raise SchedulerError(
-                f"another sandbox command has held the lock on {root} for {limit_s:.0f} s:"
-                " let it end, then try again"
+                f"Another sandbox command has held the lock on {root} for {limit_s:.0f} s."
+                " Wait until it has finished, then try again."
             )
         time.sleep(0.05)
     try:

@@ -19,7 +19,9 @@ def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 
     while victims := with_descendants(wanted, processes()):
         if time.monotonic() > deadline:
             pids = ", ".join(str(victim.pid) for victim in victims)
-            raise SchedulerError(f"{what}: still there {limit_s:.0f} s after SIGKILL: process {pids}; see ps")
+            raise SchedulerError(
+                f"{what}: process {pids} still running {limit_s:.0f} s after SIGKILL; inspect it with ps"
+            )
         for victim in victims:
             victim.kill()
         time.sleep(0.02)

@@ -39,25 +39,25 @@ def check_requirements(
     """
     if system != "Linux":
         raise UserError(
-            f"a sandbox needs Linux and this is {system}: run it in a Linux container or virtual machine;"
-            " `hpctrain submit --backend local` works here without one"
+            f"A sandbox requires Linux, but this is {system}. Run it in a Linux container or virtual machine."
+            " `hpctrain submit --backend local` works without a sandbox."
         )
     if missing := _missing(_PROGRAMS, search_path):
         raise UserError(
-            f"a sandbox needs Slurm and {', '.join(missing)} is not installed: on Debian and Ubuntu,"
-            " `apt-get install slurm-wlm munge`"
+            f"A sandbox requires Slurm, but {', '.join(missing)} is not installed. On Debian and Ubuntu,"
+            " run `apt-get install slurm-wlm munge`."
         )
     if accounting and (missing := _missing(_ACCOUNTING_PROGRAMS, search_path)):
         raise UserError(
-            f"a sandbox with accounting needs slurmdbd and MariaDB, and {', '.join(missing)} is not"
-            " installed: on Debian and Ubuntu, `apt-get install slurmdbd mariadb-server`; without"
-            " --accounting a sandbox needs neither"
+            f"A sandbox with --accounting requires slurmdbd and MariaDB, but {', '.join(missing)} is not"
+            " installed. On Debian and Ubuntu, run `apt-get install slurmdbd mariadb-server`, or leave out"
+            " --accounting."
         )
     uid = os.geteuid() if uid is None else uid
     if uid != 0:
         raise UserError(
-            f"a sandbox needs root (this is user {uid}), for it makes device files and adds its nodes to"
-            " /etc/hosts: try again with sudo"
+            f"A sandbox requires root (this is user {uid}), because it creates device files and adds its"
+            " nodes to /etc/hosts. Try again with sudo."
         )
 
 

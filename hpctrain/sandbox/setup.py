@@ -67,8 +67,9 @@ def up(
         if plan is not None:
             if plan.shape != shape:
                 raise SpecError(
-                    f"sandbox {name} is there with {plan.shape}, but {shape} was asked for: take it down"
-                    f" (`hpctrain sandbox down --name {name}`), or give the new one another --name"
+                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Take "
+                    "it down"
+                    f" (`hpctrain sandbox down --name {name}`), or give the new one another --name."
                 )
             return _start(plan, limit_s)
         remove(folder)
@@ -107,8 +108,8 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
             os.mknod(device, 0o666 | stat.S_IFCHR, _DEVICE)
     except OSError as error:
         raise UserError(
-            f"cannot make the device file {device} that stands for a GPU ({error.strerror}): allow it to this"
-            " container (CAP_MKNOD), or ask for --gpus-per-node 0"
+            f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. Give this"
+            " container the capability CAP_MKNOD, or use --gpus-per-node 0."
         ) from error
     # Written last, so that a saved layout implies a complete sandbox.
     plan.save()
@@ -120,9 +121,8 @@ def _start(plan: SandboxLayout, limit_s: float) -> Sandbox:
         etc_hosts.add_hosts(plan.name, plan.addresses)
     except OSError as error:
         raise UserError(
-            f"cannot add the names of the nodes to {etc_hosts.HOSTS} ({error.strerror}), and they "
-            "must resolve:"
-            " make that file writable"
+            f"Cannot add the node names to {etc_hosts.HOSTS}, and they must resolve: {error.strerror}. "
+            "Make that file writable."
         ) from error
     sandbox = Sandbox(plan)
     sandbox.start(limit_s)

@@ -23,7 +23,7 @@ SlurmdLogFile={logs}/slurmd-%n.log
 SlurmctldPidFile={state}/slurmctld.pid
 SlurmdPidFile={state}/slurmd-%n.pid
 
-# All nodes are this machine: they may claim more CPUs than it has, and need no cgroups of it.
+# All nodes are this machine: they may have more CPUs than it has, and use no cgroups.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -31,21 +31,21 @@ MpiDefault=none
 {accounting}\
 JobCompType=jobcomp/none
 
-# Whole CPUs and GPUs are handed out; several jobs share a node. Jobs start within a second.
+# CPUs and GPUs are allocated individually; several jobs share a node. Jobs start within a second.
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_min_interval=0
 
-# A job of `urgent` takes the nodes of a `preemptible` one, which goes back to the queue.
+# A job in `urgent` preempts a job in `preemptible`, which is requeued.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 JobFileAppend=1
 
-# A lost node is seen in seconds, and a slurmd that is back is taken back.
+# A lost node is detected within seconds, and returns to service with its slurmd.
 SlurmdTimeout=3
-# Between SIGTERM and SIGKILL when a job is cancelled or out of time: Slurm's own default.
+# Seconds from SIGTERM to SIGKILL when a job is cancelled or reaches its limit (Slurm's default).
 KillWait=30
 MessageTimeout=10
 InactiveLimit=0

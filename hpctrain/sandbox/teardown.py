@@ -46,7 +46,10 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
 
     running = processes()
     if any(process.pid == os.getpid() for process in with_descendants(ours, running)):
-        raise UserError(f"this process runs in a job of sandbox {folder.name}: take that down from outside")
+        raise UserError(
+            f"This process runs in a job of sandbox {folder.name}. Take the sandbox down from outside "
+            "that job."
+        )
     plan = SandboxLayout.load(folder)
     if came_up and plan is not None and _controller_runs(plan, running):
         # A controller that hangs must not prevent the removal.

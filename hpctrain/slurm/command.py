@@ -15,10 +15,10 @@ COMMAND_LIMIT_S = 60.0
 #: Seconds in which the output of a command that has exited can be read.
 _READING_S = 5.0
 #: Part of the message when no answer came in time.
-NO_ANSWER_MESSAGE = "gave no answer within"
+NO_ANSWER_MESSAGE = "did not respond within"
 #: Messages after which the request may have arrived although the answer is missing.
 _ANSWER_LOST = (NO_ANSWER_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received")
-_OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "says: exit code -")
+_OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
 
 #: Prefixes of step names, followed by the attempt number.
 _RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
@@ -79,7 +79,7 @@ class SlurmCall:
                     raise
                 raise SchedulerError(f"{self._name} {NO_ANSWER_MESSAGE} {limit_s:g} s") from error
         if process.returncode:
-            raise SchedulerError(f"{self._name} says: {_words(err) or f'exit code {process.returncode}'}")
+            raise SchedulerError(f"{self._name} failed: {_words(err) or f'exit code {process.returncode}'}")
         return out, err
 
     def __del__(self) -> None:
@@ -134,7 +134,7 @@ def run_all(questions: Sequence[SlurmCall], *, probe_s: float | None = None) -> 
 def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> subprocess.Popen[str]:
     # Without this file Slurm's commands retry for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
-        raise SchedulerError(f"SLURM_CONF names {conf!r}, which does not exist")
+        raise SchedulerError(f"SLURM_CONF is {conf!r}, but this file does not exist")
     stdin = _holding(text) if text else subprocess.DEVNULL
     try:
         return subprocess.Popen(
@@ -147,9 +147,9 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sub
             errors="replace",
         )
     except FileNotFoundError as error:
-        raise SchedulerError(f"there is no {command[0]} on the PATH") from error
+        raise SchedulerError(f"{command[0]} not found on PATH") from error
     except OSError as error:
-        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from error
+        raise SchedulerError(f"cannot run {command[0]}: {error.strerror}") from error
     finally:
         if text:
             os.close(stdin)

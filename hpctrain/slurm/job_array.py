@@ -13,7 +13,7 @@ MAX_TASKS = 10_000
 _LARGEST_INDEX = 4_000_000
 
 _PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
-_FORM = "Write it as in sbatch: 0-19, 1,3,5-7, 0-30:10, each with %4 behind it to run 4 at once"
+_FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 to run at most 4 tasks at once"
 
 
 class JobArray(NamedTuple):
@@ -33,14 +33,13 @@ class JobArray(NamedTuple):
         """
         listed, percent, limit = text.partition("%")
         if percent and not (limit.isascii() and limit.isdecimal() and int(limit) > 0):
-            raise SpecError(f"--array {text!r} is no job array: {limit!r} after % is no number. {_FORM}.")
+            raise SpecError(f"--array {text!r} is invalid: {limit!r} after % is not a number. {_FORM}.")
         indices: set[int] = set()
         for part in listed.split(","):
             indices.update(_indices(part, text))
             if len(indices) > MAX_TASKS:
                 raise SpecError(
-                    f"--array {text!r} has more than {MAX_TASKS} tasks, each of which has a folder of its "
-                    "own. Submit it in several arrays."
+                    f"--array {text!r} has more than {MAX_TASKS} tasks, the maximum. Submit several arrays."
                 )
         return cls(tuple(sorted(indices)), int(limit or 0))
 
@@ -48,10 +47,12 @@ class JobArray(NamedTuple):
 def _indices(part: str, text: str) -> range:
     match = _PART.fullmatch(part)
     if match is None:
-        raise SpecError(f"--array {text!r} is no job array: {part!r} is no range of numbers. {_FORM}.")
+        raise SpecError(f"--array {text!r} is invalid: {part!r} is not a range of numbers. {_FORM}.")
     first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
     if last < first or step < 1:
-        raise SpecError(f"--array {text!r} is no job array: the range {part!r} is empty. {_FORM}.")
+        raise SpecError(f"--array {text!r} is invalid: the range {part!r} is empty. {_FORM}.")
     if last > _LARGEST_INDEX:
-        raise SpecError(f"--array {text!r} has task {last}, but Slurm counts to {_LARGEST_INDEX} at most.")
+        raise SpecError(
+            f"--array {text!r} has task {last}, but the highest task number in Slurm is {_LARGEST_INDEX}."
+        )
     return range(first, last + 1, step)

@@ -150,7 +150,7 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
             raise
         return JobTable(())
     if not answer.strip():
-        raise SchedulerError("scontrol answered nothing")
+        raise SchedulerError("scontrol printed nothing")
     return JobTable(_parse_records(answer))
 
 

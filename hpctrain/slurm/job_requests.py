@@ -91,8 +91,8 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
         if left:
             time.sleep(0.2)
     if left:
-        others = " The others are told." if len(left) < len(job_ids) else ""
+        others = " The other jobs have been signalled." if len(left) < len(job_ids) else ""
         raise SchedulerError(
-            f"No rank of job {', '.join(sorted(left))} is running: they are being started, or have just "
-            f"left. Try again in some seconds.{others}"
+            f"No rank of job {', '.join(sorted(left))} is running: the ranks are being started, or have "
+            f"just exited. Try again in a few seconds.{others}"
         )

@@ -28,9 +28,9 @@ def parse_site(answers: SiteAnswers, profile: Site) -> tuple[Site, list[str]]:
     """Return the site according to Slurm, completed by the profile; with a note on each failed query."""
     nodes, config, partitions = (answer if isinstance(answer, str) else "" for answer in answers)
     gaps = [
-        f"{what} cannot be read ({answer})"
+        f"Cannot read {what} ({answer})"
         for what, answer in zip(
-            ("The nodes", "Slurm's configuration", "The partitions"), answers, strict=True
+            ("the nodes", "Slurm's configuration", "the partitions"), answers, strict=True
         )
         if isinstance(answer, SchedulerError)
     ]

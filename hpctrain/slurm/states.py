@@ -131,20 +131,20 @@ DEPENDENCY_NEVER_SATISFIED = "DependencyNeverSatisfied"
 #: Reasons of squeue(1), section JOB REASON CODES, that need action or are not self-explanatory.
 _REASONS = {
     "BeginTime": "waiting for its start time",
-    "Dependency": "another job has to end first",
-    DEPENDENCY_NEVER_SATISFIED: "a job that it depends on has not ended as it was to: it will never start",
-    "JobArrayTaskLimit": "as many tasks of the array as may run at once do",
+    "Dependency": "waiting for another job to end",
+    DEPENDENCY_NEVER_SATISFIED: "it will never start: a job that it depends on did not end as required",
+    "JobArrayTaskLimit": "the array already runs its maximum number of tasks",
     "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": "held by its user; `scontrol release {job_id}` lets it go",
-    "JobLaunchFailure": "its nodes could not start it; an administrator has to look",
-    "PartitionDown": "its partition takes no jobs at the moment",
-    "PartitionNodeLimit": "it asks for more nodes than its partition gives",
-    "PartitionTimeLimit": "it asks for more time than its partition gives",
-    "Priority": "others come first",
-    "ReqNodeNotAvail": "a node that it asks for is down or reserved",
-    "Resources": "it is next, once there is room",
-    "job_requeue_in_held_state": "requeued and held; `scontrol release {job_id}` lets it go",
-    "launch_failed_requeued_held": "its nodes could not start it; `scontrol release {job_id}` tries again",
+    "JobHeldUser": "held by its user; `scontrol release {job_id}` releases it",
+    "JobLaunchFailure": "its nodes failed to start it; contact an administrator",
+    "PartitionDown": "its partition currently starts no jobs",
+    "PartitionNodeLimit": "it requests more nodes than its partition allows",
+    "PartitionTimeLimit": "it requests more time than its partition allows",
+    "Priority": "other jobs have higher priority",
+    "ReqNodeNotAvail": "a requested node is down or reserved",
+    "Resources": "it is next in line, waiting for free resources",
+    "job_requeue_in_held_state": "requeued and held; `scontrol release {job_id}` releases it",
+    "launch_failed_requeued_held": "its nodes failed to start it; `scontrol release {job_id}` tries again",
 }
 
 

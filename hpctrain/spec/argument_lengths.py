@@ -29,19 +29,19 @@ def check_argument_lengths(spec: JobSpec) -> None:
         length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
     if length > limit:
         raise SpecError(
-            f"The arguments of the script take {length} bytes with its path, written as JSON, and {limit} "
-            "can be handed to a rank. Put them into a file, and give the script its path."
+            f"The arguments of the script and its path are {length} bytes as JSON, but at most {limit} "
+            "can be passed to a rank. Put the arguments into a file and pass its path."
         )
     longest = _LONGEST_WORD_BYTES - len(ENV_PREFIX)
     variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
     for name, length in variables.items():
         if length > longest:
             raise SpecError(
-                f"The variable {name} (--env) takes {length} bytes, and {longest} can be handed "
-                "to a rank. Put the value into a file, and give its path."
+                f"The variable {name} (--env) is {length} bytes, but at most {longest} can be passed "
+                "to a rank. Put the value into a file and pass its path."
             )
     if (total := sum(variables.values())) > _ALL_BYTES:
         raise SpecError(
-            f"The variables (--env) take {total} bytes together, and {_ALL_BYTES} can be handed to a rank. "
-            "Put the values into files, and give their paths."
+            f"The variables (--env) are {total} bytes in total, but at most {_ALL_BYTES} can be passed to a "
+            "rank. Put the values into files and pass their paths."
         )

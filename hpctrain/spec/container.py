@@ -65,23 +65,24 @@ class Container:
                 raise SpecError(f"{mount!r} (--container-mounts) is not of the form SRC:DST or SRC:DST:ro.")
         for name in self.env:
             if not _VARIABLE_NAME.fullmatch(name):
-                raise SpecError(f"{name!r} (--container-env) is no name of a variable.")
+                raise SpecError(f"{name!r} (--container-env) is not a valid variable name.")
         for what, path in folders.items():
             if path in _SYSTEM:
                 raise SpecError(
-                    f"The {what} is {path}, which would cover the image's own. Submit from another folder."
+                    f"The {what} is {path}, which would hide {path} of the image. Use another folder."
                 )
             if match := re.search("[:,]", path):
                 raise SpecError(
-                    f"The {what} {path!r} has a {match[0]!r} and cannot be mounted in a container. Rename it."
+                    f"The {what} {path!r} contains {match[0]!r}, so it cannot be mounted in a container. "
+                    "Rename it."
                 )
 
     def _check_image(self) -> None:
         only = required_runtime(self.image)
         if only is not None and only != self.runtime:
             raise SpecError(
-                f"{self.image!r} (--container-image) is an image for {only}, and none for {self.runtime} "
-                f"(--container-runtime). Give another image, or --container-runtime {only}."
+                f"The image {self.image!r} (--container-image) requires {only}, but the runtime is "
+                f"{self.runtime} (--container-runtime). Give another image, or --container-runtime {only}."
             )
 
     def check_files(self) -> None:
@@ -91,7 +92,7 @@ class Container:
             SpecError: it does not.
         """
         if is_image_file(self.image) and not Path(self.image).exists():
-            raise SpecError(f"There is no image {self.image!r} (--container-image). Check its path.")
+            raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
 
     @property
     def image_name(self) -> str:

@@ -25,13 +25,13 @@ def check_directive_conflicts(directives: Mapping[str, str], *, nodes: int, gpus
             )
     if "mem-per-gpu" in directives and gpus_per_node == 0:
         raise SpecError(
-            f"{_said('mem-per-gpu', directives)} is given for a run without GPUs (--gpus-per-node 0). "
-            "Give --mem or --mem-per-cpu instead."
+            f"{_said('mem-per-gpu', directives)} requires GPUs, but the run has none (--gpus-per-node 0). "
+            "Use --mem or --mem-per-cpu instead."
         )
     if any(part.partition(":")[0] == "gpu" for part in directives.get("gres", "").split(",")):
         raise SpecError(
-            f"{_said('gres', directives)} names GPUs, of which each rank has to have one. "
-            "Give them with --gpus-per-node, and all other resources with --gres."
+            f"{_said('gres', directives)} requests GPUs. "
+            "Use --gpus-per-node for GPUs (one per rank), and --gres for other resources."
         )
     _check_nodes(directives, nodes)
 
@@ -40,13 +40,13 @@ def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
     wanted, unwanted = _hosts("nodelist", directives), _hosts("exclude", directives)
     if both := [host for host in wanted if host in unwanted]:
         raise SpecError(
-            f"{_said('nodelist', directives)} asks for the node {both[0]}, but "
-            f"{_said('exclude', directives)} excludes it. Take it out of one of them."
+            f"{_said('nodelist', directives)} requests node {both[0]}, but "
+            f"{_said('exclude', directives)} excludes it. Remove it from one of them."
         )
     if len(wanted) > nodes:
         raise SpecError(
-            f"{_said('nodelist', directives)} names {len(wanted)} nodes, all of which the job would have to "
-            f"get, but {nodes} are asked for (--nodes). Give --nodes {len(wanted)}, or name fewer."
+            f"{_said('nodelist', directives)} names {len(wanted)} nodes, and a job must get all of them, but "
+            f"--nodes is {nodes}. Give --nodes {len(wanted)}, or name fewer nodes."
         )
 
 
@@ -60,7 +60,7 @@ def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
     try:
         return dict.fromkeys(expand_hostlist(value))
     except UserError as error:
-        raise SpecError(f"--{key} is no list of nodes: {error}") from error
+        raise SpecError(f"--{key} is not a valid node list: {error}") from error
 
 
 def _said(key: str, directives: Mapping[str, str]) -> str:

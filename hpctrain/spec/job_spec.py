@@ -145,7 +145,7 @@ class JobSpec:
         return {
             "run folder": str((run.array or run).path),
             "working folder": self.workdir,
-            "folder of the code": code,
+            "code folder": code,
         }
 
     @property

@@ -31,13 +31,13 @@ class TorchrunConfig:
         if self.rdzv_backend == "c10d":
             if self.rdzv_endpoint is not None:
                 raise SpecError(
-                    f"{self.rdzv_endpoint} (--rdzv-endpoint) is given, but with c10d (--rdzv-backend) the "
-                    "agents meet at the supervisor of the job. Leave it out, or take --rdzv-backend etcd-v2."
+                    f"--rdzv-endpoint {self.rdzv_endpoint} cannot be used with --rdzv-backend c10d, whose "
+                    "endpoint is the supervisor. Leave it out, or use --rdzv-backend etcd-v2."
                 )
         elif self.rdzv_endpoint is None:
             raise SpecError(
-                f"With {self.rdzv_backend} (--rdzv-backend) the agents meet at an etcd server, which has to "
-                "be named: --rdzv-endpoint HOST:PORT."
+                f"--rdzv-backend {self.rdzv_backend} requires the address of an etcd server. "
+                "Give --rdzv-endpoint HOST:PORT."
             )
         elif not _ENDPOINT.fullmatch(self.rdzv_endpoint):
             raise SpecError(f"{self.rdzv_endpoint!r} (--rdzv-endpoint) is not of the form HOST:PORT.")

@@ -52,14 +52,14 @@ def load_spec(path: Path) -> JobSpec:
         values: Any = yaml.safe_load(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise SpecError(
-            f"The specification {path} cannot be read: {error.strerror}. Submit the run again."
+            f"Cannot read the specification {path}: {error.strerror}. Submit the run again."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(
             f"The specification {path} is not valid YAML: {error}. Submit the run again."
         ) from error
     if not isinstance(values, dict):
-        raise SpecError(f"The specification {path} holds no mapping of fields. Submit the run again.")
+        raise SpecError(f"The specification {path} is not a mapping of fields. Submit the run again.")
     values = {_FORMER_NAMES.get(name, name): value for name, value in values.items()}
     known = {entry.name for entry in fields(JobSpec)}
     if unknown := sorted(str(name) for name in values.keys() - known):

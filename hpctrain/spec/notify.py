@@ -37,33 +37,33 @@ class NotifyConfig:
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(
-                    f"{occasion!r} (--notify-on) is no occasion. Take any of {', '.join(NOTIFICATION_KINDS)}."
+                    f"Unknown event {occasion!r} (--notify-on). Known: {', '.join(NOTIFICATION_KINDS)}."
                 )
         if self.stall_s < 1:
-            raise SpecError(f"--notify-stall-after is {self.stall_s}, but it takes at least 1.")
+            raise SpecError(f"--notify-stall-after is {self.stall_s}, but must be at least 1.")
         for target in filter(is_address, self.targets):
             if fault := _fault(target):
-                raise SpecError(f"{strip_url_paths(target)!r} (--notify) is no address: {fault}.")
+                raise SpecError(f"{strip_url_paths(target)!r} (--notify) is not a valid URL: {fault}.")
         for target in self.targets:
             if not is_address(target) and _NO_COMMAND.fullmatch(target):
                 raise SpecError(
-                    f"{target!r} (--notify) is neither an address, which begins with https:// or http://, "
-                    "nor a line of shell. A command of that name is called with ./ before it."
+                    f"{target!r} (--notify) is neither a URL (https:// or http://) nor a shell command. "
+                    "To run a command of that name, put ./ before it."
                 )
 
 
 def _fault(address: str) -> str | None:
     """Return why an address cannot receive a POST; None if it is well formed."""
     if not address.isascii() or not address.isprintable() or " " in address:
-        return "it holds a character that an address cannot hold. Write that as %XX"
+        return "it contains a character that is not allowed in a URL. Write that character as %XX"
     try:
         parts = urlsplit(address)
         parts.port  # noqa: B018 (raises if it is not a number)
     except ValueError:
-        return "its host or port cannot be read"
+        return "its host or port is invalid"
     if "@" in parts.netloc:
-        return "a user name or password in it is not sent. Take a command, such as `curl`, instead"
-    return None if parts.hostname else "it names no host"
+        return "a user name or password in a URL is not sent. Use a command such as `curl` instead"
+    return None if parts.hostname else "it has no host"
 
 
 def is_address(target: str) -> bool:

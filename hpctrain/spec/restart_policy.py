@@ -131,7 +131,7 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
         kind, _, field = key.partition(".")
         if not (text.isascii() and text.isdecimal()):
             raise SpecError(
-                f"restart.{key} is {text!r} (--restart-policy), but it takes a whole number. {_FORM}"
+                f"restart.{key} is {text!r} (--restart-policy), but must be a whole number. {_FORM}"
             )
         known = str(_kind(kind))
         _check(kind, field, int(text))
@@ -152,4 +152,4 @@ def _check(kind: str, field: str, value: object) -> None:
         problem = f"has no field {field!r}" if field else "needs a field"
         raise SpecError(f"restart.{kind} {problem} (--restart-policy). {_FORM}")
     if type(value) is not int or value < 0:
-        raise SpecError(f"restart.{kind}.{field} is {value!r} (--restart-policy), but it takes 0 or more.")
+        raise SpecError(f"restart.{kind}.{field} is {value!r} (--restart-policy), but must be 0 or more.")

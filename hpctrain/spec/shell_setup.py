@@ -36,8 +36,8 @@ class ShellSetup:
         """
         if self.conda is not None and self.venv is not None:
             raise SpecError(
-                f"The ranks run in one environment of Python, but {self.conda!r} (--conda) and "
-                f"{self.venv!r} (--venv) are asked for. Leave one of them out."
+                f"The ranks can use only one Python environment, but both {self.conda!r} (--conda) and "
+                f"{self.venv!r} (--venv) are given. Leave one of them out."
             )
 
     @property
@@ -67,7 +67,7 @@ class ShellSetup:
             return
         option = "--venv" if self.venv else "--conda"
         raise SpecError(
-            f"{str(self.environment)!r} ({option}) is no environment of Python: it has no bin/python. "
+            f"{str(self.environment)!r} ({option}) is not a Python environment: it has no bin/python. "
             "Check its path."
         )
 
@@ -81,8 +81,8 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
     conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
     if conda is None:
         raise SpecError(
-            f"There is no conda for environment {name!r} (--conda): it is not on the PATH, and CONDA_EXE "
-            "names none. Load its module (--module), or give the path of the environment."
+            f"conda not found for the environment {name!r} (--conda): it is not on PATH, and CONDA_EXE "
+            "is not set. Load its module (--module), or give the path of the environment."
         )
     try:
         listed = subprocess.run(
@@ -97,7 +97,7 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError):
         return  # conda may still work on the nodes.
     if name not in known:
-        raise SpecError(f"{conda} has no environment {name!r} (--conda). It has {', '.join(sorted(known))}.")
+        raise SpecError(f"{conda} has no environment {name!r} (--conda). Known: {', '.join(sorted(known))}.")
 
 
 def is_conda_prefix(value: str) -> bool:

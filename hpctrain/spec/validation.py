@@ -57,7 +57,7 @@ def check_spec(spec: JobSpec) -> None:
 def _check_choice(option: str, value: str, choices: object) -> None:
     known = get_args(choices)
     if value not in known:
-        raise SpecError(f"There is no {option} {value!r} (--{option}). Take one of {', '.join(known)}.")
+        raise SpecError(f"Unknown {option} {value!r} (--{option}). Choose one of {', '.join(known)}.")
 
 
 def _check_array(spec: JobSpec) -> None:
@@ -70,59 +70,54 @@ def _check_folder(spec: JobSpec) -> None:
         # Slurm 22.05 reads a backslash as a switch that disables %-symbols; 26.05 drops all backslashes,
         # doubled ones too.
         raise SpecError(
-            f"The run folder {spec.run_dir!r} (--run-dir, --runs-dir or --name) has a backslash in its path, "
-            "which Slurm does not keep in the path of a job's log (sbatch --output). Choose another folder."
+            f"The path of the run folder {spec.run_dir!r} (--run-dir, --runs-dir or --name) contains a "
+            "backslash, which Slurm removes from the path of the job's log (sbatch --output). Choose another "
+            "folder."
         )
 
 
 def _check_shape(spec: JobSpec) -> None:
     if spec.nodes < 1:
-        raise SpecError(f"A run needs at least 1 node, but nodes is {spec.nodes} (--nodes).")
+        raise SpecError(f"--nodes is {spec.nodes}, but must be at least 1.")
     if not 1 <= spec.min_nodes <= spec.nodes:
         raise SpecError(
-            f"The least number of nodes is {spec.min_nodes}, and the most {spec.nodes} (--nodes), but it "
-            "takes 1 ≤ MIN ≤ MAX, such as 2:4."
+            f"The minimum number of nodes is {spec.min_nodes} and the maximum is {spec.nodes} "
+            "(--nodes), but a "
+            "range requires 1 ≤ MIN ≤ MAX, such as 2:4."
         )
     if spec.spare_nodes < 0:
-        raise SpecError(
-            f"The number of spare nodes cannot be negative, but it is {spec.spare_nodes} (--spare-nodes)."
-        )
+        raise SpecError(f"--spare-nodes is {spec.spare_nodes}, but must be 0 or more.")
     if spec.scale_up_after_s < 0:
-        raise SpecError(f"--scale-up-after is {spec.scale_up_after_s} s, but it takes 0 or more.")
+        raise SpecError(f"--scale-up-after is {spec.scale_up_after_s} s, but must be 0 or more.")
     if spec.gpus_per_node < 0:
         raise SpecError(
-            f"The number of GPUs cannot be negative, but gpus_per_node is {spec.gpus_per_node} "
-            "(--gpus-per-node). Give 0 for a run on CPUs."
+            f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Give 0 for a run on CPUs."
         )
     if spec.gpu_type is not None:
         if not _GPU_TYPE.fullmatch(spec.gpu_type):
             raise SpecError(
-                f"{spec.gpu_type!r} is no type of GPU (--gpus-per-node): take letters, digits, and _ . - "
-                "inside, such as h100:8."
+                f"{spec.gpu_type!r} is not a valid GPU type (--gpus-per-node). Use letters and digits, with "
+                "_ . - between them, such as h100:8."
             )
         if spec.gpus_per_node == 0:
             raise SpecError(
-                f"GPUs of type {spec.gpu_type} are asked for, but their number is 0 (--gpus-per-node). "
-                "Give a number, or 0 alone for a run on CPUs."
+                f"GPU type {spec.gpu_type} was requested, but the number of GPUs is 0 (--gpus-per-node). "
+                "Give a positive number, or just 0 for a run on CPUs."
             )
     if spec.ntasks_per_node < 1:
-        raise SpecError(
-            f"ntasks_per_node is {spec.ntasks_per_node} (--ntasks-per-node), but a node needs at least 1."
-        )
+        raise SpecError(f"--ntasks-per-node is {spec.ntasks_per_node}, but must be at least 1.")
     if spec.gpus_per_node and spec.ntasks_per_node != spec.gpus_per_node:
         raise SpecError(
-            f"A rank has one GPU, but there are {spec.ntasks_per_node} ranks (--ntasks-per-node) and "
-            f"{spec.gpus_per_node} GPUs (--gpus-per-node) on a node. Leave out --ntasks-per-node, "
-            f"or give both the same number."
+            f"Each rank uses one GPU, but there are {spec.ntasks_per_node} ranks (--ntasks-per-node) and "
+            f"{spec.gpus_per_node} GPUs (--gpus-per-node) per node. Leave out --ntasks-per-node, "
+            f"or set both to the same number."
         )
     if spec.cpus_per_task is not None and spec.cpus_per_task < 1:
-        raise SpecError(
-            f"A rank needs at least 1 CPU, but cpus_per_task is {spec.cpus_per_task} (--cpus-per-task)."
-        )
+        raise SpecError(f"--cpus-per-task is {spec.cpus_per_task}, but must be at least 1.")
     if spec.max_failures < 1:
         raise SpecError(
-            f"max_failures is {spec.max_failures} (--max-failures), but it takes at least 1, "
-            "which ends the run at its first crash."
+            f"--max-failures is {spec.max_failures}, but must be at least 1. "
+            "With 1, the run ends at its first crash."
         )
     RestartPolicy.of(spec.restart_policy, spec.max_failures)
 
@@ -130,15 +125,14 @@ def _check_shape(spec: JobSpec) -> None:
 def _check_time(spec: JobSpec) -> None:
     if not 1 <= spec.stop_before_limit_s <= _LONGEST_SIGNAL_LEAD_S:
         raise SpecError(
-            f"The stop signal is {spec.stop_before_limit_s} s before the time limit (--stop-before-limit), "
-            f"but Slurm takes 1 to {_LONGEST_SIGNAL_LEAD_S} s."
+            f"--stop-before-limit is {spec.stop_before_limit_s} s, "
+            f"but Slurm accepts 1 to {_LONGEST_SIGNAL_LEAD_S} s."
         )
     if spec.time_limit_s is not None and spec.time_limit_s <= spec.stop_before_limit_s:
         raise SpecError(
-            f"The time limit of {spec.time_limit_s:g} s (--time) is not longer than the "
-            f"{spec.stop_before_limit_s} s "
-            "before its end at which the ranks are told to save (--stop-before-limit), so nothing would be "
-            "trained. Give a longer --time or a shorter --stop-before-limit."
+            f"The time limit is {spec.time_limit_s:g} s (--time), but the ranks stop and save "
+            f"{spec.stop_before_limit_s} s before the limit (--stop-before-limit), which leaves no time to "
+            "train. Give a longer --time or a shorter --stop-before-limit."
         )
 
 
@@ -149,16 +143,17 @@ def _check_words(spec: JobSpec) -> None:
         ("working folder", spec.workdir),
     ):
         if not Path(path).is_absolute():
-            raise SpecError(f"The path of the {what} has to be absolute, but it is {path!r}.")
+            raise SpecError(f"The path of the {what} is {path!r}, but must be absolute.")
     for name in spec.env:
         if not _VARIABLE_NAME.fullmatch(name):
             raise SpecError(
-                f"{name!r} (--env) is no name of a variable: take letters, digits and _, and no digit first."
+                f"{name!r} (--env) is not a valid variable name. Use letters, digits and _, and do not start "
+                "with a digit."
             )
         if name in _OF_RANKS:
             raise SpecError(
-                f"The variable {name} is set for each rank by hpctrain, so --env {name}={spec.env[name]} "
-                "would change nothing. Leave it out."
+                f"hpctrain sets the variable {name} for each rank, so --env {name}={spec.env[name]} "
+                "would have no effect. Leave it out."
             )
     for what, word in (("job name", spec.name), ("run id", spec.run_id)):
         if not word:
@@ -167,19 +162,18 @@ def _check_words(spec: JobSpec) -> None:
     for what, word in in_script:
         if match := CONTROL_CHARACTER.search(word):
             raise SpecError(
-                f"The {what} {word!r} has the control character {match[0]!r}, which cannot stand in a "
-                "line of a batch script. Leave it out."
+                f"The {what} {word!r} contains the control character {match[0]!r}, which is not allowed in a "
+                "batch script. Remove it."
             )
     for what, word in plain:
         if "\x00" in word:
             raise SpecError(
-                f"The {what} {word!r} has a NUL character, which no process can be given. Leave it out."
+                f"The {what} {word!r} contains a NUL character, which cannot be passed to a process. "
+                "Remove it."
             )
     for what, word in (*plain, *in_script):
         if not _is_utf8(word):
-            raise SpecError(
-                f"The {what} {word!r} is not valid UTF-8, so it cannot be written down. Rename it."
-            )
+            raise SpecError(f"The {what} {word!r} is not valid UTF-8, so it cannot be stored. Rename it.")
 
 
 def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:

@@ -120,7 +120,7 @@ def test_verify_names_each_broken_file_and_what_is_wrong_with_it(command: Comman
     assert verified.exit_code == 1
     assert f"step 6: {state} has checksum" in verified.stderr
     assert f"step 6: {tensors} is missing" in verified.stderr
-    assert "1 checkpoint is broken" in verified.stderr
+    assert "1 checkpoint is damaged" in verified.stderr
     assert [line.split()[0] for line in verified.stdout.splitlines() if "newest" in line] == ["4"]
     found = command("run", "--verify", "--json")
     assert found.exit_code == 1
@@ -133,7 +133,7 @@ def test_what_a_run_has_set_aside_is_shown(command: Command, run: RunDir) -> Non
     train(run.path, 6)
     shown = command("run")
     assert shown.exit_code == 0
-    assert "step-00000006.broken-0: was broken" in shown.stderr
+    assert "step-00000006.broken-0: damaged" in shown.stderr
     records = json.loads(command("run", "--json").stdout)
     assert [record["step"] for record in records if record["set_aside"]] == [6]
 
@@ -161,18 +161,18 @@ def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
     Path("a.pt").write_text("precious")
     refused = command("export", run, "a.pt")
     assert refused.exit_code == 2
-    assert "a.pt exists; give --force" in refused.stderr
+    assert "a.pt exists. Use --force" in refused.stderr
     assert Path("a.pt").read_text() == "precious"
     assert command("export", run, "a.pt", "--force", "--step", "4").exit_code == 0
     expected = load_on_cpu(RunDir(trained[0]).checkpoint(4)).state["module"]
     assert torch.equal(torch.load("a.pt", weights_only=True)["net.0.weight"], expected["net.0.weight"])
     assert "after step" in command("export", run, "best.pt", "--best").stdout
     for words, why in (
-        (["b.pt", "--step", "3"], "There is no checkpoint of step 3"),
+        (["b.pt", "--step", "3"], "No checkpoint of step 3"),
         (["b.onnx"], "ends in '.onnx'"),
         (["b.safetensors", "--all"], "tensors alone"),
         (["nowhere/b.pt"], "nowhere"),
-        (["b.pt", "--step", "4", "--best"], "give one of them"),
+        (["b.pt", "--step", "4", "--best"], "Give only one of them"),
     ):
         answer = command("export", run, *words)
         assert answer.exit_code in (1, 2)
@@ -185,7 +185,7 @@ def test_export_passes_over_a_broken_checkpoint_and_says_so(command: Command, ru
     said = command("export", "run", "model.pt")
     assert said.exit_code == 0
     assert "after step 4" in said.stdout
-    assert "Taking the one before it" in said.stderr
+    assert "Using the previous checkpoint" in said.stderr
     asked = command("export", "run", "other.pt", "--step", "6")
     assert asked.exit_code == 1
     assert not Path("other.pt").exists()
@@ -278,7 +278,7 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
         (["new", "text.safetensors"], "no safetensors file"),
         (["new", "hello.pt"], "no file that torch.save has written: "),
         (["new", "empty.pt"], "no file that torch.save has written: EOFError"),
-        ([".", "old.pt"], "no run, and not empty"),
+        ([".", "old.pt"], "not a run folder, and it is not empty"),
         (["new", "tensor.pt"], "holds a Tensor"),
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
         (["run", "old.pt"], "has a checkpoint of step 6, and old.pt would be that of step 4"),
@@ -317,4 +317,4 @@ def test_a_folder_that_holds_an_import_is_told_from_no_run(command: Command) -> 
     assert command("import", "new", "weights.pt").exit_code == 0
     answer = CliRunner().invoke(cli, ["status", "new"])
     assert answer.exit_code == 2
-    assert "'new' has checkpoints, but was not submitted so far" in answer.output
+    assert "'new' has checkpoints but has never been submitted" in answer.output

@@ -28,16 +28,16 @@ def test_help_names_every_command(hpctrain):
         (["submti", "train.py"], "Did you mean 'submit'"),
         (["submit"], "Missing argument 'SCRIPT'"),
         (["submit", "--partitoin", "x", "train.py"], "--partition"),
-        (["submit", "--backend", "slrm", "train.py"], "it takes auto, slurm or local"),
+        (["submit", "--backend", "slrm", "train.py"], "must be auto, slurm or local"),
         (["submit", "--template", "dpd", "train.py"], "Did you mean 'ddp'"),
-        (["submit", "--gpus-per-node", "two", "train.py"], "'two', but it takes a number, such as 8"),
-        (["submit", "--cpus-per-task", "two", "train.py"], "'two', but it takes a whole number"),
+        (["submit", "--gpus-per-node", "two", "train.py"], "'two', but must be a number, such as 8"),
+        (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be a whole number"),
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
-        (["submit", "--profile", "x", "train.py"], "no profile 'x'"),
-        (["submit", "--explain", "--dry-run", "train.py"], "give one of them"),
+        (["submit", "--profile", "x", "train.py"], "Unknown profile 'x'"),
+        (["submit", "--explain", "--dry-run", "train.py"], "Give only one of them"),
         (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
-        (["init", "train.py"], "is there already"),
-        (["init", "no/where.yaml"], "'no/where.yaml' cannot be written"),
+        (["init", "train.py"], "already exists"),
+        (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
         (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, such as 2:4"),
         (["submit", "--env", "=A", "train.py"], "KEY=VALUE"),
@@ -45,15 +45,15 @@ def test_help_names_every_command(hpctrain):
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
         (["submit", "--sbatch", "--partition=x", "train.py"], "Use --partition"),
-        (["submit", "nowhere.py"], "no script"),
-        (["submit", "--run-dir", "/proc/run", "train.py"], "cannot be written"),
+        (["submit", "nowhere.py"], "nowhere.py' not found"),
+        (["submit", "--run-dir", "/proc/run", "train.py"], "Cannot write the run folder"),
         (["status", "nothing"], "no run 'nothing'"),
         (["submit", "--run-dir", "x" * 300, "train.py"], "File name too long"),
         (["submit", "x" * 300], "File name too long"),
         (["status", "x" * 300], "File name too long"),
         (["list", "--runs-dir", "x" * 300], "File name too long"),
-        (["submit", "--dry-run", "--json", "train.py"], "give one of them"),
-        (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "9999 ranks are asked for"),
+        (["submit", "--dry-run", "--json", "train.py"], "Give only one of them"),
+        (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "9999 ranks requested"),
         (["logs", "nothing"], "no run 'nothing'"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(hpctrain, tmp_path):
 def test_slurm_that_does_not_answer_ends_with_3(hpctrain):
     done = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
     assert done.returncode == 3
-    assert "Slurm does not answer here" in done.stderr
+    assert "Slurm does not respond here" in done.stderr
 
 
 def test_a_dry_run_executes_nothing_of_the_project(hpctrain, tmp_path):
@@ -149,14 +149,14 @@ def test_the_whole_way(hpctrain, tmp_path):
     here = ("--runs-dir=.", "--json")
     assert hpctrain("status", *here).stdout == hpctrain("list", *here).stdout
     assert hpctrain("logs", "r", "--rank", "3").stdout == f"args {args!r}\n"
-    assert "it has ranks 0-3" in hpctrain("logs", "r", "--rank", "4").stderr
+    assert "Available: ranks 0-3" in hpctrain("logs", "r", "--rank", "4").stderr
     assert hpctrain("wait", "r").returncode == 0
     assert "COMPLETED" in hpctrain("list", "--runs-dir", ".").stdout
     assert [run["run_id"] for run in json.loads(hpctrain("list", "--runs-dir", ".", "--json").stdout)] == [
         "r"
     ]
     assert "has already finished" in hpctrain("cancel", "r").stdout
-    assert "only a running one" in hpctrain("requeue", "r").stderr
+    assert "only a running run" in hpctrain("requeue", "r").stderr
 
     again = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")
     facts = json.loads(again.stdout)
@@ -229,7 +229,7 @@ def test_a_script_that_is_no_python_is_refused_with_its_line(hpctrain, tmp_path)
     (tmp_path / "bad.py").write_text("x = 1\nif x\n")
     done = hpctrain("submit", "bad.py")
     assert done.returncode == 2
-    assert "no valid Python in line 2" in done.stderr
+    assert "syntax error in line 2" in done.stderr
 
 
 def test_a_folder_with_a_specification_of_something_else_is_no_run(hpctrain, tmp_path):
@@ -248,7 +248,7 @@ def test_closed_standard_streams_do_not_cost_the_run_its_lock(hpctrain, tmp_path
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), check=True, timeout=60)
     assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
     refused = hpctrain("submit", "--run-dir", "r", "train.py")
-    assert "still going" in refused.stderr
+    assert "still active" in refused.stderr
     hpctrain("cancel", "r")
     assert_no_process_left(tmp_path / "r", timeout=30)
 

@@ -152,7 +152,7 @@ def test_a_damaged_event_is_skipped_with_a_warning(tmp_path, damage, caplog):
     run.events.write_text(text_of([*EVENTS, damage]))
     done = call(tmp_path, "status", "r", "--json")
     assert json.loads(done.stdout)["state"] == "FAILED"
-    assert f"{run.events} has a damaged line" in caplog.text
+    assert f"Skipped a damaged line in {run.events}" in caplog.text
     for argv in COMMANDS:
         assert call(tmp_path, *argv).exit_code in (0, 4), argv
 
@@ -168,7 +168,7 @@ def test_a_damaged_run_hides_no_other(tmp_path, odd):
     good, bad = sorted(done.stdout.splitlines(), reverse=True)
     assert good.startswith("good  FAILED")
     assert bad.startswith("bad   UNKNOWN")
-    assert f"{run.events} cannot be read: " in bad
+    assert f"cannot read {run.events}: " in bad
     cancelled = call(tmp_path, "cancel", "bad")
     assert cancelled.exit_code == 1
     assert str(run.events) in cancelled.stderr
@@ -180,7 +180,7 @@ def test_metrics_that_cannot_be_read_leave_the_state_known(tmp_path, caplog):
     os.mkfifo(run.metrics)
     status = json.loads(call(tmp_path, "status", "r", "--json").stdout)
     assert (status["state"], status["step"], status["loss"]) == ("FAILED", None, None)
-    assert f"{run.metrics} cannot be read: Not a regular file." in caplog.text
+    assert f"Cannot read {run.metrics}: Not a regular file." in caplog.text
 
 
 values = st.recursive(

@@ -41,7 +41,7 @@ def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
     )
     assert submit.returncode == 0, submit.stderr
     assert submit.stderr.splitlines() == [
-        f"Estimated start: at once, on {slurm.nodes[0]}, partition preemptible.",
+        f"Estimated start: now, on {slurm.nodes[0]}, partition preemptible.",
         "Maximum cost: 1 GPU-hour (1 node × 2 GPUs × 00:30:00) per allocation.",
     ]
 
@@ -59,15 +59,15 @@ def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(h
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0] == ["Slurm"]
     assert lines[1][:2] == ["ok", "none"]
-    assert "runs go to this machine itself" in done.stdout
+    assert "runs will use this machine" in done.stdout
     assert "problem  torch" in done.stdout
     assert "cannot be imported: ImportError: libcudart.so.13 is missing" in done.stdout
-    assert "→ No rank would start." in done.stdout
+    assert "→ No rank could start." in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 problem")
     refused = hpctrain("doctor", "--write", "site.yaml", env=broken_torch)
     assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
         2,
-        "Error: There is no Slurm here whose profile could be written. Look from a login node.",
+        "Error: Cannot write a site profile: there is no Slurm here. Run this command on a login node.",
     )
 
 
@@ -79,10 +79,10 @@ def test_a_look_that_fails_is_a_line_a_fake_scontrol(hpctrain, slurm, broken_tor
     env = {**slurm.env, **broken_torch, "PATH": f"{folder}:{os.environ['PATH']}"}
     found = json.loads(hpctrain("doctor", "--json", env=env).stdout)["findings"]
     lines = [(one["topic"], one["value"], one["standing"]) for one in found]
-    words = "cannot be read (scontrol says: error: Access denied)"
+    words = "(scontrol failed: error: Access denied)"
     assert lines[:2] == [
-        ("Slurm", f"Slurm's configuration {words}", "note"),
-        ("Slurm", f"The partitions {words}", "note"),
+        ("Slurm", f"Cannot read Slurm's configuration {words}", "note"),
+        ("Slurm", f"Cannot read the partitions {words}", "note"),
     ]
     assert ("Jobs", "accepted", "ok") in lines
 

@@ -49,7 +49,7 @@ def test_json_has_value_and_source_of_each(hpctrain):
     }
     assert facts["rank"]["source"] == "RANK"
     assert facts["node_rank"]["source"] == "GROUP_RANK"
-    assert facts["device"]["source"] == "CUDA_VISIBLE_DEVICES='' shows none"
+    assert facts["device"]["source"] == "CUDA_VISIBLE_DEVICES='' hides all GPUs"
     assert all(fact["source"] for fact in facts.values())
 
 
@@ -84,7 +84,7 @@ def test_eval_of_a_refusal_fails(tmp_path):
 def test_one_form_at_a_time(hpctrain):
     done = hpctrain("env", "--json", "--shell")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "give one of them" in done.stderr
+    assert "Give only one of them" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,12 @@ def test_signals_are_handled_as_the_caller_has_them():
 @pytest.mark.parametrize(
     ("program", "code", "words"),
     [
-        ("no-such-program", 127, "Error: 'no-such-program' cannot be run: it is not on the PATH.\n"),
+        ("no-such-program", 127, "Error: cannot run 'no-such-program': not found on PATH.\n"),
         ("./no-such-program", 127, "No such file or directory.\n"),
         (
             "train.py",
             127,
-            "it is not on the PATH. Did you mean: hpctrain exec -- python train.py --lr 'a b'\n",
+            "not found on PATH. Did you mean: hpctrain exec -- python train.py --lr 'a b'\n",
         ),
         (
             "./train.py",
@@ -133,7 +133,7 @@ def test_peers_that_do_not_come_end_it_in_time_and_in_words(hpctrain, tmp_path):
     done = hpctrain("exec", "--timeout", "0.3", "touch", "started", env=step)
     assert done.returncode not in (0, None)
     assert "rank 0" in done.stderr
-    assert done.stderr.endswith("Where ranks only come late, give them more than 0.3 s (--timeout).\n")
+    assert done.stderr.endswith("If ranks merely start late, wait longer than 0.3 s (--timeout).\n")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "started").exists()
 

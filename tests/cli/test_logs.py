@@ -53,7 +53,7 @@ def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     assert hpctrain("logs", "r", "--rank", "1", "--rank", "0").stdout.startswith("[1] early 1\n")
     assert "late 0 of 0" in hpctrain("logs", "r", "--rank", "0", "--attempt", "0").stdout
     assert hpctrain("logs", "r", "--attempt", "2").returncode == 2
-    assert "it has attempts 0-1" in hpctrain("logs", "r", "--attempt", "2").stderr
+    assert "Available: attempts 0-1" in hpctrain("logs", "r", "--attempt", "2").stderr
     followed = hpctrain("logs", "-f", "r")
     assert followed.stdout.splitlines()[0] == first
     assert sorted(followed.stdout.splitlines()[1:]) == sorted(others)
@@ -66,7 +66,7 @@ def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     assert hpctrain("logs", "-f", "r", "--errors").stdout == errors.stdout
     none = hpctrain("logs", "r", "--errors", "--attempt", "1")
     assert (none.returncode, none.stdout) == (0, "")
-    assert "No failure of run r is on record." in none.stderr
+    assert "Run r has no recorded failures." in none.stderr
 
 
 @pytest.mark.ranks
@@ -92,8 +92,8 @@ def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     assert "    raise ImportError('shadowed')\nImportError: shadowed\nlog: " in errors
     nothing = hpctrain("logs", "r")
     assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert "Run r is FAILED: its ranks have written nothing. `hpctrain logs --errors` shows" in nothing.stderr
-    assert "wrote nothing in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
+    assert "Run r is FAILED: its ranks wrote no output. `hpctrain logs --errors` shows" in nothing.stderr
+    assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
 
 
 def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, tmp_path):
@@ -104,10 +104,13 @@ def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, 
     wait_for(attempt.exists, 30, "the first start")
     nothing = hpctrain("logs", "r/task-0")
     assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert "task-0 is RUNNING: its ranks have written nothing yet. `hpctrain logs -f` waits" in nothing.stderr
+    assert (
+        "task-0 is RUNNING: its ranks have not written any output yet. `hpctrain logs -f` waits"
+        in nothing.stderr
+    )
     waiting = hpctrain("logs", "r/task-1")
     assert (waiting.returncode, waiting.stdout) == (0, "")
-    assert "task-1 is PENDING: its ranks have written nothing yet." in waiting.stderr
+    assert "task-1 is PENDING: its ranks have not written any output yet." in waiting.stderr
     hpctrain("cancel", "r")
     wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
     assert_no_process_left(tmp_path / "r")
@@ -168,7 +171,7 @@ def test_looking_away_from_an_array_leaves_all_its_tasks_alone(hpctrain, tmp_pat
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "Not looking any more; the run goes on. Look again: hpctrain logs -f r" in err
+    assert "Detached; the run continues. Follow it again: hpctrain logs -f r" in err
     assert json.loads(hpctrain("status", "r", "--json").stdout)["tasks"] == {"RUNNING": 2}
     hpctrain("cancel", "r")
     wait_for(lambda: '"CANCELLED": 2' in hpctrain("status", "r", "--json").stdout, 30, "the end")
@@ -189,7 +192,7 @@ def test_looking_away_from_logs_leaves_the_run_alone(hpctrain, tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "Not looking any more; the run goes on." in err
+    assert "Detached; the run continues." in err
     assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
     hpctrain("cancel", "r")
     wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")

@@ -45,11 +45,11 @@ def test_waiting_for_a_slurm_that_is_gone_says_what_for(hpctrain, lost):
     done = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
     assert done.returncode == 1
     words, error = done.stderr.splitlines()
-    assert words.startswith("Waiting for run lost: where it stands is unknown for ")
-    assert words.endswith("; that does not end it")
-    assert error.startswith("Error: Run lost has not ended within 0.5 s: its state is unknown for ")
+    assert words.startswith("Waiting for run lost: its state is unknown for ")
+    assert words.endswith("; this does not affect the run")
+    assert error.startswith("Error: Run lost did not end within 0.5 s; its state is unknown for ")
     assert "/nowhere/slurm.conf" in error
-    assert error.endswith("). Wait again, or cancel it.")
+    assert error.endswith("). Wait again, or cancel the run.")
 
 
 def test_waiting_for_a_slurm_that_never_comes_back_has_an_end(hpctrain, lost):
@@ -60,7 +60,7 @@ def test_waiting_for_a_slurm_that_never_comes_back_has_an_end(hpctrain, lost):
     assert done.returncode == 3
     words, error = done.stderr.splitlines()
     assert words.startswith("Waiting for run lost: ")
-    assert error.startswith("Error: Nobody could tell for 1 s where run lost stands: it is unknown for 10")
+    assert error.startswith("Error: Stopped waiting after 1 s: the state of run lost is unknown for 10")
     assert "/nowhere/slurm.conf" in error
 
 

@@ -89,13 +89,13 @@ def test_a_run_that_is_not_there(hpctrain, run):
 def test_a_folder_that_cannot_be_written(hpctrain, run):
     done = hpctrain("report", "digits", "-o", "nowhere/report.html")
     assert done.returncode == 2
-    assert "cannot be written to nowhere/report.html (--output): No such file" in done.stderr
+    assert "Cannot write the report to nowhere/report.html (--output): No such file" in done.stderr
 
 
 def test_an_ending_that_is_no_format(hpctrain, run):
     done = hpctrain("report", "digits", "-o", "report.pdf")
     assert done.returncode == 2
-    assert "ends in .pdf, which is no format" in done.stderr
+    assert "ends in .pdf, which is not a report format" in done.stderr
 
 
 @pytest.mark.ranks

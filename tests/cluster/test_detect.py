@@ -263,13 +263,13 @@ def test_index_on_the_node_is_not_taken_for_the_index_of_the_node():
 
 def test_torchrun_in_each_task_trains_alone_in_each_and_is_refused():
     text = refusal(variables("torchrun-alone-in-each-task", 1))
-    assert "rank 0 of 1 on this host alone (RANK, WORLD_SIZE; torchrun)" in text
+    assert "rank 0 of 1 on this host only (RANK, WORLD_SIZE; torchrun)" in text
     assert "of 2 (SLURM_PROCID, SLURM_STEP_NUM_TASKS; slurm)" in text
 
 
 def test_torchrun_in_each_task_is_refused_too_where_the_host_knows_its_full_name():
     environ = {**variables("torchrun-alone-in-each-task", 1), "MASTER_ADDR": "n2.cluster.example.org"}
-    assert "rank 0 of 1 on this host alone" in refusal(environ)
+    assert "rank 0 of 1 on this host only" in refusal(environ)
     assert detect({**environ, ENVIRONMENT_VARIABLE: "torchrun"}).world_size == 1
 
 
@@ -280,7 +280,7 @@ def test_torchrun_in_each_task_is_refused_too_where_the_host_knows_its_full_name
 def test_a_rank_of_a_launcher_that_is_not_known_is_not_taken_for_a_process_alone(variable):
     text = refusal({variable: "3"})
     assert f"{variable} is 3, but rank is 0" in text
-    assert "Let it set RANK, WORLD_SIZE, LOCAL_RANK" in text
+    assert "Make it set RANK, WORLD_SIZE, LOCAL_RANK" in text
     assert "HPCTRAIN_ENVIRONMENT=torchrun" not in text
     assert detect({variable: "3", **TORCHRUN}).rank == 3
     assert detect({variable: "3", ENVIRONMENT_VARIABLE: "local"}).world_size == 1
@@ -323,7 +323,7 @@ def test_any_environment_can_be_chosen():
 
 def test_an_unknown_environment_is_told_the_nearest():
     assert "Did you mean 'slurm'?" in refusal({ENVIRONMENT_VARIABLE: "slrum"})
-    assert "There are torchrun, horovod, openmpi" in refusal({ENVIRONMENT_VARIABLE: "xyz"})
+    assert "Known: torchrun, horovod, openmpi" in refusal({ENVIRONMENT_VARIABLE: "xyz"})
     assert "not set here" in refusal({ENVIRONMENT_VARIABLE: "torchrun"})
 
 
@@ -365,7 +365,7 @@ def test_contradictions_of_slurm_are_refused_with_both_values(change, words):
         ("openmpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, ["OMPI_COMM_WORLD_LOCAL_SIZE is not set"]),
         ("openmpi-three-hosts", {"OMPI_MCA_orte_num_nodes": "9"}, ["num_nodes 9", "OMPI_MCA_orte_num_nodes"]),
         ("mpich", {"MPI_LOCALRANKID": "3"}, ["local_rank 3", "MPI_LOCALRANKID", "local_world_size 3"]),
-        ("mpich", {"PMI_SIZE": "2"}, ["do not tell for certain"]),
+        ("mpich", {"PMI_SIZE": "2"}, ["do not determine which node this is"]),
         ("horovodrun", {"HOROVOD_LOCAL_RANK": "x"}, ["HOROVOD_LOCAL_RANK", "'x'"]),
         ("submitit-local", {"SUBMITIT_LOCAL_GLOBALID": "5"}, ["rank 5", "SUBMITIT_LOCAL_GLOBALID"]),
     ],
@@ -435,7 +435,7 @@ def test_a_large_job_is_found_in_its_variables():
     "name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"]
 )
 def test_half_of_what_a_launcher_sets_is_refused(name):
-    assert "not set, though its neighbours are" in refusal({name: "3"})
+    assert "not set, although other variables" in refusal({name: "3"})
 
 
 @pytest.mark.parametrize("rank", ["0", "5"])

@@ -76,27 +76,27 @@ def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
         ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "local rank, of 4 visible"),
         ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "local rank, of 4 visible"),
         # One visible: Slurm's, or the only one.
-        ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the one bound to this task by Slurm, of 4"),
+        ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the only GPU bound to this task by Slurm, of 4"),
         ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only one visible"),
         # Several of its own: --gpus-per-task=2.
         ((1, 2), 2, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the first of 2 bound to this task by Slurm, of 4"),
         # Several in common: --gpu-bind=closest.
         ((3, 4), 2, {"SLURM_GPUS_ON_NODE": "4"}, 1, "one of 2 bound to this task by Slurm, of 4"),
         # None.
-        ((0, 4), 0, {}, None, "no driver shows a GPU"),
+        ((0, 4), 0, {}, None, "no driver reports a GPU"),
         (
             (0, 4),
             0,
             {"CUDA_VISIBLE_DEVICES": "NoDevFiles"},
             None,
-            "CUDA_VISIBLE_DEVICES='NoDevFiles' shows none",
+            "CUDA_VISIBLE_DEVICES='NoDevFiles' hides all GPUs",
         ),
         (
             (0, 4),
             0,
             {"CUDA_VISIBLE_DEVICES": "0,1"},
             None,
-            "no driver shows a GPU, though CUDA_VISIBLE_DEVICES=0,1",
+            "no driver reports a GPU, although CUDA_VISIBLE_DEVICES=0,1",
         ),
         # CUDA shows one part of a GPU, whatever is listed.
         ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only one visible"),

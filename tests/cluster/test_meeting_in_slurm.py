@@ -87,5 +87,5 @@ def test_a_task_that_fails_early_is_named_by_the_others(slurm, rank, tmp_path):
         ["srun", "-N2", "-n4", "sh", "-c", words], slurm.env, cwd=tmp_path, check=False, timeout=40
     )
     assert done.returncode != 0
-    assert done.stderr.count("2 of 3 peers have come to ") == 3
-    assert done.stderr.count("not rank 2") == 3
+    assert done.stderr.count("2 of 3 peers have connected to ") == 3
+    assert done.stderr.count("missing: rank 2") == 3

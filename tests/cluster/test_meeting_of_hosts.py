@@ -170,11 +170,11 @@ def test_an_unresolvable_name_fails_in_time_and_in_words(hosts):
     ends = Ranks(hosts, "n1.cluster").meet(timeout_s=SHORT_S)
     assert time.monotonic() - begun < SHORT_S + 10
     texts = [str(end["failed"]) for end in ends]
-    assert "1 of 3 peers have come to n1.cluster, port " in texts[0]
-    assert "not ranks 2-3" in texts[0]
+    assert "1 of 3 peers have connected to n1.cluster, port " in texts[0]
+    assert "missing: ranks 2-3" in texts[0]
     # A rank on rank 0's own host needs no name.
     assert "rank 0 at 127.0.0.1:" in texts[1]
-    assert "not ranks 2-3" in texts[1]
+    assert "missing: ranks 2-3" in texts[1]
     for text in texts[2:]:
         assert "the name n1.cluster: Temporary failure in name resolution" in text
         assert "the name n1: Temporary failure in name resolution" in text
@@ -190,7 +190,7 @@ def test_a_host_that_takes_rank_0s_name_for_its_own_says_so(hosts):
     """As where all hosts are copies of one image."""
     hosts.set_hosts("n2", {"n1": "127.0.1.1"})
     ends = Ranks(hosts, "n1").meet(timeout_s=SHORT_S)
-    assert "not rank 2" in str(ends[0]["failed"])
+    assert "missing: rank 2" in str(ends[0]["failed"])
     assert "the name n1: resolves to 127.0.1.1" in str(ends[2]["failed"])
     assert "Connection refused" in str(ends[2]["failed"])
 
@@ -227,6 +227,6 @@ def test_two_hosts_that_both_think_they_are_rank_0_are_both_named(hosts):
     with one, other:
         texts = [json.loads(_output(process))["failed"] for process in (one, other)]
     for text in texts:
-        assert "two processes take themselves for rank 0 of 3: " in text
+        assert "two processes claim rank 0 of 3: " in text
         assert "on n1" in text
         assert "on n2" in text

@@ -51,7 +51,7 @@ def test_two_ranks_on_one_gpu_are_named_with_host_gpu_and_ways_out():
     with pytest.raises(HpctrainError) as caught:
         assign_gpus(on_node, may_share=False)
     message = str(caught.value)
-    assert "rank 1 on n7 and rank 2 on n7 would both compute on GPU b" in message
+    assert "rank 1 on n7 and rank 2 on n7 would both use GPU b" in message
     assert "--gpus-per-node=3" in message
     assert "HPCTRAIN_SHARE_GPUS=1" in message
 
@@ -87,14 +87,12 @@ def test_two_launchers_on_one_host_are_two_nodes():
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        (RankPlacement(1, 0, 0, "n1"), "rank 1 on n1 for local rank 0 of node 0"),
-        (RankPlacement(1, 0, 1, "n2"), "rank 1 on n2 for local rank 1 of node 0"),
+        (RankPlacement(1, 0, 0, "n1"), "rank 1 on n1 has local rank 0 on node 0"),
+        (RankPlacement(1, 0, 1, "n2"), "rank 1 on n2 has local rank 1 on node 0"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused_with_both_ranks(second, words):
-    with pytest.raises(
-        HpctrainError, match=f"rank 0 on n1 takes itself for local rank 0 of node 0, and {words}"
-    ):
+    with pytest.raises(HpctrainError, match=f"rank 0 on n1 has local rank 0 on node 0, and {words}"):
         check_unique_placement([RankPlacement(0, 0, 0, "n1"), second])
 
 

@@ -34,7 +34,10 @@ def test_a_local_run_of_which_a_rank_is_killed_twice(tmp_path, tmp_path_factory)
     assert [blow["attempt"] for blow in blows] == [failure["attempt"] for failure in failures] == [0, 1]
     assert [blow["ranks"] for blow in blows] == [[failure["rank"]] for failure in failures]
     done = run.hpctrain("chaos", str(run.path), check=False)
-    assert (done.returncode, "is COMPLETED; only a running one can be disturbed" in done.stderr) == (2, True)
+    assert (
+        done.returncode,
+        "is COMPLETED; faults can only be injected" in done.stderr,
+    ) == (2, True)
     assert_no_process_left(run.path)
 
 

@@ -138,7 +138,7 @@ def test_a_script_started_by_hand_is_known_and_a_second_one_refused(tmp_path):
         assert run.status()["state"] == "RUNNING"
         refused = run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), check=False)
         assert refused.returncode == 2
-        assert "still going" in refused.stderr
+        assert "still active" in refused.stderr
         assert process.wait(60) == 0
     assert run.status()["state"] == "COMPLETED"
 

@@ -145,7 +145,7 @@ def test_a_stopped_local_supervisor_keeps_the_folder(tmp_path):
         words = ["submit", *LOCAL, "--run-dir", str(run.path), __file__]
         refused = run.hpctrain(*words, check=False)
         assert refused.returncode == 2
-        assert "still going" in refused.stderr
+        assert "still active" in refused.stderr
         assert run.hpctrain("cancel", str(run.path), check=False).returncode == 0
         os.kill(pid, signal.SIGCONT)
         wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
@@ -158,6 +158,6 @@ def test_a_stopped_local_supervisor_that_is_killed_leaves_nothing(tmp_path):
         assert_no_process_left(run.path, 30)
         status = run.status()
         assert status["state"] == "FAILED"
-        assert "ended without a word" in status["cause"]
+        assert "ended without reporting a result" in status["cause"]
         submit(run.path, {}, LOCAL, step_s=0.0)
         assert run.wait() == 0

@@ -41,7 +41,7 @@ def test_a_script_that_leaves_without_python_has_failed(tmp_path):
     state, cause = finished(run)
     assert state == "FAILED"
     assert "exit code 0 before Trainer.fit() returned, after step " in cause
-    assert " of 10: To end a training early" in cause
+    assert " of 10: To end training early" in cause
     assert [event["class"] for event in run.events("failure")] == ["unfinished"]
     assert run.events("restart") == []
     assert list((run.path / "unfinished").iterdir()) == []

@@ -67,7 +67,7 @@ def test_more_at_once_than_this_machine_has(prepared, monkeypatch):
     prepared(array="0-3%3", gpus_per_node=1)
     with pytest.raises(SpecError, match=r"1 × 1 × 4 = 4 GPUs .*--array.* has 3"):
         prepared(array="0-3%4", gpus_per_node=1)
-    with pytest.raises(SpecError, match=r"9000 ranks are asked for .*--array"):
+    with pytest.raises(SpecError, match=r"9000 ranks requested .*--array"):
         prepared(array="0-9999%9000")
 
 
@@ -121,7 +121,7 @@ def test_tasks_whose_turn_never_comes_have_failed(prepared):
     os.kill(int(run.dir.lock.read_text()), signal.SIGKILL)
     wait_for(lambda: states(run) == ["RUNNING", "FAILED"], 20, "the other to be given up")
     # Its supervisor is alive, so nobody else may start in that folder.
-    with pytest.raises(SpecError, match="still going"):
+    with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(array="0-1", run_dir="r"))
     run.tasks()[0].cancel()
     wait_for(lambda: states(run) == ["CANCELLED", "FAILED"], 20, "the end")
@@ -142,7 +142,7 @@ def test_some_tasks_of_an_array_are_continued(prepared):
 def test_an_array_that_is_going_refuses_another(prepared):
     run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
     wait_for(lambda: states(run)[0] == "RUNNING", 20, "a task to run")
-    with pytest.raises(SpecError, match="still going"):
+    with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(array="5", run_dir="r"))
     assert run.dir.tasks() == [0, 1]
     run.cancel()
@@ -168,8 +168,8 @@ def test_the_script_of_an_array_can_be_started_by_hand(prepared, monkeypatch):
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        ({}, {"array": "0-1"}, "is a single one, and cannot go on as a job array"),
-        ({"array": "0-1"}, {}, "holds a job array. Say with --array which tasks"),
+        ({}, {"array": "0-1"}, "is a single run and cannot continue as a job array"),
+        ({"array": "0-1"}, {}, "contains a job array. Give the tasks to resume"),
         ({"array": "0-1"}, {"run_dir": "r/task-1"}, r"a task of a job array. .* --run-dir \S+/r --array 1\."),
     ],
 )

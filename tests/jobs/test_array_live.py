@@ -87,7 +87,7 @@ def test_a_requeue_names_the_task_that_has_no_rank_yet_and_meets_the_others(subm
     run = submit(array="0-1", setup=["while [ $SLURM_ARRAY_TASK_ID = 1 ]; do sleep 0.2; done"])
     first, last = run.tasks()
     wait_for(lambda: started(first) and last.status().state is RunState.RUNNING, 40, "both tasks to start")
-    with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The others are told"):
+    with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The other jobs"):
         run.requeue()
     assert first.wait(timeout=40).attempt == 1
     run.cancel()

@@ -37,7 +37,9 @@ def test_all_ranks_of_a_node_are_struck_together():
 
 def test_without_slurm_nothing_is_done_after_which_nobody_starts_the_run_again():
     assert faults_for("local", []) == (Fault.KILL_RANK, Fault.KILL_NODE_RANKS, Fault.PREEMPT)
-    with pytest.raises(SpecError, match=r"--fault kill-supervisor needs Slurm, .* backend is local"):
+    with pytest.raises(
+        SpecError, match=r"--fault kill-supervisor needs Slurm, .* backend of this run is local"
+    ):
         faults_for("local", [Fault.KILL_SUPERVISOR, Fault.KILL_RANK])
     assert Fault.REQUEUE in faults_for("slurm", [])
     assert faults_for("slurm", [Fault.STOP_RANK]) == (Fault.STOP_RANK,)
@@ -45,10 +47,10 @@ def test_without_slurm_nothing_is_done_after_which_nobody_starts_the_run_again()
 
 def test_runs_of_others_and_runs_that_do_not_run_are_left_alone(tmp_path, monkeypatch):
     run = Run(RunDir(tmp_path), {})
-    with pytest.raises(SpecError, match="is UNKNOWN; only a running one can be disturbed"):
+    with pytest.raises(SpecError, match="is UNKNOWN; faults can only be injected into a running run"):
         check_disturbable(run)
     (tmp_path / "task-4").mkdir()
-    with pytest.raises(SpecError, match=r"is a job array: name one of its tasks, as in .*/task-4"):
+    with pytest.raises(SpecError, match=r"is a job array. Name one of its tasks, such as .*/task-4"):
         check_disturbable(run)
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(SpecError, match="belongs to user"):
@@ -59,7 +61,7 @@ def test_the_command_knows_its_faults():
     command = [sys.executable, "-m", "hpctrain", "chaos", "no-run", "--fault", "flood"]
     done = run_command(command, check=False)
     assert done.returncode == 2
-    assert "--fault flood: there are kill-rank, kill-node-ranks, stop-rank" in done.stderr
+    assert "--fault flood. Known: kill-rank, kill-node-ranks, stop-rank" in done.stderr
 
 
 class PretendedRun(Run):
@@ -85,7 +87,7 @@ def test_a_pretended_run_that_cannot_be_reached_is_given_up_and_one_that_waits_i
     )
     assert ChaosRunner(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0) == 0
     run = PretendedRun(RunDir(tmp_path), {"looks": looks(*["UNKNOWN"] * 9)})
-    with pytest.raises(SchedulerError, match="is UNKNOWN, but nothing of it could be reached for 120 s"):
+    with pytest.raises(SchedulerError, match="is UNKNOWN, but no fault could be injected for 120 s"):
         ChaosRunner(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0)
 
 

@@ -20,17 +20,17 @@ def settle(tmp_path):
 
 def test_a_file_of_options_that_is_none_is_named(settle, tmp_path):
     (tmp_path / "hpctrain.yaml").symlink_to("nowhere.yaml")
-    with pytest.raises(SpecError, match=r"hpctrain\.yaml' cannot be read: No such file"):
+    with pytest.raises(SpecError, match=r"Cannot read .*hpctrain\.yaml': No such file"):
         settle()
     (tmp_path / "hpctrain.yaml").unlink()
     (tmp_path / "hpctrain.yaml").mkdir()
-    with pytest.raises(SpecError, match=r"hpctrain\.yaml' cannot be read: Is a directory"):
+    with pytest.raises(SpecError, match=r"Cannot read .*hpctrain\.yaml': Is a directory"):
         settle()
 
 
 def test_profiles_within_a_profile_are_no_option(settle, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("profiles:\n  a:\n    profiles: {}\n")
-    with pytest.raises(SpecError, match="'profiles' is no option: it stands in a file, beside the options"):
+    with pytest.raises(SpecError, match="'profiles' is not an option; it is a section"):
         settle()
 
 
@@ -45,18 +45,18 @@ def test_a_flag_of_sbatch_is_a_truth_value_in_python(prepared):
 
 
 def test_a_variable_that_is_set_for_each_rank_is_refused(prepared):
-    with pytest.raises(SpecError, match="RANK is set for each rank by hpctrain, so --env RANK=3"):
+    with pytest.raises(SpecError, match="hpctrain sets the variable RANK for each rank, so --env RANK=3"):
         prepared(env={"RANK": "3"})
 
 
 def test_a_run_folder_has_a_name(prepared):
-    with pytest.raises(SpecError, match="--run-dir is '/', which has no name"):
+    with pytest.raises(SpecError, match="--run-dir is '/', which has no folder name"):
         prepared(run_dir="/")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"gpus_per_node": "x"}, "--gpus-per-node is 'x'"), ({"nodes": "4:2"}, "least number of nodes is 4")],
+    [({"gpus_per_node": "x"}, "--gpus-per-node is 'x'"), ({"nodes": "4:2"}, "the minimum is 4")],
 )
 def test_an_executor_refuses_a_value_when_it_is_given(tmp_path, options, words):
     executor = Executor(tmp_path)

@@ -139,7 +139,7 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
     ("given", "words"),
     [
         ({"nodes": "2"}, "Use --nodes"),
-        ({"partition": "x"}, "--sbatch partition has an option of its own. Use --partition"),
+        ({"partition": "x"}, "Use --partition instead of --sbatch partition"),
         ({"mail-type": "END"}, "Use --mail-type"),
         ({"array": "0-3"}, "Use --array"),
         ({"cpus-per-gpu": "3"}, "Use --cpus-per-task"),
@@ -149,7 +149,7 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
         ({"mail_type": "x"}, "Did you mean 'mail-type'"),
         ({"hlod": "x"}, "Did you mean 'hold'"),
         ({"comment=x --uid": ""}, "no option"),
-        ({"hold": "no"}, "'no', but it is a flag"),
+        ({"hold": "no"}, "'no', but this flag of sbatch accepts no value"),
     ],
 )
 def test_what_sbatch_is_given_another_way_is_refused_and_names_it(given, words):
@@ -185,19 +185,19 @@ def test_tasks_of_an_array(text, indices, throttle):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "'' is no range"),
-        ("a", "'a' is no range"),
-        ("0-", "'0-' is no range"),
-        ("-3", "'-3' is no range"),
+        ("", "'' is not a range"),
+        ("a", "'a' is not a range"),
+        ("0-", "'0-' is not a range"),
+        ("-3", "'-3' is not a range"),
         ("3-1", "'3-1' is empty"),
         ("0-4:0", "'0-4:0' is empty"),
-        ("0-3%", "'' after % is no number"),
-        ("0-3%0", "'0' after % is no number"),
-        ("0-3%x", "'x' after % is no number"),
-        ("0-3%1%2", "'1%2' after % is no number"),
-        ("٣", "no range"),
+        ("0-3%", "'' after % is not a number"),
+        ("0-3%0", "'0' after % is not a number"),
+        ("0-3%x", "'x' after % is not a number"),
+        ("0-3%1%2", "'1%2' after % is not a number"),
+        ("٣", "not a range"),
         (f"0-{MAX_TASKS}", f"more than {MAX_TASKS} tasks"),
-        ("0-99999999999", "Slurm counts to"),
+        ("0-99999999999", "highest task number in Slurm"),
     ],
 )
 def test_what_is_no_array(text, words):

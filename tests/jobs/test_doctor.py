@@ -144,9 +144,9 @@ def test_the_way_to_ask_for_gpus_a_fake_sbatch(tmp_path):
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     tried = probe_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
     assert tried.gpu_request_style == "gpus-per-node"
-    assert tried.findings[-1].value == "asked for by --gpus-per-node; --gres is refused: use the other"
-    assert tried.findings[-1].mend.startswith("Put `gpu_request_style: gpus-per-node` into")
-    assert probe_options(Site(), environ).findings[-1].value == "no partition has any"
+    assert tried.findings[-1].value == "requested with --gpus-per-node; --gres is rejected: use the other"
+    assert tried.findings[-1].mend.startswith("Set `gpu_request_style: gpus-per-node` in")
+    assert probe_options(Site(), environ).findings[-1].value == "none in any partition"
 
 
 def test_settings_that_hold_runs_up():
@@ -157,7 +157,7 @@ def test_settings_that_hold_runs_up():
     limited = [
         one.value for one in config_findings(SlurmConfig(max_mem_per_cpu_mib=4000)) if one.name == "memory"
     ]
-    assert limited == ["at most 4000 MiB for each CPU"]
+    assert limited == ["at most 4000 MiB per CPU"]
 
 
 def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):
@@ -166,9 +166,9 @@ def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):
     silent = check_accounting(SlurmConfig(accounting=True), environ)
     assert (silent.standing, silent.value) == (
         "note",
-        "slurmdbd does not answer: sacct says: slurm_persist_conn_open failed",
+        "slurmdbd does not respond: sacct failed: slurm_persist_conn_open failed",
     )
-    assert check_accounting(SlurmConfig(), environ).value == "none, so no sacct"
+    assert check_accounting(SlurmConfig(), environ).value == "disabled, so sacct is not available"
 
 
 @pytest.mark.slurm
@@ -203,13 +203,13 @@ def test_partitions_in_a_line_each():
     assert first.name == "low (default)"
     assert first.value == (
         "4 nodes with 8 CPUs, 100 MiB, 4 a100 GPUs + 2 nodes with 1 CPU, 100 MiB; time 02:00:00, "
-        "00:01:00 where none is given, at most 2 nodes, for accounts physics; preemption: CANCEL, 0 s grace"
+        "default time 00:01:00, at most 2 nodes, for accounts physics; preemption: CANCEL, 0 s grace"
     )
     assert first.mend.startswith(
-        "1 of 6 nodes is out of service. A preempted run saves if it can within KillWait"
+        "1 of 6 nodes is out of service. A preempted run saves if it can do so within KillWait"
     )
     assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
-    assert third.mend == "It takes or starts no jobs for now (State=DOWN)."
+    assert third.mend == "The partition does not currently accept or start jobs (State=DOWN)."
     no_default = next(partition_findings(Site(partitions=(Partition(name="p"),))))
     assert (no_default.name, no_default.standing) == ("default", "note")
 
@@ -296,11 +296,11 @@ def test_a_program_that_does_not_answer_is_ended():
     with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):
         command_output(["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"], environment(), 0.2)
     assert time.monotonic() - start < 30
-    with pytest.raises(ProbeFailed, match="cannot be run: No such file"):
+    with pytest.raises(ProbeFailed, match="cannot run nowhere: No such file"):
         command_output(["nowhere"], environment(), 1)
     with pytest.raises(ProbeFailed, match="ValueError: 3"):
         run_python_probe(["-c", "raise ValueError(3)"], environment(), 20)
-    with pytest.raises(ProbeFailed, match="the answer cannot be read"):
+    with pytest.raises(ProbeFailed, match="the output is invalid"):
         run_python_probe(["-c", "print('no JSON')"], environment(), 20)
 
 
@@ -320,7 +320,7 @@ def test_containers_that_a_fake_enroot_srun_and_apptainer_pretend(tmp_path):
     _script(tmp_path / "apptainer", "echo broken >&2; exit 1")
     found, ways = container_checks.check_containers(environ)
     assert ways == ("pyxis", "apptainer", "enroot")
-    assert found[1].value.endswith("does not tell its version: broken")
+    assert found[1].value.endswith("version unknown: broken")
 
 
 @pytest.mark.slurm
@@ -331,8 +331,8 @@ def test_a_real_srun_has_no_pyxis_here(slurm):
 @pytest.mark.parametrize(
     ("addresses", "standing", "words"),
     [
-        (["10.0.0.5"], "ok", "is 10.0.0.5"),
-        (["127.0.1.1"], "note", "for itself"),
+        (["10.0.0.5"], "ok", "resolves to 10.0.0.5"),
+        (["127.0.1.1"], "note", "on itself"),
         (OSError("Name or service not known"), "note", "does not resolve: Name or service not known"),
     ],
 )
@@ -427,13 +427,13 @@ def test_a_profile_has_what_lasts_and_replaces_only_a_profile(tmp_path):
     write_profile_file(DoctorReport((), replace(SITE, habits=SiteConventions())), path)
     assert "gpu_request_style" not in yaml.safe_load(path.read_text())
     path.write_text("partition: gpu\nsite: {}\n")
-    with pytest.raises(SpecError, match=r"holds 'partition' besides the profile"):
+    with pytest.raises(SpecError, match=r"also contains 'partition'"):
         write_profile_file(DoctorReport((), SITE), path)
     path.write_text("just words")
-    with pytest.raises(SpecError, match="besides the profile"):
+    with pytest.raises(SpecError, match="also contains"):
         write_profile_file(DoctorReport((), SITE), path)
     path.write_text("a: [")
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="Cannot read"):
         write_profile_file(DoctorReport((), SITE), path)
     with pytest.raises(UserError, match="no Slurm here"):
         write_profile_file(DoctorReport((), None), tmp_path / "other.yaml")

@@ -25,4 +25,4 @@ def test_a_dry_run_ends_as_the_submission_would(slurm, tmp_path, options, code):
     done = run_command(command, environment(slurm.env), cwd=tmp_path, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout.startswith("#!/bin/bash")
-    assert ("Error: Slurm would not take this job: sbatch says: " in done.stderr) == (code == 3)
+    assert ("Error: Slurm would reject this job: sbatch failed: " in done.stderr) == (code == 3)

@@ -91,13 +91,13 @@ def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
     log = job.run.dir.slurm_log
     log.write_text("ImportError: shadowed\n")
     instead = (
-        f"of run {job.run.run_id} began no log. What the job itself printed ({log}):\nImportError: shadowed\n"
+        f"of run {job.run.run_id} wrote no log. Output of the job itself ({log}):\nImportError: shadowed\n"
     )
     assert job.stdout() == f"hello from attempt 0\n\nRanks 1-3 {instead}"
     assert job.task(2).stderr() == f"Rank 2 {instead}"
     assert job.task(0).stdout() == "hello from attempt 0\n"
     log.write_text("")
-    assert "The job itself printed nothing either." in job.task(2).stdout()
+    assert "The job itself printed no output either." in job.task(2).stdout()
     job.run.dir.supervisor_log.write_text("step 0 was refused\n")
     assert job.task(2).stdout().endswith("supervisor.log):\nstep 0 was refused\n")
 
@@ -184,16 +184,16 @@ def test_what_cannot_be_pickled_is_refused_before_anything_is_written(executor, 
 
 def test_a_folder_in_which_nothing_can_be_made_is_named(executor, tmp_path):
     (tmp_path / "runs").touch()
-    with pytest.raises(SpecError, match=r"No run folder can be made in '.*/runs' \(`folder`\): File exists"):
+    with pytest.raises(SpecError, match=r"Cannot create a run folder in '.*/runs' \(`folder`\): File exists"):
         executor.submit(add, 1)
 
 
 def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
     executor.update_parameters(nodes=0)
-    with pytest.raises(SpecError, match="at least 1 node"):
+    with pytest.raises(SpecError, match="must be at least 1"):
         executor.submit(add, 1)
     executor.update_parameters(nodes="1:2")
-    with pytest.raises(SpecError, match="1 to 2 nodes are asked for"):
+    with pytest.raises(SpecError, match="1 to 2 nodes requested"):
         executor.submit(add, 1)
     executor.update_parameters(nodes=1)
 
@@ -291,7 +291,7 @@ def test_a_job_outlives_its_program(executor, monkeypatch):
 def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
     monkeypatch.setattr(function_runs, "_RESULT_PATIENCE_S", 0.1)
     job = executor.submit(add, 1)
-    with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* has left no result: .*rank-00000\.pkl"):
+    with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* left no result: .*rank-00000\.pkl"):
         job.result()
 
 

@@ -77,25 +77,28 @@ pytestmark = pytest.mark.slurm
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partition": "shrt"}, r"no partition 'shrt' here \(--partition\)\. Did you mean 'short'\?"),
+        ({"partition": "shrt"}, r"Unknown partition 'shrt' \(--partition\)\. Did you mean 'short'\?"),
         (
             {"partition": "short", "time": "1:00:00"},
-            r"01:00:00 is asked for \(--time\), but partition short allows 00:30:00 \(MaxTime\)\.",
+            r"01:00:00 was requested \(--time\), but partition short allows at most 00:30:00 \(MaxTime\)\.",
         ),
         (
             {"partition": "short", "time": "unlimited"},
-            r"No time limit is asked for \(--time\), but partition short allows 00:30:00 \(MaxTime\)\.",
+            r"No time limit was requested \(--time\), but partition short allows at most 00:30:00",
         ),
         (
             {"partition": "short", "time": "60"},
-            r"\nAs it is, the job fits partition preemptible, urgent or wh",
+            r"\nWithout changes, the job fits partition preemptible, urgent or wh",
         ),
         (
             {"partition": "short", "time": None},
-            r"gives no --time after 00:01:00 \(DefaultTime\), which is not longer than the 120 s",
+            r"without --time after 00:01:00 \(DefaultTime\), but the ranks stop and save 120 s",
         ),
-        ({"partition": "short", "nodes": 2}, r"2 nodes requested .* gives a job 1 \(MaxNodes\)"),
-        ({"partition": "wide"}, r"1 node requested .*, but a job in .* wide has at least 2 \(MinNodes\)"),
+        ({"partition": "short", "nodes": 2}, r"2 nodes requested .* allows at most 1 per job \(MaxNodes\)"),
+        (
+            {"partition": "wide"},
+            r"1 node requested .*, but .* wide requires at least 2 per job \(MinNodes\)",
+        ),
         (
             {"partition": "wide", "nodes": 2, "mem": "2G"},
             r"2G of memory .* \(--mem\).* 1000M \(MaxMemPerNode\)",
@@ -104,10 +107,13 @@ pytestmark = pytest.mark.slurm
             {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
             r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
         ),
-        ({"partition": "physics", "account": "art"}, r"account 'art' .* is for physics \(AllowAccounts\)"),
-        ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* refuses it \(DenyQos\)"),
-        ({"partition": "reserved"}, r"only jobs of a reservation \(ReqResv\)\. Give --reservation"),
-        ({"partition": "drained"}, r"takes no jobs for now \(State=DRAIN\)"),
+        (
+            {"partition": "physics", "account": "art"},
+            r"account 'art' .* only allows physics \(AllowAccounts\)",
+        ),
+        ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* denies it \(DenyQos\)"),
+        ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Give --reservation"),
+        ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
         ({"nodes": 3}, r"3 nodes requested \(--nodes\), but partition preemptible has 2 \(sinfo\)"),
         ({"gpus_per_node": 3}, r"3 GPUs per node .*, but no node of partition preemptible has more than 2"),
@@ -119,11 +125,14 @@ pytestmark = pytest.mark.slurm
         ({"gpus_per_node": 2, "cpus_per_task": 5}, r"10 CPUs per node requested \(2 ranks × 5"),
         ({"mem": TOO_MUCH}, r"MiB of memory per node requested \(--mem\), but no node"),
         ({"mem_per_cpu": TOO_MUCH}, r"memory per node requested \(--mem-per-cpu\)"),
-        ({"constraint": "fst"}, r"feature 'fst' .* no node of .* has it \(sinfo\)\. Did you mean 'fast'\?"),
-        ({"constraint": "fast&slow*2"}, r"feature 'slow' is asked for"),
+        ({"constraint": "fst"}, r"Feature 'fst' .* no node of .* has it \(sinfo\)\. Did you mean 'fast'\?"),
+        ({"constraint": "fast&slow*2"}, r"Feature 'slow' was requested"),
         ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has 1 \(sinfo\)"),
-        ({"nodelist": "nowhere-1"}, r"Node nowhere-1 is named \(--nodelist\), .* does not have it"),
-        ({"array": "0-21"}, r"Task 21 is asked for \(--array\), but 20 is the highest number here"),
+        ({"nodelist": "nowhere-1"}, r"Node nowhere-1 was requested \(--nodelist\), but it is not in"),
+        (
+            {"array": "0-21"},
+            r"Task 21 was requested \(--array\), but the highest task number at this site is 20",
+        ),
     ],
 )
 def test_what_would_be_refused_or_wait_for_ever_is_refused_with_its_mend(submission, options, words):
@@ -138,9 +147,9 @@ def test_an_excluded_node_counts(submission, strict):
 
 
 def test_a_variable_of_sbatch_is_named_as_such(submission):
-    with pytest.raises(SpecError, match=r"'shrt' here \(SBATCH_PARTITION\)"):
+    with pytest.raises(SpecError, match=r"'shrt' \(SBATCH_PARTITION\)"):
         submission(env={"SBATCH_PARTITION": "shrt"})
-    with pytest.raises(SpecError, match=r"01:00:00 is asked for \(SBATCH_TIMELIMIT\)"):
+    with pytest.raises(SpecError, match=r"01:00:00 was requested \(SBATCH_TIMELIMIT\)"):
         submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
 
 
@@ -168,13 +177,13 @@ def test_all_that_is_wrong_is_said_at_once(submission):
 )
 def test_what_fits_is_not_refused(submission, options):
     (start, cost) = submission(**options).prospects
-    assert start.startswith("Estimated start: at once, on strict-")
+    assert start.startswith("Estimated start: now, on strict-")
     assert "Maximum cost:" in cost
 
 
 def test_start_and_cost_are_foretold(submission):
     assert submission(nodes=2, gpus_per_node=2, time="90").prospects == (
-        f"Estimated start: at once, on strict-{os.getpid()}-[1-2], partition preemptible.",
+        f"Estimated start: now, on strict-{os.getpid()}-[1-2], partition preemptible.",
         "Maximum cost: 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00) per allocation.",
     )
     assert submission(time=None).prospects[1] == (
@@ -209,25 +218,24 @@ def test_a_job_behind_another_is_foretold_a_later_start(submission, strict):
 def test_what_slurm_would_refuse_in_the_end_is_said(submission):
     (start, _) = submission(reservation="nope").prospects
     assert start == (
-        "Slurm foretells no start: sbatch says: allocation failure: Requested reservation is invalid."
+        "No estimated start: sbatch failed: allocation failure: Requested reservation is invalid."
     )
 
 
 def test_requeues_of_the_site_are_explained(submission):
     requeue, preempted = submission().notes
-    assert "(JobRequeue=0): successors are chained" in requeue
-    assert "is cancelled at once, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
-    assert "within 30 s (KillWait), and goes on in a successor job" in preempted
+    assert "(JobRequeue=0)" in requeue
+    assert "is cancelled immediately, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
+    assert "within 30 s (KillWait), and continues in a successor job" in preempted
     assert submission(partition="urgent").notes == (requeue,)
     assert submission(resume_mode="successor").notes == (preempted,)
 
 
 def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submission):
     requeue, preempted = submission(resume_mode="requeue").notes
-    assert "only jobs that ask for it (JobRequeue=0). A run does (--requeue)" in requeue
+    assert "only jobs that request it (JobRequeue=0). Runs do (--requeue)" in requeue
     assert preempted.endswith(
-        "within 30 s (KillWait), and ends as FAILED. Submit it again with the same --run-dir, and it goes on "
-        "from there."
+        "within 30 s (KillWait), and ends as FAILED. Submit it again with the same --run-dir to continue it."
     )
 
 
@@ -246,7 +254,7 @@ def test_a_run_is_requeued_where_the_site_requeues_only_who_asks(strict):
 
 def test_a_partition_that_is_down_is_told(submission):
     broken = submission(partition="broken")
-    assert broken.notes[0] == "Partition broken is down: the job waits until it is up again."
+    assert broken.notes[0] == "Partition broken is down. The job waits until it is up again."
     assert [line for line in broken.prospects if "start" in line] == []
 
 
@@ -256,9 +264,9 @@ def test_nodes_out_of_service_are_told(submission, strict):
     try:
         note = submission(nodes=2).notes[0]
         assert note.startswith(
-            "2 nodes requested, but 1 of the nodes of partition preemptible that fit the job"
+            "2 nodes requested, but only 1 of the nodes of partition preemptible that fit the job"
         )
-        assert not submission(nodes=1).notes[0].startswith("1 node asked for")
+        assert not submission(nodes=1).notes[0].startswith("1 node requested")
     finally:
         run_command(["scontrol", "update", node, "State=RESUME"], strict.env)
 
@@ -271,30 +279,30 @@ def test_only_a_gap_is_told_where_slurm_does_not_answer_everything_a_fake_scontr
     (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load: error: Access denied' >&2\nexit 1\n")
     (folder / "scontrol").chmod(0o755)
     found = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
-    gap = "cannot be read (scontrol says: Access denied): the job is not checked against that."
-    assert found.notes == (f"Slurm's configuration {gap}", f"The partitions {gap}")
+    gap = "(scontrol failed: Access denied): these checks are skipped."
+    assert found.notes == (f"Cannot read Slurm's configuration {gap}", f"Cannot read the partitions {gap}")
 
 
 def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
     profile = tmp_path / "site.yaml"
     profile.write_text("site: {habits: {memory_option: refused, needs_time: true, requeue: false}}\n")
     env = {"HPCTRAIN_SITE_CONFIG": str(profile)}
-    with pytest.raises(SpecError, match=r"Memory is asked for \(--mem-per-cpu\), but this site refuses"):
+    with pytest.raises(SpecError, match=r"Memory was requested \(--mem-per-cpu\), but this site rejects"):
         submission(env=env, mem_per_cpu="1G")
-    with pytest.raises(SpecError, match=r"Memory is asked for \(SBATCH_MEM_PER_NODE\)"):
+    with pytest.raises(SpecError, match=r"Memory was requested \(SBATCH_MEM_PER_NODE\)"):
         submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
-    with pytest.raises(SpecError, match=r"refuses jobs that give no time limit .* Give --time"):
+    with pytest.raises(SpecError, match=r"rejects jobs without a time limit .* Give --time"):
         submission(env=env, time=None)
     chained, ending = (submission(env=env, resume_mode=way).notes[0] for way in ("auto", "requeue"))
-    assert chained.startswith("This site lets no job be requeued")
-    assert "goes on in a successor job" in chained
-    assert "saves, and ends. Submit it again" in ending
+    assert chained.startswith("This site does not requeue jobs")
+    assert "continues in a successor job" in chained
+    assert "saves and ends. Submit it again" in ending
 
 
 def test_a_site_that_demands_memory(submission, tmp_path):
     profile = tmp_path / "site.yaml"
     profile.write_text("site: {habits: {needs_memory: true}}\n")
-    with pytest.raises(SpecError, match=r"refuses jobs that give no memory .* Give --mem"):
+    with pytest.raises(SpecError, match=r"rejects jobs without a memory request .* Give --mem"):
         submission(env={"HPCTRAIN_SITE_CONFIG": str(profile)})
 
 
@@ -307,11 +315,11 @@ def test_a_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
         request = JobRequest.of(make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ)
         ask = partial(run_slurm, environ=environ)
         limited = replace(site, partitions=(short,))
-        with pytest.raises(SpecError, match=r"allows 00:10:00 \(MaxTime\)"):
+        with pytest.raises(SpecError, match=r"allows at most 00:10:00 \(MaxTime\)"):
             check_request(request, limited, ask)
         enforcing = replace(site.slurm, enforced=("associations", "limits", "qos"))
         (note,), _ = check_request(request, replace(limited, slurm=enforcing), ask)
-        assert note.endswith("Only where the job's QOS is lifted does that not hold (PartitionTimeLimit).")
+        assert note.endswith("This limit does not apply if the job's QOS is lifted (PartitionTimeLimit).")
     finally:
         run_command(["sacctmgr", "-i", "delete", "qos", "lifted"], accounting.env)
 
@@ -320,7 +328,7 @@ def test_files_in_a_folder_of_each_node_are_warned_of(make_spec):
     spec = make_spec(script="/tmp/train.py", python="/tmp/venv/bin/python")
     (warning,) = path_notes(spec, lambda command: "n1\nn2\n")
     assert warning.startswith(
-        "The script '/tmp/train.py' and the interpreter '/tmp/venv/bin/python' lie in a folder that each node"
+        "The script '/tmp/train.py' and the interpreter '/tmp/venv/bin/python' are in a node-local folder"
     )
     # Where this machine is all there is, nothing is amiss.
     assert path_notes(spec, lambda command: f"{socket.gethostname().partition('.')[0]}\n") == []
@@ -384,9 +392,9 @@ def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
     ] == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     (root_only,) = partition_limits.limit_problems(asked, closed[0], site)
-    assert "is for root alone (RootOnly)" in root_only.words
+    assert "is for root only (RootOnly)" in root_only.words
     (group,) = partition_limits.limit_problems(asked, closed[1], site)
-    assert "is for members of nobodys (AllowGroups), and you are in none of these groups" in group.words
+    assert "is for members of nobodys (AllowGroups), but you are in none of these groups" in group.words
 
 
 def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):
@@ -399,8 +407,8 @@ def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):
 
 
 def test_words_that_foretell_nothing(request_of):
-    for words, said in (("", "it says nothing"), ("a\n b", "a b")):
+    for words, said in (("", "sbatch printed nothing"), ("a\n b", "a b")):
         forecast = SlurmCall(["printf", words], os.environ)
-        assert expected_start(request_of(), forecast) == f"Slurm foretells no start: {said}."
+        assert expected_start(request_of(), forecast) == f"No estimated start: {said}."
     missing = expected_start(request_of(), SlurmCall(["no-such-sbatch"], os.environ))
-    assert missing == "Slurm foretells no start: there is no no-such-sbatch on the PATH."
+    assert missing == "No estimated start: no-such-sbatch not found on PATH."

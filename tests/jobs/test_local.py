@@ -56,7 +56,7 @@ def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_
     run = submit_prepared(prepared("sleep", run_dir="r"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     assert run.status().state is RunState.RUNNING
-    with pytest.raises(SpecError, match="still going"):
+    with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(run_dir="r"))
     with pytest.raises(WaitTimeout, match="RUNNING"):
         run.wait(timeout=0.1)
@@ -116,7 +116,7 @@ def test_an_ended_run_is_continued(prepared):
 
 def test_a_supervisor_that_vanishes_is_a_failure_with_a_log(prepared):
     run = submit_prepared(prepared("vanish"))
-    with pytest.raises(RunFailed, match=r"ended without a word.*slurm\.log"):
+    with pytest.raises(RunFailed, match=r"ended without reporting a result.*slurm\.log"):
         run.wait(timeout=20)
 
 
@@ -124,7 +124,7 @@ def test_a_supervisor_that_cannot_start_tells_in_the_log(prepared, tmp_path, fak
     submission = prepared()
     script = submission.script.replace(fake_python, "/nowhere/python")
     run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
-    with pytest.raises(RunFailed, match="ended without a word"):
+    with pytest.raises(RunFailed, match="ended without reporting a result"):
         run.wait(timeout=20)
     assert "/nowhere/python" in run.dir.slurm_log.read_text()
 
@@ -226,7 +226,7 @@ def test_the_python_api_submits_with_this_interpreter(script, tmp_path, monkeypa
     monkeypatch.setattr(submit_module, "submit_prepared", handed.append)
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
     assert (handed[0].spec.python, handed[0].spec.args) == (sys.executable, ("--lr", "0.1"))
-    assert "--partition changes nothing here" in caplog.text
+    assert "--partition has no effect" in caplog.text
 
 
 def test_whoever_looks_at_a_lock_keeps_nobody_from_taking_it(tmp_path):
@@ -257,13 +257,13 @@ def test_the_lock_names_the_supervisor(prepared):
     ("saved", "words"),
     [
         (True, "after step 9; state saved"),
-        (False, "after step 9; nothing new was saved; the checkpoint before counts"),
+        (False, "after step 9; no new checkpoint; the previous one is used"),
     ],
 )
 def test_a_stop_claims_no_more_than_was_saved(saved, words):
     event = {"attempt": 1, "kind": "signal", "signal": "SIGTERM", "step": 9, "saved": saved}
-    assert describe_event(event) == f"attempt 1: told to stop by SIGTERM {words}"
-    assert describe_event({"attempt": 1, "kind": "requeue"}) == "attempt 1: the job goes back to the queue"
+    assert describe_event(event) == f"attempt 1: stopped by SIGTERM {words}"
+    assert describe_event({"attempt": 1, "kind": "requeue"}) == "attempt 1: requeueing the job"
 
 
 def test_a_damaged_checkpoint_is_named_while_following():

@@ -26,8 +26,8 @@ def hpctrain(slurm, tmp_path):
 @pytest.mark.parametrize(
     ("setup", "words", "tail"),
     [
-        ("echo why >&2; false", "Slurm says FAILED, before a rank was started", "why"),
-        ("echo so long; exit 0", "Slurm says COMPLETED, but its batch script ended before", "so long"),
+        ("echo why >&2; false", "Slurm reports FAILED before any rank was started", "why"),
+        ("echo so long; exit 0", "Slurm reports COMPLETED, but its batch script ended before", "so long"),
     ],
 )
 def test_what_the_batch_script_said_before_it_died_is_shown(hpctrain, tmp_path, setup, words, tail):
@@ -55,8 +55,8 @@ def test_nobody_waits_for_a_run_that_can_never_start(hpctrain, slurm, array):
         assert hpctrain(*submit, "train.py").returncode == 0
         run_command(["scontrol", "release", job], slurm.env)
         waited = hpctrain("wait", "r")
-        assert (waited.returncode, "Run r will never start" in waited.stderr) == (3, True)
+        assert (waited.returncode, "run r will never start" in waited.stderr) == (3, True)
         followed = hpctrain("logs", "-f", "r")
-        assert (followed.returncode, "Run r will never start" in followed.stderr) == (3, True)
+        assert (followed.returncode, "run r will never start" in followed.stderr) == (3, True)
     finally:
         hpctrain("cancel", "r")

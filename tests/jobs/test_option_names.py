@@ -103,7 +103,7 @@ def test_a_command_is_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, ["submit", "--backend=local", "--", "env", "train.py"])
     assert result.exit_code == 2
-    assert "'env' is a command. Commands are not supported yet; give the path of the script." in result.output
+    assert "'env' is a command; commands are not supported yet. Give the path of a script." in result.output
 
 
 def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:

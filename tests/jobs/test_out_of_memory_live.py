@@ -60,7 +60,7 @@ def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
     )
     wait_for(lambda: job.status().state.ended, 30, "the end of the job")
     assert (job.status().state, job.status().job_state) == (RunState.FAILED, "OUT_OF_MEMORY")
-    assert job.status().cause == "Slurm says OUT_OF_MEMORY, before a rank was started"
+    assert job.status().cause == "Slurm reports OUT_OF_MEMORY before any rank was started"
     assert "State=OUT_OF_MEMORY" in limited.command("scontrol", "show", "job", job.job_id)
 
     status = run.wait_for_end(timeout=60)

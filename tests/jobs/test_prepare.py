@@ -29,37 +29,37 @@ def test_the_number_of_failures_is_the_users(prepared):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"script": "nowhere.py"}, "no script .*nowhere.py"),
+        ({"script": "nowhere.py"}, "Script .*nowhere.py. not found"),
         ({"script": "."}, "is a folder"),
-        ({"script": "/dev/null"}, "no regular file"),
-        ({"script": "train.py/x"}, "no script"),
+        ({"script": "/dev/null"}, "not a regular file"),
+        ({"script": "train.py/x"}, "not found"),
         ({"nodes": 0}, "nodes is 0"),
-        ({"nodes": "4:2"}, "--nodes 4:2: the least number of nodes is 4, and the most 2"),
-        ({"nodes": "0:2"}, "the least number of nodes is 0"),
+        ({"nodes": "4:2"}, "--nodes 4:2: the minimum is 4 and the maximum is 2"),
+        ({"nodes": "0:2"}, "the minimum is 0"),
         ({"nodes": "2-4"}, "'2-4' is neither a number nor a range"),
         ({"nodes": "two"}, "'two' is neither a number nor a range"),
         ({"ntasks_per_node": 0}, "--ntasks-per-node is 0"),
         ({"gpus_per_node": 2, "ntasks_per_node": 3}, "3 ranks .* 2 GPUs"),
         ({"stop_before_limit": 0}, "--stop-before-limit is 0"),
-        ({"max_failures": 0}, "max_failures is 0 .--max-failures"),
+        ({"max_failures": 0}, "--max-failures is 0"),
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a duration"),
         ({"partition": ""}, "partition .* is empty"),
         ({"sbatch": {"partition": "b"}}, "Use --partition"),
         ({"mem": 1, "mem_per_cpu": "2"}, "--mem 1 and --mem-per-cpu 2"),
         ({"exclusive": True, "sbatch": {"oversubscribe": ""}}, "--exclusive and --oversubscribe"),
-        ({"gpus_per_node": "h100"}, "'h100', but it takes a number, such as 8 or h100:8"),
+        ({"gpus_per_node": "h100"}, "'h100', but must be a number, such as 8, or a type"),
         ({"gpus_per_node": "h100:x"}, "'h100:x', but"),
-        ({"nodes": 1.5}, r"nodes .submit... is 1.5, but it takes a whole number"),
-        ({"backend": "slrm"}, "'slrm', but it takes auto, slurm or local"),
+        ({"nodes": 1.5}, r"nodes .submit... is 1.5, but must be a whole number"),
+        ({"backend": "slrm"}, "'slrm', but must be auto, slurm or local"),
         ({"template": "dpd"}, "Did you mean 'ddp'"),
-        ({"template": "./mine"}, "no template"),
+        ({"template": "./mine"}, "mine. .--template. not found"),
         ({"nodez": 2}, "Did you mean 'nodes'"),
-        ({"run_dir": "/proc/run"}, "cannot be written"),
+        ({"run_dir": "/proc/run"}, "Cannot write the run folder"),
         ({"run_dir": "train.py"}, "is a file"),
-        ({"run_dir": "train.py/run"}, "is no folder"),
-        ({"run_dir": "x" * 300}, "cannot be looked at: File name too long"),
-        ({"script": "x" * 300}, "cannot be looked at: File name too long"),
+        ({"run_dir": "train.py/run"}, "is not a folder"),
+        ({"run_dir": "x" * 300}, "Cannot access the run folder .*: File name too long"),
+        ({"script": "x" * 300}, "Cannot access the script .*: File name too long"),
         ({"run_dir": "."}, "neither empty nor a run"),
         ({"run_dir": "a\nb"}, "control character"),
         ({"env": {"1A": "x"}}, "'1A'"),
@@ -100,7 +100,7 @@ def test_options_reach_the_specification(prepared):
 
 def test_an_interpreter_that_has_gone_is_missed(tmp_path, script):
     for python in (tmp_path / "bin" / "python", script, tmp_path):
-        with pytest.raises(SpecError, match=r"no interpreter .* that could be run"):
+        with pytest.raises(SpecError, match=r"interpreter .* does not exist or is not executable"):
             prepare_submission(
                 script, (), {"backend": "local"}, environ=environment(), cwd=tmp_path, python=str(python)
             )
@@ -108,16 +108,14 @@ def test_an_interpreter_that_has_gone_is_missed(tmp_path, script):
 
 def test_slurm_by_name_has_to_answer(prepared, tmp_path):
     environ = {"PATH": str(tmp_path)}
-    with pytest.raises(SchedulerError, match="no sbatch on the PATH"):
+    with pytest.raises(SchedulerError, match="sbatch not found on PATH"):
         prepared(backend="slurm", environ=environ)
 
 
 def test_auto_falls_back_and_says_so(prepared, tmp_path):
     submission = prepared(backend="auto", environ={"PATH": str(tmp_path)})
     assert submission.spec.backend == "local"
-    assert submission.notes == (
-        "Slurm not available (there is no sbatch on the PATH); running on this machine.",
-    )
+    assert submission.notes == ("Slurm not available (sbatch not found on PATH); running on this machine.",)
 
 
 def test_ranks_run_on_the_cpu_of_a_machine_without_gpus(prepared, monkeypatch):
@@ -133,43 +131,43 @@ def test_more_gpus_than_this_machine_has(prepared, monkeypatch):
 
 
 def test_options_that_mean_nothing_locally_are_said(prepared):
-    assert "--partition changes nothing here" in prepared(partition="big").notes[0]
+    assert "--partition has no effect" in prepared(partition="big").notes[0]
 
 
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({"spares": 1}, "--spare-nodes changes nothing here: the run goes to this machine itself."),
+        ({"spares": 1}, "--spare-nodes has no effect: the run uses the local backend."),
         (
             {"resume_mode": "requeue"},
-            "--resume-mode changes nothing here: the run goes to this machine itself.",
+            "--resume-mode has no effect: the run uses the local backend.",
         ),
         (
             {"nodes": "1:2", "scale_up_after": 1},
-            "--scale-up-after changes nothing here: the run goes to this machine",
+            "--scale-up-after has no effect: the run uses the local backend",
         ),
         (
             {"stop_before_limit": 5},
-            "--stop-before-limit changes nothing here: there is no time limit (--time).",
+            "--stop-before-limit has no effect: there is no time limit (--time).",
         ),
-        ({"notify_on": ["stall"]}, "--notify-on changes nothing here: there are no targets (--notify)."),
+        ({"notify_on": ["stall"]}, "--notify-on has no effect: --notify is not given."),
         (
             {"notify_stall_after": 9},
-            "--notify-stall-after changes nothing here: there are no targets (--notify).",
+            "--notify-stall-after has no effect: --notify is not given.",
         ),
         (
             {"notify": "true", "notify_on": "finish", "notify_stall_after": 9},
-            "--notify-stall-after changes nothing here: stall is not among the events (--notify-on).",
+            "--notify-stall-after has no effect: --notify-on does not include stall.",
         ),
         (
             {"snapshot": False, "code_snapshot_limit": 9},
-            "--code-snapshot-limit changes nothing here: nothing is copied",
+            "--code-snapshot-limit has no effect: the code is not copied",
         ),
         (
             {"launcher": "torchrun", "standby_workers": 9},
-            "--standby-workers changes nothing here: torchrun starts",
+            "--standby-workers has no effect: torchrun starts",
         ),
-        ({"gpu_request_style": "gres"}, "--gpu-request-style changes nothing here:"),
+        ({"gpu_request_style": "gres"}, "--gpu-request-style has no effect:"),
     ],
 )
 def test_an_option_that_changes_nothing_is_said(prepared, options, note):
@@ -196,15 +194,15 @@ def test_of_an_option_that_changes_something_nothing_is_said(prepared, options):
         (
             {"time": "1"},
             [
-                "The time limit of 60 s (--time, submit()) less 20 s to save (--stop-before-limit, default: ",
-                " may leave 40 s to start and train. Three attempts without a new checkpoint end the run. ",
+                "time limit of 60 s (--time, submit()), minus 20 s to save (--stop-before-limit, default: ",
+                " may leave only 40 s to start and train. The run fails after three attempts without a new ",
                 "Give --time 00:07:00 or more.",
             ],
         ),
         (
             {"time": "8", "stop_before_limit": 400},
             [
-                "less 400 s to save (--stop-before-limit, submit()) may leave 80 s",
+                "minus 400 s to save (--stop-before-limit, submit()), may leave only 80 s",
                 "Give --time 00:12:00 or more.",
             ],
         ),
@@ -222,13 +220,13 @@ def test_a_time_limit_that_is_long_enough_is_not_remarked_on(prepared):
 def test_a_file_may_give_what_other_jobs_need(prepared, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("rdzv_backend: c10d\nspares: 1\nnotify_on: stall\n")
     assert prepared().notes == ()
-    with pytest.raises(SpecError, match=r"--rdzv-backend is for torchrun, but srun .*--launcher torchrun"):
+    with pytest.raises(SpecError, match=r"--rdzv-backend requires torchrun, but srun .*--launcher torchrun"):
         prepared(rdzv_backend="c10d")
 
 
 @pytest.mark.parametrize("args", ["notalist", ["--steps", None], ["--steps", ["60"]]])
 def test_arguments_are_a_list_of_texts_numbers_and_paths(script, args, tmp_path):
-    with pytest.raises(SpecError, match="have to be a list of texts"):
+    with pytest.raises(SpecError, match="must be a list of strings"):
         prepare_submission(
             script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python"
         )

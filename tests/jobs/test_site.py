@@ -120,9 +120,9 @@ def test_what_slurm_does_not_tell_is_taken_from_the_profile(tmp_path):
     site, gaps = discover_site({"PATH": str(tmp_path)}, known)
     assert site == known
     assert gaps == [
-        "The nodes cannot be read (there is no sinfo on the PATH)",
-        "Slurm's configuration cannot be read (there is no scontrol on the PATH)",
-        "The partitions cannot be read (there is no scontrol on the PATH)",
+        "Cannot read the nodes (sinfo not found on PATH)",
+        "Cannot read Slurm's configuration (scontrol not found on PATH)",
+        "Cannot read the partitions (scontrol not found on PATH)",
     ]
 
 
@@ -171,16 +171,16 @@ def test_later_files_add_to_the_sites(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("site:\n  habbits: {}", r"site\.yaml:2: site has no 'habbits'\. Did you mean 'habits'\?"),
+        ("site:\n  habbits: {}", r"site\.yaml:2: unknown key 'habbits' in site\. Did you mean 'habits'\?"),
         ("site: {habits: {requeue: maybe}}", r"yaml:1: site\.habits\.requeue is 'maybe', .* true or false"),
-        ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* it takes accepted, ignored or refused"),
-        ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but it takes a number"),
-        ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but it takes a list"),
-        ("site: {partitions: [{default: true}]}", r"site\.partitions\[0\] lacks 'name'"),
-        ("site: {partitions: [{name: a, nodes: 3}]}", r"site\.partitions\[0\] has no 'nodes'"),
-        ("site: [1]", r"site is a list, but it takes lines of the form"),
-        ("sites: {}", r"there is no option 'sites'\. Did you mean 'site'\?"),
-        ("profiles: {a: {site: {}}}", r"'site' is no option: it stands in a file, beside"),
+        ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* must be accepted, ignored or refused"),
+        ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but must be a number"),
+        ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but must be a list"),
+        ("site: {partitions: [{default: true}]}", r"site\.partitions\[0\] has no 'name'"),
+        ("site: {partitions: [{name: a, nodes: 3}]}", r"unknown key 'nodes' in site\.partitions\[0\]"),
+        ("site: [1]", r"site is a list, but must be a mapping"),
+        ("sites: {}", r"unknown option 'sites'\. Did you mean 'site'\?"),
+        ("profiles: {a: {site: {}}}", r"'site' is not an option; it is a section"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_its_line(tmp_path, text, message):

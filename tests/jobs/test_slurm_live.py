@@ -93,13 +93,13 @@ def test_words_arrive_untouched(prepared, environ, tmp_path, word):
 def test_a_run_is_told_apart_in_all_its_states(prepared, environ):
     run = submit_prepared(prepared("sleep", backend="slurm", run_dir="r", environ=environ, time="5"))
     wait_for(lambda: run.status().state is RunState.RUNNING, 20, "the run to start")
-    with pytest.raises(SpecError, match="still going"):
+    with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ))
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
         run.wait(timeout=45)
     again = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
-    with pytest.raises(RunFailed, match=r"failed: Slurm says FAILED\. Log: .*slurm\.log"):
+    with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
         again.wait(timeout=30)
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_never_starts_can_be_cancelled(prepared, environ):
         ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of partition preemptible has more than 2"),
         ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has 4"),
         ({"gpus_per_node": 3, "partition": "urgent"}, SpecError, "partition urgent has more than 2"),
-        ({"partition": "nowhere"}, SpecError, "no partition 'nowhere' here"),
+        ({"partition": "nowhere"}, SpecError, "Unknown partition 'nowhere'"),
         ({"nodes": 9}, SpecError, "9 nodes requested .* partition preemptible has 4"),
         ({"mem": "lots"}, SchedulerError, "mem"),
     ],
@@ -165,7 +165,7 @@ def test_a_requeued_job_starts_soon_without_a_reader_and_is_followed(environ, tm
     *items, last = list(follow_run(run, whole=True))
     assert last.state is RunState.COMPLETED
     lines = [item.line for item in items if isinstance(item, EventLine)]
-    assert any("goes back to the queue" in line for line in lines)
+    assert any("requeueing the job" in line for line in lines)
     text = "".join(item.text for item in items if isinstance(item, LogText))
     first, second = text.splitlines()[:4], text.splitlines()[4:]
     for attempt, shown in enumerate((first, second)):

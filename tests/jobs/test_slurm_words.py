@@ -36,7 +36,7 @@ def test_where_the_answer_is_lost_the_job_may_be_queued(fake_slurm, prepared, tm
         (fake_slurm.folder / "sbatch").write_text("#!/bin/sh\nexec sleep 20\n")
     else:
         fake_slurm.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {how}\n", code=1)
-    with pytest.raises(SchedulerError, match="may be queued: look with `squeue --me --name='a b'`"):
+    with pytest.raises(SchedulerError, match="Check with `squeue --me --name='a b'`"):
         submit_prepared(submission)
     assert (tmp_path / "r" / "spec.yaml").exists()
     assert (tmp_path / "r" / "job.sbatch").exists()
@@ -47,7 +47,7 @@ def test_a_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tm
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RunDir, "log_event", fail)
-    with pytest.raises(SchedulerError, match=r"Job 17 is submitted, but .*No space left"):
+    with pytest.raises(SchedulerError, match=r"Job 17 was submitted, but .*No space left"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     assert (tmp_path / "r" / "spec.yaml").exists()
 
@@ -55,10 +55,10 @@ def test_a_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tm
 def test_a_job_in_the_queue_is_still_going(fake_slurm, prepared):
     submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", queued("17", "PENDING", reason="Priority"))
-    with pytest.raises(SpecError, match="still going"):
+    with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", stderr="Unable to contact slurm controller", code=1)
-    with pytest.raises(SchedulerError, match="cannot be told"):
+    with pytest.raises(SchedulerError, match="is unknown if run r is still active"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("sacct", recorded("17", "FAILED"))
@@ -88,7 +88,7 @@ def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
     fake_slurm.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source\n", code=1)
     submission = prepared(backend="auto", environ=fake_slurm.environ)
     assert submission.spec.backend == "local"
-    assert "sinfo says: Could not establish a configuration source" in submission.notes[0]
+    assert "sinfo failed: Could not establish a configuration source" in submission.notes[0]
 
 
 def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ended():
@@ -97,16 +97,16 @@ def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ende
 
     begun = time.monotonic()
     commands = [["false"], ["sleep", "60"], ["no-such-command"]]
-    with pytest.raises(SchedulerError, match="false says: exit code 1"):
+    with pytest.raises(SchedulerError, match="false failed: exit code 1"):
         run_all(asked(commands), probe_s=30)
-    with pytest.raises(SchedulerError, match=r"sleep gave no answer within 0\.1 s"):
+    with pytest.raises(SchedulerError, match=r"sleep did not respond within 0\.1 s"):
         run_all(asked([["sleep", "60"], *commands]), probe_s=0.1)
     assert time.monotonic() - begun < 50, "all are waited for, so one that is not ended takes its minute"
     answers = run_all(asked([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
     assert [str(answer) for answer in answers] == [
         "a\n",
-        "false says: exit code 1",
-        "there is no no-such-command on the PATH",
+        "false failed: exit code 1",
+        "no-such-command not found on PATH",
     ]
 
 
@@ -124,7 +124,7 @@ def test_an_answer_that_came_in_time_is_read_however_late():
 
 
 def test_a_command_that_cannot_be_run_is_named():
-    with pytest.raises(SchedulerError, match="echo cannot be run: Argument list too long"):
+    with pytest.raises(SchedulerError, match="cannot run echo: Argument list too long"):
         run_slurm(["echo", "x" * 2**18], dict(os.environ))
 
 

@@ -205,7 +205,7 @@ def test_without_a_repository_it_is_said(prepared, script):
     submission = prepared(script=script)
     assert submission.snapshot is None
     (note,) = [note for note in submission.notes if "not copied" in note]
-    assert "lies in no git repository" in note
+    assert "is not in a git repository" in note
     run = submit_prepared(submission)
     run.wait(timeout=20)
     spec = load_spec(run.dir.spec)
@@ -215,7 +215,7 @@ def test_without_a_repository_it_is_said(prepared, script):
 
 def test_without_git_it_is_said(prepared, repo, tmp_path):
     submission = prepared(script=repo / "train.py", environ=environment({"PATH": str(tmp_path)}))
-    assert "The code is not copied (there is no git on the PATH)" in submission.notes[-1]
+    assert "the code is not copied (git not found on PATH)" in submission.notes[-1]
 
 
 def test_who_wants_no_copy_gets_none_and_no_note(prepared, repo, script):
@@ -231,7 +231,7 @@ def test_too_much_is_refused_with_the_largest_file(prepared, repo):
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, snapshot=False).snapshot is None
-    with pytest.raises(SpecError, match="takes at least 1"):
+    with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
 
 

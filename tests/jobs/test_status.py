@@ -100,9 +100,9 @@ def test_jobs_are_asked_for_at_once(fake_slurm):
             job_state="PENDING",
         ),
         JobStateView(PENDING, "QOSMaxJobsPerUserLimit", job_state="PENDING"),
-        JobStateView(RunState.FAILED, "Slurm says OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),
+        JobStateView(RunState.FAILED, "Slurm reports OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),
         JobStateView(RUNNING, "COMPLETING", job_state="COMPLETING"),
-        JobStateView(UNKNOWN, "Slurm says QUANTUM", job_state="QUANTUM"),
+        JobStateView(UNKNOWN, "Slurm reports QUANTUM", job_state="QUANTUM"),
     ]
     assert fake_slurm.calls == ["squeue"]
 
@@ -111,7 +111,7 @@ def test_reasons_may_hold_any_character(fake_slurm):
     reason = "ReqNodeNotAvail, UnavailableNodes:n1,n2 | (burst buffer: 'a' failed)  "
     fake_slurm.answer("squeue", "CLUSTER: north\n" + queued("17", "PENDING", 0, reason))
     (view,) = look(fake_slurm, "17")
-    assert view.words == f"{reason}: a node that it asks for is down or reserved"
+    assert view.words == f"{reason}: a requested node is down or reserved"
 
 
 def test_parts_of_a_job_are_joined_or_told_apart(fake_slurm):
@@ -120,11 +120,13 @@ def test_parts_of_a_job_are_joined_or_told_apart(fake_slurm):
     fake_slurm.answer("squeue", "".join(tasks + components))
     whole, first, second, by_number, het = look(fake_slurm, "17", "17_1", "17_2", "18", "30")
     assert whole == JobStateView(
-        RUNNING, "2 parts: 1 RUNNING, 1 PENDING; Priority: others come first", job_state="RUNNING"
+        RUNNING,
+        "2 parts: 1 RUNNING, 1 PENDING; Priority: other jobs have higher priority",
+        job_state="RUNNING",
     )
     assert first == by_number == JobStateView(RUNNING, job_state="RUNNING")
     assert second.state is PENDING
-    assert (het.state, het.words) == (RUNNING, "2 parts: 1 RUNNING, 1 COMPLETED; Slurm says COMPLETED")
+    assert (het.state, het.words) == (RUNNING, "2 parts: 1 RUNNING, 1 COMPLETED; Slurm reports COMPLETED")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_a_controller_out_of_reach_means_unknown_never_dead(fake_slurm, trouble)
     """SkyPilot deletes a live cluster over one failed squeue."""
     fake_slurm.answer("squeue", stderr=trouble, code=1)
     (view,) = look(fake_slurm, "17", submitted=0.0)
-    assert view == JobStateView(UNKNOWN, f"squeue says: {trouble.strip()}")
+    assert view == JobStateView(UNKNOWN, f"squeue failed: {trouble.strip()}")
     assert "scontrol" not in fake_slurm.calls  # it would only wait for the same
 
 
@@ -164,7 +166,7 @@ def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fak
         *[RunState.UNKNOWN] * 4,
     ]
     assert views[1].job_state == "CANCELLED"
-    assert "Slurm says PREEMPTED, but it may go on" in views[3].words
+    assert "earlier, Slurm reports PREEMPTED, but the job may have been requeued" in views[3].words
     # Tasks that never started share a record, until one has its own.
     parts = look(fake_slurm, "23_1", "23_9", "23_2", "23_4")
     assert [part.state for part in parts] == [*[RunState.CANCELLED] * 2, RunState.COMPLETED, UNKNOWN]
@@ -180,7 +182,7 @@ def test_an_empty_queue_is_no_evidence(fake_slurm):
 def test_an_empty_answer_of_everybody_is_no_evidence_either(fake_slurm):
     fake_slurm.controller(stderr="", code=0)
     (view,) = look(fake_slurm, "17", submitted=0.0)
-    assert view == JobStateView(UNKNOWN, "squeue does not list it, and scontrol answered nothing")
+    assert view == JobStateView(UNKNOWN, "squeue does not list it, and scontrol printed nothing")
 
 
 def test_accounting_that_has_not_heard_of_the_requeue_is_not_believed(fake_slurm):
@@ -193,7 +195,7 @@ def test_accounting_that_has_not_heard_of_the_requeue_is_not_believed(fake_slurm
     assert look(fake_slurm, "17")[0].state is PENDING
     fake_slurm.controller()
     assert look(fake_slurm, "17") == [
-        JobStateView(RunState.FAILED, "Slurm says PREEMPTED", job_state="PREEMPTED")
+        JobStateView(RunState.FAILED, "Slurm reports PREEMPTED", job_state="PREEMPTED")
     ]
 
 
@@ -211,7 +213,7 @@ def test_a_job_that_left_the_queue_is_in_accounting(fake_slurm):
     fake_slurm.answer("squeue", stderr=NOT_THERE, code=1)
     fake_slurm.answer("sacct", recorded("17", "TIMEOUT"))
     assert look(fake_slurm, "17") == [
-        JobStateView(RunState.FAILED, "Slurm says TIMEOUT", job_state="TIMEOUT")
+        JobStateView(RunState.FAILED, "Slurm reports TIMEOUT", job_state="TIMEOUT")
     ]
 
 
@@ -229,12 +231,12 @@ def test_a_job_that_is_denied_ends_only_after_the_controllers_memory_and_the_run
     """Parsl hangs, others take it for dead at once: a job that vanishes between two looks."""
     status = run.status()
     assert status.state is UNKNOWN
-    assert status.words.startswith("Slurm no longer knows job 17, though it remembers jobs for 300 s")
+    assert status.words.startswith("Slurm no longer knows job 17, although it keeps finished jobs for 300 s")
     assert status.unknown_s is not None
     assert status.unknown_s < 60
     silence(run, 400)
     assert run.status().state is RunState.FAILED
-    assert run.status().cause == "Slurm no longer knows job 17, and the run has been silent for 400 s"
+    assert run.status().cause == "Slurm no longer knows job 17, and the run has written nothing for 400 s"
     run.dir.metrics.write_text('{"step": 3}\n')
     assert run.status().state is UNKNOWN
 
@@ -331,8 +333,8 @@ def test_the_run_knows_better_than_the_scheduler(run, fake_slurm, finished, view
     if state is not RunState.FAILED or finished:
         assert status.cause == ("new" if finished and state is RunState.FAILED else None)
     else:
-        assert status.cause.startswith(f"Slurm says {view}, ")
-        assert "before a rank was started" in status.cause
+        assert status.cause.startswith(f"Slurm reports {view}")
+        assert "before any rank was started" in status.cause
 
 
 def test_an_end_written_between_the_two_looks_counts(run, fake_slurm):
@@ -391,12 +393,12 @@ def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word
     now += 1
     # It still writes.
     assert doubt.words(replace(unknown, unknown_s=99.0)) is None
-    with pytest.raises(SchedulerError, match=r"for 100 s where run r stands: it is unknown for 5000 s"):
+    with pytest.raises(SchedulerError, match=r"after 100 s: the state of run r is unknown for 5000 s"):
         doubt.words(unknown)
-    assert doubt.words(replace(known, state=RUNNING)) == "known again, RUNNING"
+    assert doubt.words(replace(known, state=RUNNING)) == "its state is known again: RUNNING"
     assert doubt.left_s == float("inf")
     now += 500
-    assert "that does not end it" in doubt.words(unknown)
+    assert "this does not affect the run" in doubt.words(unknown)
 
 
 def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):
@@ -408,7 +410,7 @@ def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):
     run.dir.log_event("started", 1, nodes=1)
     run.dir.log_event("failure", 1, cause="no space for a checkpoint")
     status = run.status()
-    assert (status.state, status.cause) == (RunState.FAILED, "Slurm says NODE_FAIL")
+    assert (status.state, status.cause) == (RunState.FAILED, "Slurm reports NODE_FAIL")
     assert status.log == str(run.dir.slurm_log)
 
 

@@ -99,7 +99,7 @@ def waits_for_another(slurm: Slurm, run: Run) -> Steps:
     wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ)
     slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency={wanted}")
     slurm.command("scontrol", "release", run.job_id)
-    yield lambda: run.status().words == "Dependency: another job has to end first"
+    yield lambda: run.status().words == "Dependency: waiting for another job to end"
     slurm.command("scontrol", "release", first.job_id)
     yield "COMPLETED"
     assert first.status().state is RunState.COMPLETED
@@ -151,12 +151,12 @@ QUICK = {
         options=("--ntasks=1", ":", "--ntasks=2"),
     ),
     "failed": Scenario(
-        *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm says FAILED, before a rank was started"),
+        *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm reports FAILED before any rank was started"),
         script="sleep 1; exit 3",
     ),
     # Slurm is content, but a run that is complete says so itself.
     "stopped": Scenario(
-        failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm says COMPLETED", script="sleep 1"
+        failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
     ),
     "held": Scenario(
         *(held_and_released, "PENDING RUNNING COMPLETED", None),
@@ -174,14 +174,14 @@ QUICK = {
     "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
 }
 SLOW = {
-    "timeout": Scenario(timed_out, "PENDING RUNNING FAILED", "TIMEOUT", "Slurm says TIMEOUT"),
+    "timeout": Scenario(timed_out, "PENDING RUNNING FAILED", "TIMEOUT", "Slurm reports TIMEOUT"),
     "node-requeued": Scenario(
         *(node_dies_and_slurm_requeues, "PENDING RUNNING PENDING RUNNING COMPLETED", None),
         script=SECOND_ENDS,
         options=ON_NODE_4,
     ),
     "node-failed": Scenario(
-        *(node_dies_and_the_job_with_it, "PENDING RUNNING FAILED", "NODE_FAIL", "Slurm says NODE_FAIL"),
+        *(node_dies_and_the_job_with_it, "PENDING RUNNING FAILED", "NODE_FAIL", "Slurm reports NODE_FAIL"),
         options=(*ON_NODE_4, "--no-requeue"),
     ),
 }
@@ -287,8 +287,8 @@ def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
         words |= {status.words for status in query_statuses(run.tasks()[-1:])}
     assert whole.tasks == {"FAILED": 1, "COMPLETED": 19}
     assert whole.state is RunState.FAILED
-    assert whole.cause == "r/task-7: Slurm says FAILED, before a rank was started"
-    assert "JobArrayTaskLimit: as many tasks of the array as may run at once do" in words
+    assert whole.cause == "r/task-7: Slurm reports FAILED before any rank was started"
+    assert "JobArrayTaskLimit: the array already runs its maximum number of tasks" in words
 
 
 def test_a_task_of_an_array_is_preempted_alone(cluster, tmp_path):
@@ -342,7 +342,7 @@ def test_tasks_that_are_cancelled_while_they_wait_leave_no_doubt(cluster, tmp_pa
     cluster.command("scancel", by_scancel.job_id)
     for task in (by_us, by_scancel):
         assert task.status().state is RunState.CANCELLED
-    assert by_scancel.status().words.startswith("it was cancelled before it started")
+    assert by_scancel.status().words.startswith("cancelled before it started")
     assert run.status().tasks == {"PENDING": 198, "CANCELLED": 2}
     run.cancel()
     for _ in range(3):

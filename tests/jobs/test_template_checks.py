@@ -21,14 +21,14 @@ def given(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{% block lanch %}x{% endblock %}", "Line 2 .*'lanch' replaces none of cpu.sbatch.j2. .*'launch'"),
+        ("{% block lanch %}x{% endblock %}", "Line 2 .*cpu.sbatch.j2 has no block 'lanch'. .*'launch'"),
         ("{% block launch %}{% endblock %}", "does not start the supervisor"),
         ("{% block directives %}#SBATCH --nodes=3\n{% endblock %}", r"--nodes=3'.* submitted with --nodes=2"),
         ("{% block directives %}#SBATCH -N 3\n{% endblock %}", "-N 3'.* submitted with --nodes=2"),
         ("{% block directives %}#SBATCH --signal=USR1@9\n{% endblock %}", "--signal"),
         (
             "{% block directives %}#SBATCH --wrap true\n{% endblock %}",
-            "itself sees to --wrap. Give the script",
+            "hpctrain sets --wrap itself. Pass the script",
         ),
         ("{% block setup %}{{ nothing }}{% endblock %}", r"'nothing' is undefined\.$"),
     ],
@@ -62,5 +62,5 @@ def test_what_is_no_python_is_refused_by_its_name_and_first_line(prepared, tmp_p
 
 
 def test_a_place_without_room_for_files_is_no_place_for_a_run(prepared):
-    with pytest.raises(SpecError, match="'/proc' is no place for files"):
+    with pytest.raises(SpecError, match="file system of '/proc' cannot store files"):
         prepared(run_dir="/proc/foo")

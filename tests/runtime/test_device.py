@@ -89,7 +89,7 @@ def test_with_a_faked_driver_tasks_bound_to_the_closest_gpus_in_turn_find_one_ea
 def test_with_a_faked_driver_two_ranks_on_one_gpu_are_told_to_all(fake_driver):
     errors = agree([ranks(i, 3) for i in range(3)], gpus("a", "b", "a"))
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 0 on n1 and rank 2 on n1 would both compute on GPU a" in str(errors[0])
+    assert "rank 0 on n1 and rank 2 on n1 would both use GPU a" in str(errors[0])
 
 
 @pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
@@ -164,9 +164,7 @@ def test_both_of_two_processes_at_one_place_learn_of_it_before_either_leaves(tmp
     for process in both:
         _, words = process.communicate(timeout=100)
         assert process.returncode == 1
-        assert (
-            "HpctrainError: rank 0 on n1 takes itself for local rank 0 of node 0, and rank 1 on n1" in words
-        )
+        assert "HpctrainError: rank 0 on n1 has local rank 0 on node 0, and rank 1 on n1" in words
 
 
 @pytest.mark.gpu

@@ -135,7 +135,7 @@ def test_a_script_that_ends_in_a_training_has_failed(run, ends):
     assert end_of(run, text) == 1
     assert failure(run)["kind"] == "unfinished"
     assert failure(run)["error"].endswith("before Trainer.fit() returned, after step 4 of 10")
-    assert "call end() of the trainer" in failure(run)["message"]
+    assert "call end() on the trainer" in failure(run)["message"]
     assert "before Trainer.fit() returned" in run.rank_log(4, 1).read_text()
 
 

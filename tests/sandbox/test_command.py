@@ -69,15 +69,15 @@ def test_the_whole_way(name: str) -> None:
     assert "not running" in _run("status", "--name", name).stdout
 
     again = _run("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1").stdout
-    assert f"(started again: slurmd {name}-2): 2 nodes" in again
-    assert "was up already" not in again
+    assert f"(restarted: slurmd {name}-2): 2 nodes" in again
+    assert "already up" not in again
 
     assert _json("down", "--name", name) == {"name": name, "was_there": True}
 
 
 @pytest.mark.parametrize("command", ["status", "env", pytest.param("down", marks=pytest.mark.slurm)])
 def test_none_of_that_name_is_an_error_that_says_how_to_get_one(command: str) -> None:
-    with pytest.raises(UserError, match=r"There is no sandbox absent.*sandbox up"):
+    with pytest.raises(UserError, match=r"There is no sandbox .absent.*sandbox up"):
         _run(command, "--name", "absent")
 
 
@@ -93,6 +93,6 @@ def test_what_is_said_of_none_in_json() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(SpecError, match="1 to 64 nodes, but 0"):
         _run("up", "--nodes", "0")
-    with pytest.raises(SpecError, match="cannot be a sandbox's name"):
+    with pytest.raises(SpecError, match="is not a valid sandbox name"):
         _run("down", "--name", "../../etc")
     assert _run("up", "--nodes", "many").exit_code == 2

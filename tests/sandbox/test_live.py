@@ -248,7 +248,7 @@ def test_a_daemon_that_refuses_at_once_is_quoted(name: str, monkeypatch: pytest.
 def test_a_job_cannot_take_its_own_sandbox_down(slurm: sandbox.Sandbox) -> None:
     code = f"from hpctrain import sandbox; sandbox.down({slurm.name!r})"
     done = run_command(["srun", sys.executable, "-c", code], slurm.env, check=False)
-    assert f"this process runs in a job of sandbox {slurm.name}" in done.stderr
+    assert f"This process runs in a job of sandbox {slurm.name}" in done.stderr
     assert None not in slurm.daemons().values()
 
 

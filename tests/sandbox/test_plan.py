@@ -24,13 +24,13 @@ def _plan(folder: Path, **shape: Any) -> SandboxLayout:
     [
         ({"nodes": 0}, "1 to 64 nodes, but 0"),
         ({"nodes": 65}, "1 to 64 nodes, but 65"),
-        ({"gpus_per_node": -1}, "0 to 16 GPUs a node, but -1"),
-        ({"cpus_per_node": 0}, "1 to 256 CPUs a node, but 0"),
+        ({"gpus_per_node": -1}, "0 to 16 GPUs per node, but -1"),
+        ({"cpus_per_node": 0}, "1 to 256 CPUs per node, but 0"),
         ({"preempt_grace_s": -5}, "seconds of grace"),
-        ({"gpu_type": "a:100"}, "'a:100' cannot be a type of GPUs"),
-        ({"settings": ("JobRequeue",)}, "'JobRequeue' is no line"),
-        ({"settings": ("A=b\nC=d",)}, "is no line"),
-        ({"settings": ("NodeName=x CPUs=1",)}, "nodes have options of their own"),
+        ({"gpu_type": "a:100"}, "'a:100' is not a valid GPU type"),
+        ({"settings": ("JobRequeue",)}, "'JobRequeue' is not a valid slurm.conf line"),
+        ({"settings": ("A=b\nC=d",)}, "is not a valid slurm.conf line"),
+        ({"settings": ("NodeName=x CPUs=1",)}, "Use the options of this command for nodes"),
     ],
 )
 def test_impossible_shapes_are_refused_with_both_numbers(wrong: dict[str, Any], named: str) -> None:
@@ -151,9 +151,9 @@ def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "uid", "search_path", "says"),
     [
-        ("Darwin", 0, None, "needs Linux and this is Darwin.*--backend local"),
+        ("Darwin", 0, None, "requires Linux, but this is Darwin.*--backend local"),
         ("Linux", 0, "/nonexistent", "slurmctld.* not installed.*apt-get install slurm-wlm munge"),
-        ("Linux", 1000, "programs", "needs root .this is user 1000.*sudo"),
+        ("Linux", 1000, "programs", "requires root .this is user 1000.*sudo"),
     ],
 )
 def test_what_a_machine_lacks_is_said(

@@ -122,7 +122,7 @@ def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with (
         sandbox_lock(root),
-        pytest.raises(SchedulerError, match="another sandbox command"),
+        pytest.raises(SchedulerError, match="Another sandbox command"),
         sandbox_lock(root, limit_s=0.1),
     ):
         pass

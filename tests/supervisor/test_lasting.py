@@ -114,7 +114,7 @@ def test_the_log_waits_too(disk, capsys):
     fill(disk)
     for i in range(3):
         handler.emit(logging.makeLogRecord({"msg": f"line {i}"}))
-    assert "cannot be written: No space left" in capsys.readouterr().err
+    assert "supervisor.log: No space left" in capsys.readouterr().err
     free(disk)
     handler.lines.flush()
     assert (disk / "supervisor.log").read_text() == "line 0\nline 1\nline 2\n"
@@ -155,7 +155,7 @@ def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceb
         fill(disk)
         command = [sys.executable, "-m", "hpctrain.supervisor", str(disk)]
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
-    wait_for(lambda: "cannot be written" in said.read_text(), 60, "the supervisor to notice")
+    wait_for(lambda: "cannot write" in said.read_text(), 60, "the supervisor to notice")
     free(disk)
     assert process.wait(100) == 0, said.read_text()
     assert "Traceback" not in said.read_text()

@@ -258,12 +258,12 @@ def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
 @pytest.mark.parametrize(
     ("notify", "words"),
     [
-        (NotifyConfig(("https:///path",)), "names no host"),
-        (NotifyConfig(("http://a b/",)), "cannot hold"),
-        (NotifyConfig(("ftp://host/path",)), "neither an address"),
-        (NotifyConfig(("htp://host",)), "neither an address"),
-        (NotifyConfig(("hooks.slack.com/services/x",)), "neither an address"),
-        (NotifyConfig(on=("end",)), "'end' .* is no occasion"),
+        (NotifyConfig(("https:///path",)), "has no host"),
+        (NotifyConfig(("http://a b/",)), "not allowed in a URL"),
+        (NotifyConfig(("ftp://host/path",)), "neither a URL"),
+        (NotifyConfig(("htp://host",)), "neither a URL"),
+        (NotifyConfig(("hooks.slack.com/services/x",)), "neither a URL"),
+        (NotifyConfig(on=("end",)), "Unknown event 'end'"),
         (NotifyConfig(stall_s=0), "at least 1"),
     ],
 )

@@ -736,7 +736,7 @@ def test_a_training_that_did_not_return_has_failed_for_good(run):
     assert failure_of(run)["class"] == "unfinished"
     cause = finished(run)["cause"]
     assert cause.startswith("rank 0 on n1: the script ended with exit code 0 before Trainer.fit() returned, ")
-    assert "before step 1 of 10: To end a training early" in cause
+    assert "before step 1 of 10: To end training early" in cause
     assert run.unfinished_files(0) == []
 
 

@@ -326,7 +326,7 @@ def test_lines_wait_until_they_can_be_written(tmp_path):
     lines.append({"step": 3})
     lines.flush()
     assert [record["step"] for record in read_json_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert "can be written again" in said[1]
+    assert "is writable again" in said[1]
 
 
 # --- when ----------------------------------------------------------------------------------------------

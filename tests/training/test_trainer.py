@@ -328,7 +328,7 @@ def test_a_trainer_tells_the_strategy_that_auto_stands_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("max_step", "Did you mean 'max_steps'"), ("foo", "There are max_steps, ")]
+    ("name", "words"), [("max_step", "Did you mean 'max_steps'"), ("foo", "Known: max_steps, ")]
 )
 def test_a_setting_that_is_not_there_is_answered_with_those_that_are(name, words):
     with pytest.raises(hpctrain.UserError, match=f"Trainer has no setting '{name}'. {words}"):

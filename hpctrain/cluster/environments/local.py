@@ -13,9 +13,9 @@ _FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", 
 def detect(environ: Mapping[str, str]) -> Ranks:
     """Return rank 0 of 1."""
     if environ.get("SLURM_JOB_ID"):
-        why = f"alone: inside Slurm job {environ['SLURM_JOB_ID']}, but in no step of srun"
+        why = f"single process: inside Slurm job {environ['SLURM_JOB_ID']}, but not started by srun"
     else:
-        why = "alone: no launcher's variables"
+        why = "single process: no variables of a launcher"
     return Ranks(
         rank=0,
         world_size=1,
@@ -26,5 +26,5 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         master_addr=LOOPBACK,
         master_port=0,
         environment="local",
-        sources={**dict.fromkeys(_FIELDS, why), "master_port": "not needed for one process"},
+        sources={**dict.fromkeys(_FIELDS, why), "master_port": "not needed by a single process"},
     )

@@ -47,7 +47,8 @@ def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
             "mpiexec",
             _NAMES,
             environ,
-            "Start with srun, or pass what is missing: mpiexec -hosts HOST0,HOST1 -genv MASTER_ADDR HOST0 "
+            "Start with srun, or pass the missing variables: mpiexec -hosts HOST0,HOST1 -genv "
+            "MASTER_ADDR HOST0 "
             "-genv GROUP_WORLD_SIZE 2 -n N -env NODE_RANK 0 PROGRAM : -n N -env NODE_RANK 1 PROGRAM.",
         )
     return found

@@ -39,9 +39,9 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         if rank or lost_job:
             missing = "job (SLURM_JOB_ID)" if lost_job else "job step (SLURM_JOB_ID, SLURM_STEP_ID)"
             raise EnvironmentMismatch(
-                f"rank {rank} (SLURM_PROCID) but no {missing}: a part of what "
-                "srun sets got lost, in a container perhaps. Pass on all SLURM_* variables, or set "
-                f"{ENVIRONMENT_VARIABLE}=local for a process that is alone."
+                f"rank {rank} (SLURM_PROCID) but no {missing}: some variables that srun sets are missing, "
+                "perhaps because a container removed them. Pass on all SLURM_* variables, or set "
+                f"{ENVIRONMENT_VARIABLE}=local for a single process."
             )
         return None
     layout = read_layout(environ)
@@ -108,9 +108,9 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
     ):
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
-            f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the others have "
-            "ended. Ask for --ntasks=1 there, start ranks with a further srun, or set "
-            f"{ENVIRONMENT_VARIABLE}=local for a process that is alone, =slurm for one of {layout.num_tasks}."
+            f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the other tasks "
+            "have ended. Request --ntasks=1 there, start the ranks with another srun, or set "
+            f"{ENVIRONMENT_VARIABLE}=local for a single process, =slurm for one of {layout.num_tasks} ranks."
         )
 
 
@@ -130,8 +130,8 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
             "SLURM_UMASK): SLURM_STEP_* are left over from the step that it was submitted from. Start ranks "
-            f"with srun, or set {ENVIRONMENT_VARIABLE}=local for a process that is alone, =slurm for one of "
-            f"{layout.num_tasks}."
+            f"with srun, or set {ENVIRONMENT_VARIABLE}=local for a single process, =slurm for one of "
+            f"{layout.num_tasks} ranks."
         )
 
 

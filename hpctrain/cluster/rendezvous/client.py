@@ -89,15 +89,15 @@ class RendezvousClient:
         """
         door = self._find(remind_at, remind)
         if door is None:
-            raise RendezvousError(f"rank 0 was not found: {self.account()}")
+            raise RendezvousError(f"rank 0 not found: {self.account()}")
         with contextlib.closing(door.connection):
             words = door.hear(self._deadline - time.monotonic() + _VERDICT_GRACE_S)
             own_address = normalize_address(str(door.connection.getsockname()[0]))
         where = f"rank 0 at {_at(door.address, door.port)}"
         if words is None:
-            raise RendezvousError(f"{where} answered, but went away before all had come")
+            raise RendezvousError(f"{where} answered, but disconnected before all ranks had arrived")
         if "address" not in words:
-            raise RendezvousError(f"{where} says: {words.get('failed', words)}")
+            raise RendezvousError(f"{where} reports: {words.get('failed', words)}")
         return MasterEndpoint(
             str(words["address"]),
             door.port,
@@ -119,7 +119,7 @@ class RendezvousClient:
 
     def account(self) -> str:
         """Return the addresses tried, with the result of each."""
-        return "; ".join(f"{what}: {how}" for what, how in self._tried.items()) or "nothing could be tried"
+        return "; ".join(f"{what}: {how}" for what, how in self._tried.items()) or "no address could be tried"
 
     def _find(self, remind_at: float, remind: Callable[[str], None]) -> _Door | None:
         """Return a connection to rank 0; None after the time limit."""
@@ -174,9 +174,9 @@ class RendezvousClient:
             door = _Door(connection, down, address, port)
             words = door.hear(min(_ANSWER_LIMIT_S, left_s))
             if words is None:
-                raise OSError("rank 0 does not answer")
+                raise OSError("no answer from rank 0")
             if "failed" in words:
-                raise RendezvousError(f"rank 0 at {_at(address, port)} says: {words['failed']}")
+                raise RendezvousError(f"rank 0 at {_at(address, port)} reports: {words['failed']}")
             if "refused" in words:
                 raise OSError(str(words["refused"]))
             on_error.pop_all()

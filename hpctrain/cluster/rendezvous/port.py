@@ -72,8 +72,8 @@ def bind_port(candidates: Iterable[int]) -> ReservedPort:
         except OSError as error:
             tried.append(f"{number} ({error.strerror})")
     raise RendezvousError(
-        f"of the ports {', '.join(tried)} none can be bound. "
-        "See who has them with `ss --tcp --all --processes`, or set MASTER_PORT to a free one on every rank."
+        f"cannot bind any of the ports {', '.join(tried)}. "
+        "Find their users with `ss --tcp --all --processes`, or set MASTER_PORT to a free port on every rank."
     )
 
 

@@ -206,7 +206,7 @@ class RendezvousServer:
         if visitor in self._strangers:
             owner = owner_of(visitor.port, self._listener.getsockname()[1])
             whose = f" of {owner}" if owner else ""
-            self._note(f"a program{whose} at {visitor.address} connected that belongs to another job or none")
+            self._note(f"a program{whose} at {visitor.address} connected that does not belong to this job")
         self._dismiss(visitor)
 
     def _greet(self, visitor: _Visitor, hello: Handshake) -> None:
@@ -214,8 +214,8 @@ class RendezvousServer:
         del self._strangers[visitor]
         if hello.world_size != me.world_size:
             text = (
-                f"rank {hello.rank}, {hello}, counts {hello.world_size} ranks, "
-                f"but rank 0, {me}, {me.world_size}"
+                f"world size is {hello.world_size} on rank {hello.rank}, {hello}, "
+                f"but {me.world_size} on rank 0, {me}"
             )
             self._note(text)
             visitor.tell(refused=text)
@@ -235,9 +235,8 @@ class RendezvousServer:
         other = self._me if hello.rank == 0 else self._earlier(hello.rank)
         if other is not None and other.nonce != hello.nonce:
             text = (
-                f"two processes take themselves for rank {hello.rank} of {hello.world_size}: "
-                f"{other} and {hello}. "
-                "Start one process a rank; see what each of them finds with `hpctrain env`."
+                f"two processes claim rank {hello.rank} of {hello.world_size}: {other} and {hello}. "
+                "Start one process per rank; `hpctrain env` shows the settings of each."
             )
             visitor.tell(failed=text)
             raise RendezvousError(text)
@@ -257,7 +256,7 @@ class RendezvousServer:
         self._strangers.pop(visitor, None)
         if visitor.hello is not None and self._present.get(visitor.hello.rank) is visitor:
             del self._present[visitor.hello.rank]
-            self._note(f"rank {visitor.hello.rank}, {visitor.hello}, came and went away")
+            self._note(f"rank {visitor.hello.rank}, {visitor.hello}, connected and disconnected")
 
     def _send_on(self) -> str:
         reached = Counter(visitor.hello.reached for visitor in self._present.values() if visitor.hello)
@@ -273,7 +272,8 @@ class RendezvousServer:
     def _who_is_missing(self) -> str:
         missing, peers = self.missing, self._me.world_size - 1
         text = (
-            f"{peers - len(missing)} of {peers} peers have come to {self._where}; not {format_ranks(missing)}"
+            f"{peers - len(missing)} of {peers} peers have connected to {self._where}; missing: "
+            f"{format_ranks(missing)}"
         )
         return "; ".join([text, *self._notes])
 

@@ -23,7 +23,7 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
 
 
 #: Errors of a Slurm that is installed but silent: its login node is no place to train.
-_SILENT = ("gave no answer within", "Unable to contact slurm controller")
+_SILENT = ("did not respond within", "Unable to contact slurm controller")
 
 
 def is_unreachable(trouble: str) -> bool:
@@ -53,12 +53,12 @@ def choose_backend(
         return slurm, []
     if asked == "slurm":
         raise SchedulerError(
-            f"Slurm does not answer here: {trouble}. Submit from a login node of the cluster, "
-            "or take --backend local to run on this machine."
+            f"Slurm does not respond here: {trouble}. Submit from a login node of the cluster, "
+            "or use --backend local to run on this machine."
         )
     if is_unreachable(trouble):
         raise SchedulerError(
-            f"Slurm is set up here, but does not answer: {trouble}. Try again later, "
-            "or take --backend local to run on this very machine."
+            f"Slurm is set up here but does not respond: {trouble}. Try again later, "
+            "or use --backend local to run on this machine."
         )
     return open_backend("local", environ), [f"Slurm not available ({trouble}); running on this machine."]

@@ -46,17 +46,17 @@ class LocalBackend:
         if (asked := at_once * spec.world_size) > most:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"{asked} ranks are asked for ({options}), but on this machine with {os.cpu_count()} CPUs "
-                f"the local backend starts {most} at the most. Ask for fewer, or submit to a cluster."
+                f"{asked} ranks requested ({options}), but the local backend starts at most {most} on this "
+                f"machine with {os.cpu_count()} CPUs. Request fewer, or submit to a cluster."
             )
         notes = []
         if spec.array:
             how = f"{at_once} at once" if at_once > 1 else f"one after another ({spec.array}%2: two at once)"
-            notes.append(f"There is no queue on this machine: the tasks of the array run {how}.")
+            notes.append(f"This machine has no queue: the tasks of the array run {how}.")
         if spec.directives:
             options = ", ".join(f"--{key}" for key in spec.directives)
-            changes = "changes" if len(spec.directives) == 1 else "change"
-            notes.append(f"There is no queue on this machine: {options} {changes} nothing here.")
+            has = "has" if len(spec.directives) == 1 else "have"
+            notes.append(f"This machine has no queue: {options} {has} no effect.")
         if spec.gpus_per_node:
             notes += self._check_gpus(spec, at_once)
         return PreflightResult(tuple(notes))
@@ -72,11 +72,11 @@ class LocalBackend:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
                 f"{' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} requested ({options}), "
-                f"but this machine has {here}, which its pretend nodes share. Ask for fewer, or "
-                f"for ranks on CPUs with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
+                f"but this machine has {here}, shared by its simulated nodes. Request fewer, or use CPU "
+                f"ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )
         if spec.gpu_type is not None:
-            return [f"Any GPU of this machine is taken: the type {spec.gpu_type} changes nothing here."]
+            return [f"The GPU type {spec.gpu_type} has no effect here: any GPU of this machine is used."]
         return []
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002
@@ -93,7 +93,7 @@ class LocalBackend:
                     pass_fds=[lock],
                 )
         except OSError as error:
-            raise SchedulerError(f"The run's supervisor could not be started: {error}.") from error
+            raise SchedulerError(f"Could not start the supervisor of the run: {error}.") from error
         # The script ends in an exec, so this is also the supervisor's process id.
         os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         # A caller that keeps running must not keep a zombie when the run has ended.
@@ -121,7 +121,7 @@ class LocalBackend:
         try:
             is_going = is_locked(run.lock)
         except PermissionError:
-            words = f"only its owner can tell: {shlex.quote(str(run.lock))} is another user's"
+            words = f"{shlex.quote(str(run.lock))} belongs to another user, who alone can read the state"
             return JobStateView(RunState.UNKNOWN, words)
         if is_going:
             return JobStateView(RunState.RUNNING)
@@ -129,7 +129,7 @@ class LocalBackend:
             return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
         return JobStateView(
             RunState.FAILED,
-            f"its supervisor ended without a word; {shlex.quote(str(run.slurm_log))} may tell why",
+            f"its supervisor ended without reporting a result; see {shlex.quote(str(run.slurm_log))}",
         )
 
 
@@ -153,8 +153,8 @@ def _await_start(run: RunDir) -> None:
     while is_locked(run.lock) and read_run_record(run).started is None:
         if time.monotonic() > deadline:
             raise SchedulerError(
-                f"No rank of the run {run.path} is running: they are being started. "
-                "Try again in some seconds."
+                f"No rank of the run {run.path} is running yet: the ranks are being started. "
+                "Try again in a few seconds."
             )
         time.sleep(0.05)
 
@@ -167,7 +167,7 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
         (os.killpg if is_script else os.kill)(pid, number)
     except ProcessLookupError:
         raise SchedulerError(
-            f"The supervisor of the run {run.path}, process {pid}, has just ended."
+            f"The supervisor of the run {run.path} (process {pid}) has just ended."
         ) from None
 
 

@@ -60,7 +60,7 @@ def preflight_slurm(
             SlurmCall(["sbatch", "--test-only"], request.variables, text=script, timeout_s=FORECAST_TIMEOUT_S)
         )
     notes = [
-        *(f"{gap}: the job is not checked against that." for gap in gaps),
+        *(f"{gap}: these checks are skipped." for gap in gaps),
         *notes,
         *path_notes(spec, ask),
     ]

@@ -41,7 +41,7 @@ class SlurmBackend:
     def trouble(self) -> str | None:
         """Return briefly why Slurm cannot be used here; None if it answers."""
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
-            return "there is no sbatch on the PATH"
+            return "sbatch not found on PATH"
         # The caller is about to submit, and then needs all of these answers.
         questions = query_site(self._outer)
         # Import the checks while Slurm answers.
@@ -66,13 +66,13 @@ class SlurmBackend:
         except SchedulerError as error:
             if is_answer_lost(str(error)):
                 raise SubmissionUnconfirmed(
-                    f"Whether the job was submitted cannot be told: {error}. It may be queued: look with "
-                    f"`squeue --me --name={shlex.quote(spec.name)}`. Where it is, leave it: the run "
-                    f"goes on in {str(run.path)!r}. Where it is not, submit again with that --run-dir."
+                    f"It is unknown if the job was submitted: {error}. Check with "
+                    f"`squeue --me --name={shlex.quote(spec.name)}`. If the job is queued, leave it: the run "
+                    f"continues in {str(run.path)!r}. Otherwise, submit again with this --run-dir."
                 ) from error
             raise SchedulerError(
                 f"The job was not submitted: {error}. "
-                "Nothing is queued; change what Slurm names and submit again."
+                "Nothing is queued. Correct the options that Slurm reports and submit again."
             ) from error
 
     def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:

@@ -55,7 +55,7 @@ _CLOCKS_DIFFER_S = 120.0
 #: View of an array task that was cancelled while pending.
 _TAKEN_OUT = JobStateView(
     RunState.CANCELLED,
-    "it was cancelled before it started: Slurm's array has no such task",
+    "cancelled before it started: Slurm's array no longer has this task",
     job_state="CANCELLED",
 )
 
@@ -72,7 +72,7 @@ def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[Jo
         views |= sure
         if unsure := [job for job in rest if job not in sure]:
             views |= _by_name(unsure, trouble, ends, environ)
-    odd = JobStateView(RunState.UNKNOWN, "the record of the run names no job of Slurm's")
+    odd = JobStateView(RunState.UNKNOWN, "the record of the run names no Slurm job")
     return [views.get(job, odd) for job in jobs]
 
 
@@ -117,7 +117,9 @@ def _recorded_ends(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> dic
     ends = {}
     for job in jobs:
         if (seen := job.seen) is not None:
-            ends[job] = JobStateView(parse_job_state(seen), f"Slurm said {seen}", job_state=base_state(seen))
+            ends[job] = JobStateView(
+                parse_job_state(seen), f"Slurm reported {seen}", job_state=base_state(seen)
+            )
     # Many clusters have no accounting; ignore its error then.
     recorded, _ = _listed(jobs, query_sacct, environ)
     return ends | {job: view for job, view in recorded.items() if view.state.ended}
@@ -154,7 +156,9 @@ def _by_name(
 
 
 def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
-    words = f"{trouble}; last, {end.words}, but it may go on" if end is not None else trouble
+    words = (
+        f"{trouble}; earlier, {end.words}, but the job may have been requeued" if end is not None else trouble
+    )
     return JobStateView(RunState.UNKNOWN, words)
 
 
@@ -168,11 +172,11 @@ def _denied(job: JobRecord, remembered_s: float) -> JobStateView:
     words = f"Slurm no longer knows job {job.job_id}"
     silent_s = time.time() - max(job.submitted, last_activity(job.run))
     if silent_s > remembered_s:
-        return JobStateView(RunState.FAILED, f"{words}, and the run has been silent for {silent_s:.0f} s")
+        return JobStateView(RunState.FAILED, f"{words}, and the run has written nothing for {silent_s:.0f} s")
     return JobStateView(
         RunState.UNKNOWN,
-        f"{words}, though it remembers jobs for {remembered_s:.0f} s after their end: "
-        "is this the cluster that the run was submitted to?",
+        f"{words}, although it keeps finished jobs for {remembered_s:.0f} s. "
+        "Is this the cluster that the run was submitted to?",
     )
 
 
@@ -201,7 +205,7 @@ def _view(row: JobRow) -> JobStateView:
     state = parse_job_state(row.state)
     job_state = base_state(row.state)
     if state.ended or state is RunState.UNKNOWN:
-        return JobStateView(state, f"Slurm says {row.state}", job_state=job_state)
+        return JobStateView(state, f"Slurm reports {row.state}", job_state=job_state)
     requeued = state is RunState.PENDING and row.reason == "BeginTime" and row.restarts > 0
     held = requeued and not _is_about_to_start(row.eligible_at)
     words = [row.state] if row.state != state else []

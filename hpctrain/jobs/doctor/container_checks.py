@@ -20,7 +20,7 @@ def check_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple[s
     """Return findings on containers, and the names of the available runtimes."""
     found: dict[str, str] = {}
     if has_pyxis(environ):
-        found["pyxis"] = "srun knows --container-image"
+        found["pyxis"] = "srun supports --container-image"
     for program, question in _PROGRAMS.items():
         path = shutil.which(program, path=environ.get("PATH"))
         if path is None:
@@ -29,20 +29,20 @@ def check_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple[s
             answer = command_output([path, question], environ, _LIMIT_S).strip().splitlines()
             found[program] = answer[0] if answer else path
         except ProbeFailed as error:
-            found[program] = f"{path}, but it does not tell its version: {error}"
+            found[program] = f"{path}, version unknown: {error}"
     findings = [Finding(_TOPIC, name, words) for name, words in found.items()]
     if not findings:
         findings = [
-            Finding(_TOPIC, "none", "neither pyxis nor apptainer, singularity or enroot is on this machine")
+            Finding(_TOPIC, "none", "pyxis, apptainer, singularity and enroot were not found on this machine")
         ]
     if "enroot" in found and "pyxis" not in found:
         findings.append(
             Finding(
                 _TOPIC,
                 "pyxis",
-                "srun does not know --container-image",
+                "srun does not support --container-image",
                 "note",
-                "enroot alone does not start ranks: have pyxis set up, or use apptainer.",
+                "enroot alone cannot start ranks. Ask the administrator to install pyxis, or use apptainer.",
             )
         )
     return findings, tuple(found)

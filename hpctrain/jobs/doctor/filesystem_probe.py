@@ -55,13 +55,13 @@ def _lock(place: Path) -> str:
     path = place / "lock"
     lock = try_lock(path)
     if lock is None:
-        return "a new lock file is locked already"
+        return "a new lock file is already locked"
     try:
         if not is_locked(path) or try_lock(path) is not None:
-            return "a lock does not keep others out"
+            return "two processes can hold the same lock"
     finally:
         os.close(lock)
-    return "a lock stays when its holder is gone" if is_locked(path) else ""
+    return "a lock remains after its holder has exited" if is_locked(path) else ""
 
 
 def _rename(place: Path) -> str:
@@ -69,11 +69,11 @@ def _rename(place: Path) -> str:
     for text in ("old", "new"):
         write_atomic(path, text)
     if path.read_text() != "new":
-        return "a file that was renamed over another has the other's content"
+        return "a file renamed over another shows the old content"
     folders = [place / "from", place / "to"]
     folders[0].mkdir()
     os.rename(*folders)
-    return "" if folders[1].is_dir() else "a folder that was renamed is not there"
+    return "" if folders[1].is_dir() else "a renamed folder is not found"
 
 
 def _append(place: Path) -> str:
@@ -81,7 +81,7 @@ def _append(place: Path) -> str:
     for number in range(3):
         append_json_line(path, {"number": number})
     read = [record["number"] for record in read_json_lines(path)]
-    return "" if read == [0, 1, 2] else f"of three lines that were appended, {len(read)} are there"
+    return "" if read == [0, 1, 2] else f"only {len(read)} of 3 appended lines were found"
 
 
 def _clock_ahead_s(place: Path) -> float:

@@ -20,8 +20,8 @@ _LITTLE_BYTES = 10 << 30
 
 #: Names of the capabilities, and the consequence for runs if one is missing.
 _USES = {
-    "lock": ("locking", "two submissions could take the same run folder at once"),
-    "rename": ("rename", "a kill in the wrong moment could leave half a file"),
+    "lock": ("locking", "two submissions could use the same run folder at once"),
+    "rename": ("rename", "a kill at the wrong moment could leave half a file"),
     "append": ("append", "lines of events and metrics could be lost"),
 }
 
@@ -56,7 +56,8 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
             "file system",
             where,
             "problem",
-            "Each node has its own files here. Submit from a folder that all nodes share, or give --run-dir.",
+            "This folder is local to each node. Submit from a folder that all nodes share, or give "
+            "--run-dir.",
         )
     else:
         yield Finding(
@@ -64,8 +65,8 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
             "file system",
             where,
             "note",
-            "It looks like a disk of this machine. Unless this machine serves it to the nodes under the same "
-            "path, give --run-dir a folder that all share.",
+            "This looks like a local disk. Unless the nodes mount it under the same path, set --run-dir to a "
+            "folder that all nodes share.",
         )
     free = facts["free_bytes"]
     yield Finding(
@@ -73,7 +74,7 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
         "free space",
         format_size(free),
         "ok" if free >= _LITTLE_BYTES else "note",
-        "" if free >= _LITTLE_BYTES else "Checkpoints need room: make some, or give --run-dir another place.",
+        "" if free >= _LITTLE_BYTES else "Checkpoints need space. Free some, or choose another --run-dir.",
     )
 
 
@@ -82,9 +83,9 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "writing",
-            f"refused: {facts['write']}",
+            f"not possible: {facts['write']}",
             "problem",
-            "Submit from a folder that is yours, or give --run-dir.",
+            "Submit from a folder that you can write to, or give --run-dir.",
         )
         return
     options = set(facts["mount"]["options"]) if facts["mount"] else set()
@@ -95,7 +96,7 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
                 name,
                 trouble,
                 "problem",
-                f"Take another file system for runs (--run-dir): here {otherwise}.",
+                f"Use another file system for runs (--run-dir): here, {otherwise}.",
             )
         elif key == "lock" and (
             lax := options & {"localflock", "nolock", "local_lock=all", "local_lock=flock"}
@@ -103,9 +104,9 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 _TOPIC,
                 name,
-                f"holds on one machine only (mounted with {', '.join(sorted(lax))})",
+                f"works on one machine only (mounted with {', '.join(sorted(lax))})",
                 "note",
-                "Submit a run again from the machine that it was submitted from.",
+                "Always resubmit a run from the machine that first submitted it.",
             )
         else:
             yield Finding(_TOPIC, name, "works")
@@ -116,7 +117,7 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
             "clock",
             f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's",
             "note",
-            "Times in logs of different machines may not compare. Have the clocks set (NTP).",
+            "Times in the logs of different machines may not be comparable. Synchronize the clocks (NTP).",
         )
     else:
-        yield Finding(_TOPIC, "clock", f"agrees with this machine's within {_CLOCK_TOLERANCE_S:g} s")
+        yield Finding(_TOPIC, "clock", f"within {_CLOCK_TOLERANCE_S:g} s of this machine's")

@@ -50,7 +50,7 @@ print(json.dumps({
 def check_machine() -> list[Finding]:
     """Return findings on CPUs and memory."""
     usable, all_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    cpus = str(all_cpus) if usable == all_cpus else f"{usable} of {all_cpus} are ours"
+    cpus = str(all_cpus) if usable == all_cpus else f"{usable} of {all_cpus} usable by this process"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     findings = [Finding(_TOPIC, "CPUs", cpus), Finding(_TOPIC, "memory", format_memory(total))]
     return findings + list(_shared_memory(Path("/dev/shm")))
@@ -61,16 +61,16 @@ def check_gpus(environ: Mapping[str, str]) -> tuple[list[Finding], int]:
     try:
         facts = run_python_probe(["-c", _DRIVER_CODE], environ, _DRIVER_LIMIT_S)
     except ProbeFailed as error:
-        words = f"the driver does not answer: {error}"
-        return [Finding(_TOPIC, "GPUs", words, "problem", "See what nvidia-smi says.")], 0
+        words = f"the driver does not respond: {error}"
+        return [Finding(_TOPIC, "GPUs", words, "problem", "Check the output of nvidia-smi.")], 0
     names: list[str] = facts["names"]
     if not names:
-        words = "none" if facts["version"] is None else "none that this process may use"
+        words = "none" if facts["version"] is None else "none usable by this process"
         return [Finding(_TOPIC, "GPUs", words)], 0
     kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     findings = [
         Finding(_TOPIC, "GPUs", kinds),
-        Finding(_TOPIC, "driver", f"{facts['version']}, for CUDA up to {facts['cuda']}"),
+        Finding(_TOPIC, "driver", f"{facts['version']}, supports CUDA up to {facts['cuda']}"),
     ]
     if visible := environ.get("CUDA_VISIBLE_DEVICES"):
         findings.append(Finding(_TOPIC, "CUDA_VISIBLE_DEVICES", f"{visible} (your environment)"))
@@ -97,7 +97,7 @@ def torch_findings(
                 "torch",
                 f"cannot be imported: {facts}",
                 "problem",
-                "No rank would start. Mend the Python environment that hpctrain is installed in.",
+                "No rank could start. Repair the Python environment in which hpctrain is installed.",
             )
         ]
     return [_torch(facts, gpus_here, gpus_of_site), *_backends(facts)]
@@ -115,7 +115,7 @@ def _shared_memory(place: Path) -> Iterator[Finding]:
         "shared memory",
         f"{format_memory(size)} ({place})",
         "note" if little else "ok",
-        "Data workers may die of it (bus error). Give the container more, as with --shm-size."
+        "Data workers may crash (bus error). Give the container more, for example with --shm-size."
         if little
         else "",
     )
@@ -133,7 +133,7 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
             "torch",
             f"{value}, cannot use the GPUs here{why}",
             "problem",
-            "Install a torch that is built for a CUDA which this driver knows.",
+            "Install a torch build for a CUDA version that this driver supports.",
         )
     if gpus_of_site and build == "CPUs":
         return Finding(
@@ -141,7 +141,7 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
             "torch",
             value,
             "note",
-            "Ranks would not use the GPUs of this site: install a torch that is built for CUDA.",
+            "Ranks would not use the GPUs of this site. Install a torch build for CUDA.",
         )
     return Finding(_TOPIC, "torch", value)
 
@@ -150,10 +150,14 @@ def _backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if facts["nccl"]:
         yield Finding(_TOPIC, "NCCL", facts["nccl"])
     else:
-        yield Finding(_TOPIC, "NCCL", "not in this torch: ranks with GPUs need it, those on CPUs do not")
+        yield Finding(_TOPIC, "NCCL", "not in this torch build; required by GPU ranks only")
     if facts["gloo"]:
-        yield Finding(_TOPIC, "gloo", "there")
+        yield Finding(_TOPIC, "gloo", "available")
     else:
         yield Finding(
-            _TOPIC, "gloo", "not in this torch", "problem", "Ranks on CPUs need it: install another build."
+            _TOPIC,
+            "gloo",
+            "not in this torch build",
+            "problem",
+            "CPU ranks require it. Install another torch build.",
         )

@@ -29,21 +29,20 @@ def _name() -> Iterator[Finding]:
             "host name",
             f"{host} does not resolve: {error}",
             "note",
-            "Ranks then find each other by the addresses that Slurm has. Have the name added to /etc/hosts, "
-            "or to the name server.",
+            "Ranks use the addresses in Slurm's configuration instead. Ask the administrator to add the name "
+            "to /etc/hosts or DNS.",
         )
         return
     if all(map(is_loopback, addresses)):
         yield Finding(
             _TOPIC,
             "host name",
-            f"{host} is {', '.join(addresses)} for itself",
+            f"{host} resolves to {', '.join(addresses)} on itself",
             "note",
-            "gloo would listen where no other machine reaches it: a run tells it the right interface "
-            "(GLOO_SOCKET_IFNAME).",
+            "Other machines could not reach gloo there. Runs set GLOO_SOCKET_IFNAME to the right interface.",
         )
     else:
-        yield Finding(_TOPIC, "host name", f"{host} is {', '.join(addresses)}")
+        yield Finding(_TOPIC, "host name", f"{host} resolves to {', '.join(addresses)}")
 
 
 def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -55,7 +54,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     if words:
         yield Finding(_TOPIC, "interfaces", words)
     else:
-        yield Finding(_TOPIC, "interfaces", "none besides the loopback", "note", "Runs stay on this machine.")
+        yield Finding(_TOPIC, "interfaces", "loopback only", "note", "Runs cannot use other machines.")
     try:
         cards = sorted(os.listdir(_INFINIBAND))
     except OSError:
@@ -64,4 +63,4 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(_TOPIC, "InfiniBand", ", ".join(cards))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
         if value := environ.get(variable):
-            yield Finding(_TOPIC, variable, f"{value} (your environment; a run keeps it)")
+            yield Finding(_TOPIC, variable, f"{value} (from your environment; runs keep it)")

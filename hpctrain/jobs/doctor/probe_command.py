@@ -36,7 +36,7 @@ def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: flo
             errors="replace",
         )
     except OSError as error:
-        raise ProbeFailed(f"{argv[0]} cannot be run: {error.strerror}") from error
+        raise ProbeFailed(f"cannot run {argv[0]}: {error.strerror}") from error
     try:
         out, err = process.communicate(timeout=limit_s)
     except BaseException as error:
@@ -67,7 +67,7 @@ def run_python_probe(code: Sequence[str], environ: Mapping[str, str], limit_s: f
     except (IndexError, ValueError):
         facts = None
     if not isinstance(facts, dict):
-        raise ProbeFailed("the answer cannot be read")
+        raise ProbeFailed("the output is invalid")
     return facts
 
 

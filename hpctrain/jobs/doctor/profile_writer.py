@@ -25,7 +25,9 @@ def profile_options(report: DoctorReport) -> dict[str, Any]:
         UserError: there is no Slurm site here.
     """
     if report.site is None:
-        raise UserError("There is no Slurm here whose profile could be written. Look from a login node.")
+        raise UserError(
+            "Cannot write a site profile: there is no Slurm here. Run this command on a login node."
+        )
     options = (
         {_GPU_DIRECTIVE: report.gpu_request_style} if report.gpu_request_style not in (None, "gres") else {}
     )
@@ -45,9 +47,11 @@ def write_profile_file(report: DoctorReport, path: Path) -> None:
     _refuse_other_content(path)
     cluster = report.site.slurm.cluster if report.site and report.site.slurm else "this site"
     head = (
-        f"# What {cluster} is like, found by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
-        "# hpctrain reads it from /etc/hpctrain, or from where HPCTRAIN_SITE_CONFIG says. What Slurm\n"
-        "# tells is asked for anew at each submission; `habits` are what it does not, to be set by hand.\n"
+        f"# Profile of {cluster}, written by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
+        "# hpctrain reads it from /etc/hpctrain, or from the folder in HPCTRAIN_SITE_CONFIG. Each "
+        "submission\n"
+        "# queries Slurm's configuration again. `habits` are rules that Slurm does not report; edit "
+        "them here.\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, head + yaml.safe_dump(options, sort_keys=False))
@@ -61,12 +65,12 @@ def _refuse_other_content(path: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"{str(path)!r} cannot be read: {error}. Choose another file.") from error
+        raise SpecError(f"Cannot read {str(path)!r}: {error}. Choose another file.") from error
     keys = set(found) if isinstance(found, Mapping) else {"something else"} if found else set()
     if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
         raise SpecError(
-            f"{str(path)!r} holds {min(map(str, strangers))!r} besides the profile, which would be lost. "
-            "Choose a file of its own: all files of the site's folder are read."
+            f"{str(path)!r} also contains {min(map(str, strangers))!r}, which would be lost. "
+            "Choose a separate file: all files in the site's folder are read."
         )
 
 

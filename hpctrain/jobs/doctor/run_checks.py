@@ -132,13 +132,13 @@ def _look_at_slurm(
 
 def _without_slurm(trouble: str) -> Finding:
     if not is_unreachable(trouble):
-        return Finding("Slurm", "none", f"{trouble}: runs go to this machine itself")
+        return Finding("Slurm", "none", f"{trouble}; runs will use this machine")
     return Finding(
         "Slurm",
         "silent",
         trouble,
         "problem",
-        "Slurm is set up here and does not answer: try again, or ask who runs it.",
+        "Slurm is set up here but does not respond. Try again, or ask the administrator.",
     )
 
 
@@ -156,7 +156,7 @@ def _guarded(look: Callable[[], list[Finding]], topic: str) -> list[Finding]:
     try:
         return look()
     except HpctrainError as error:
-        return [Finding(topic, "look", f"failed: {error}", "problem", "See to it, and look again.")]
+        return [Finding(topic, "check", f"failed: {error}", "problem", "Fix this and run the check again.")]
 
 
 def _or_error(call: Callable[[], _T]) -> _T | ProbeFailed:

@@ -56,7 +56,7 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
 
 def _reason(error: SchedulerError) -> str:
     """Return the reason of a refusal; only the plugin's own message if there is one."""
-    parts = str(error).removeprefix("sbatch says: ").split("; ")
+    parts = str(error).removeprefix("sbatch failed: ").split("; ")
     return "; ".join([part for part in parts if "Unspecified error" not in part] or parts)
 
 
@@ -81,7 +81,7 @@ def _judge(refusals: Mapping[str, str], site: Site) -> ProbeResults:
             "a plain job",
             f"refused: {refusals['no memory']}",
             "problem",
-            "Find out what the site wants, such as --account or --partition, and put it into hpctrain.yaml.",
+            "Find out which options this site requires, such as --account, and set them in hpctrain.yaml.",
         )
         return ProbeResults((finding,), site.habits)
     findings = [Finding(_TOPIC, "a plain job", "accepted")]
@@ -92,9 +92,9 @@ def _judge(refusals: Mapping[str, str], site: Site) -> ProbeResults:
     needs_time = without_time in refusals
     findings += [_memory(refusals, refuses_memory, needs_memory, site)]
     findings += [
-        Finding(_TOPIC, "time limit", f"demanded: {refusals[without_time]}", "note", "Give --time.")
+        Finding(_TOPIC, "time limit", f"required: {refusals[without_time]}", "note", "Always give --time.")
         if needs_time
-        else Finding(_TOPIC, "time limit", "a job may leave it out")
+        else Finding(_TOPIC, "time limit", "optional")
     ]
     shares = site.slurm is None or site.slurm.hands_out_memory
     option: MemoryOptionSupport = "refused" if refuses_memory else "accepted" if shares else "ignored"
@@ -112,51 +112,51 @@ def _judge(refusals: Mapping[str, str], site: Site) -> ProbeResults:
 def _memory(refusals: Mapping[str, str], refuses: bool, needs: bool, site: Site) -> Finding:
     slurm = site.slurm
     if refuses:
-        return Finding(_TOPIC, "memory", f"--mem is refused: {refusals['plain']}", "note", "Give no --mem.")
+        return Finding(
+            _TOPIC, "memory", f"--mem is rejected: {refusals['plain']}", "note", "Do not use --mem."
+        )
     if needs:
-        return Finding(_TOPIC, "memory", f"demanded: {refusals['no memory']}", "note", "Give --mem.")
+        return Finding(_TOPIC, "memory", f"required: {refusals['no memory']}", "note", "Always give --mem.")
     if slurm is not None and not slurm.hands_out_memory:
-        return Finding(_TOPIC, "memory", "--mem chooses nodes that have it, and bounds nothing")
+        return Finding(_TOPIC, "memory", "--mem only selects nodes with enough memory; usage is not limited")
     if slurm is not None and slurm.default_memory_mib is None:
         return Finding(
             _TOPIC,
             "memory",
             "a job without --mem gets all memory of its nodes",
             "note",
-            "Where jobs share nodes, give --mem, or yours waits for empty ones.",
+            "Always give --mem if jobs share nodes; otherwise yours waits for empty ones.",
         )
     if slurm is None:
         return Finding(_TOPIC, "memory", "--mem is accepted")
     whose = "node" if slurm.def_mem_per_node_mib else "CPU"
-    return Finding(
-        _TOPIC, "memory", f"a job without --mem gets {slurm.default_memory_mib} MiB for each {whose}"
-    )
+    return Finding(_TOPIC, "memory", f"a job without --mem gets {slurm.default_memory_mib} MiB per {whose}")
 
 
 def _gpus(
     refusals: Mapping[str, str], site: Site, *, needs_memory: bool
 ) -> tuple[list[Finding], GpuRequestStyle | None]:
     if _with_gpus(site) is None:
-        return [Finding(_TOPIC, "GPUs", "no partition has any")], None
+        return [Finding(_TOPIC, "GPUs", "none in any partition")], None
     suffix = " with memory" if needs_memory else ""
     ways = [way for way in _GPU if f"{way}{suffix}" not in refusals]
     if not ways:
         words = f"refused: {refusals[f'gres{suffix}']}"
-        mend = "Runs on GPUs need what the site wants, such as --account or --partition."
+        mend = "Find out which options GPU jobs require at this site, such as --account or --partition."
         return [Finding(_TOPIC, "GPUs", words, "note", mend)], None
     words = " and ".join(f"--{way}" for way in ways)
     if len(ways) == len(_GPU):
-        return [Finding(_TOPIC, "GPUs", f"asked for by {words} alike")], None
+        return [Finding(_TOPIC, "GPUs", f"requested with {words}")], None
     other = next(way for way in _GPU if way not in ways)
     mend = (
         ""
         if ways[0] == "gres"
-        else "Put `gpu_request_style: gpus-per-node` into hpctrain.yaml or the site's profile."
+        else "Set `gpu_request_style: gpus-per-node` in hpctrain.yaml or in the site profile."
     )
     finding = Finding(
         _TOPIC,
         "GPUs",
-        f"asked for by {words}; --{other} is refused: {refusals[f'{other}{suffix}']}",
+        f"requested with {words}; --{other} is rejected: {refusals[f'{other}{suffix}']}",
         "note" if mend else "ok",
         mend,
     )

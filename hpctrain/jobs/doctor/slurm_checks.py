@@ -31,10 +31,10 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "requeue",
-            "only jobs that ask for it are requeued (JobRequeue=0)",
+            "only jobs that request it are requeued (JobRequeue=0)",
             "note",
-            "A run that is stopped goes on in a successor job; with --resume-mode requeue it asks for a "
-            "requeue. Where a plugin takes that back, write `requeue: false` under `habits:` in the profile.",
+            "An interrupted run continues in a successor job; with --resume-mode requeue it requests a "
+            "requeue. If a plugin overrides that, set `requeue: false` under `habits:` in the profile.",
         )
     if slurm.requeue_exit:
         yield Finding(
@@ -42,12 +42,12 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "RequeueExit",
             slurm.requeue_exit,
             "note",
-            "Slurm requeues jobs that end with these exit codes, so a run that failed may be started again.",
+            "Slurm requeues jobs that end with these exit codes, so a failed run may be restarted.",
         )
     if slurm.preempt_type == "none":
         yield Finding(_TOPIC, "preemption", "none")
     else:
-        told = ", and sends the signal that a job asked for" if slurm.signals_user else ""
+        told = ", and sends the signal that a job requested" if slurm.signals_user else ""
         yield Finding(
             _TOPIC, "preemption", f"by {slurm.preempt_type}, PreemptMode={slurm.preempt_mode}{told}"
         )
@@ -55,9 +55,9 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     yield Finding(
         _TOPIC,
         "KillWait",
-        f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or out of time",
+        f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its limit",
         "note" if little else "ok",
-        "A cancelled run may not save in that time; one that nears its time limit has --stop-before-limit."
+        "A cancelled run may not be able to save in that time. --stop-before-limit covers the time limit."
         if little
         else "",
     )
@@ -66,27 +66,28 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     yield Finding(
         _TOPIC,
         "SlurmdTimeout",
-        f"a node that went silent is given up {after}",
+        f"an unresponsive node is marked down {after}",
         "note" if long else "ok",
-        "Until then Slurm counts it as there." if long else "",
+        "Until then, Slurm treats the node as available." if long else "",
     )
     yield Finding(_TOPIC, "arrays", f"tasks up to number {slurm.max_array_size - 1} (MaxArraySize)")
     yield Finding(_TOPIC, "nodes", _sharing(slurm))
     most = {"node": slurm.max_mem_per_node_mib, "CPU": slurm.max_mem_per_cpu_mib}
-    if limits := [f"at most {mib} MiB for each {unit}" for unit, mib in most.items() if mib is not None]:
+    if limits := [f"at most {mib} MiB per {unit}" for unit, mib in most.items() if mib is not None]:
         yield Finding(_TOPIC, "memory", ", ".join(limits))
     if slurm.enforces_limits == "NO":
         yield Finding(
             _TOPIC,
             "limits",
-            "a job above a partition's limits is queued, and waits for ever (EnforcePartLimits=NO); "
-            "hpctrain refuses it first",
+            "a job that exceeds a partition's limits is queued and waits forever (EnforcePartLimits=NO); "
+            "hpctrain refuses to submit it",
         )
     else:
         yield Finding(
             _TOPIC,
             "limits",
-            f"a job above a partition's is refused (EnforcePartLimits={slurm.enforces_limits})",
+            "a job that exceeds a partition's limits is rejected "
+            f"(EnforcePartLimits={slurm.enforces_limits})",
         )
 
 
@@ -96,9 +97,9 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
         return Finding(
             _TOPIC,
             "accounting",
-            "none, so no sacct",
+            "disabled, so sacct is not available",
             "note",
-            "What became of a job is told by Slurm's controller for a while, and by the run folder for good.",
+            "Slurm forgets finished jobs after a few minutes; the run folder keeps their record.",
         )
     try:
         run_slurm(["sacct", "--allocations", "--noheader", "--starttime=now"], environ, timeout_s=_LIMIT_S)
@@ -106,18 +107,18 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
         return Finding(
             _TOPIC,
             "accounting",
-            f"slurmdbd does not answer: {error}",
+            f"slurmdbd does not respond: {error}",
             "note",
-            "What became of a job is told by the controller and the run folder meanwhile.",
+            "Until it responds, the state of finished jobs comes from the controller and the run folder.",
         )
-    return Finding(_TOPIC, "accounting", "slurmdbd, which answers")
+    return Finding(_TOPIC, "accounting", "slurmdbd responds")
 
 
 def partition_findings(site: Site) -> Iterator[Finding]:
     """Yield a finding for each partition."""
     if site.default_partition is None:
         yield Finding(
-            "Partitions", "default", "none", "note", "Give --partition, or put it into hpctrain.yaml."
+            "Partitions", "default", "none", "note", "Give --partition, or set it in hpctrain.yaml."
         )
     for partition in site.partitions:
         standing = [*_trouble(partition, site)]
@@ -134,7 +135,7 @@ def qos_findings(every: Sequence[Qos]) -> Iterator[Finding]:
     """Yield a finding for each QOS that affects jobs."""
     for qos in every:
         words = [
-            f"{format_time_limit(qos.max_time_s)} at most" if qos.max_time_s is not None else "",
+            f"at most {format_time_limit(qos.max_time_s)}" if qos.max_time_s is not None else "",
             f"PreemptMode={qos.preempt_mode}" if qos.preempt_mode not in ("", "CLUSTER") else "",
             f"{qos.grace_time_s:g} s grace" if qos.grace_time_s else "",
             ", ".join(qos.flags),
@@ -145,9 +146,9 @@ def qos_findings(every: Sequence[Qos]) -> Iterator[Finding]:
 
 def _sharing(slurm: SlurmConfig) -> str:
     if slurm.select == "linear":
-        return "each job gets whole nodes (select/linear)"
-    memory = "CPUs, GPUs and memory" if slurm.hands_out_memory else "CPUs and GPUs, not memory,"
-    return f"{memory} are shared out one by one (select/{slurm.select})"
+        return "allocated as whole nodes (select/linear)"
+    memory = "CPUs, GPUs and memory" if slurm.hands_out_memory else "CPUs and GPUs, but not memory,"
+    return f"{memory} are allocated individually (select/{slurm.select})"
 
 
 def _nodes(groups: Sequence[NodeGroup]) -> str:
@@ -168,18 +169,14 @@ def _limits(partition: Partition) -> str:
         f"time {format_time_limit(partition.max_time_s)}"
         if partition.max_time_s is not None
         else "no time limit",
-        f"{format_time_limit(default_s)} where none is given" if default_s is not None else "",
+        f"default time {format_time_limit(default_s)}" if default_s is not None else "",
         f"at most {pluralize(partition.max_nodes, 'node')}" if partition.max_nodes is not None else "",
         f"at least {pluralize(partition.min_nodes, 'node')}" if partition.min_nodes > 1 else "",
-        f"at most {partition.max_mem_per_node_mib} MiB a node" if partition.max_mem_per_node_mib else "",
-        f"at most {partition.max_mem_per_cpu_mib} MiB a CPU" if partition.max_mem_per_cpu_mib else "",
-        f"{partition.def_mem_per_cpu_mib} MiB a CPU where none is given"
-        if partition.def_mem_per_cpu_mib
-        else "",
-        f"{partition.def_mem_per_node_mib} MiB a node where none is given"
-        if partition.def_mem_per_node_mib
-        else "",
-        f"at most {partition.max_cpus_per_node} CPUs a node"
+        f"at most {partition.max_mem_per_node_mib} MiB per node" if partition.max_mem_per_node_mib else "",
+        f"at most {partition.max_mem_per_cpu_mib} MiB per CPU" if partition.max_mem_per_cpu_mib else "",
+        f"default {partition.def_mem_per_cpu_mib} MiB per CPU" if partition.def_mem_per_cpu_mib else "",
+        f"default {partition.def_mem_per_node_mib} MiB per node" if partition.def_mem_per_node_mib else "",
+        f"at most {partition.max_cpus_per_node} CPUs per node"
         if partition.max_cpus_per_node is not None
         else "",
         "whole nodes" if partition.whole_nodes else "",
@@ -187,8 +184,8 @@ def _limits(partition: Partition) -> str:
         f"for accounts {', '.join(partition.allow_accounts)}" if partition.allow_accounts is not None else "",
         f"for QOS {', '.join(partition.allow_qos)}" if partition.allow_qos is not None else "",
         f"for groups {', '.join(partition.allow_groups)}" if partition.allow_groups is not None else "",
-        "for root" if partition.root_only else "",
-        "with a reservation" if partition.needs_reservation else "",
+        "for root only" if partition.root_only else "",
+        "requires a reservation" if partition.needs_reservation else "",
     ]
     return ", ".join(filter(None, words))
 
@@ -202,7 +199,7 @@ def _end(partition: Partition, site: Site) -> str:
 
 def _trouble(partition: Partition, site: Site) -> Iterator[str]:
     if partition.state != "UP":
-        yield f"It takes or starts no jobs for now (State={partition.state})."
+        yield f"The partition does not currently accept or start jobs (State={partition.state})."
     out = sum(group.num for group in partition.groups if group.is_out)
     if out:
         total = pluralize(partition.num_nodes, "node")
@@ -211,8 +208,8 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
         return
     kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves if it can within KillWait, and goes on in a successor job."
+        yield "A preempted run saves if it can do so within KillWait, and continues in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
-        yield "A preempted run stands still until its nodes are free again; GPU memory stays taken."
+        yield "A preempted run is suspended until its nodes are free again, and keeps its GPU memory."
     elif partition.grace_time_s + kill_wait_s < _LITTLE_GRACE_S:
         yield f"A preempted run has {partition.grace_time_s + kill_wait_s:g} s to save (GraceTime, KillWait)."

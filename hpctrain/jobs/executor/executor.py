@@ -20,8 +20,8 @@ from hpctrain.text import suggest
 
 #: Hints for options that an executor sets itself, and for parameters that only submitit has.
 _HINTS = {
-    "run_dir": "Every job of an executor has a run folder of its own; give their parent as `folder`.",
-    "runs_dir": "Give it as `folder`.",
+    "run_dir": "Every job of an executor has its own run folder. Pass their parent folder as `folder`.",
+    "runs_dir": "Use `folder`.",
     "array": "Use map_array(), submit_array() or batch().",
     "num_gpus": "Use gpus_per_node.",
     "gpus_per_task": "Every rank has one GPU. Use gpus_per_node.",
@@ -29,8 +29,8 @@ _HINTS = {
     "signal_delay_s": "Use stop_before_limit.",
     "additional_parameters": "Use sbatch, such as sbatch={'wckey': 'x'}.",
     "wckey": "Use sbatch={'wckey': …}.",
-    "teardown": "The ranks end with their function. Clean up there.",
-    "srun_args": "The supervisor starts the ranks with options of its own.",
+    "teardown": "Clean up in the function itself: the ranks exit when it returns.",
+    "srun_args": "The supervisor starts the ranks with its own options.",
     "use_srun": "The supervisor starts the ranks.",
     "stderr_to_stdout": "Both streams of a rank go to one log.",
 }
@@ -70,7 +70,7 @@ class Executor(submitit.Executor):
         run = find_run(run_id, self.folder, os.environ)
         if tasks := run.tasks():
             raise UserError(
-                f"{run_id!r} is an array of {len(tasks)} jobs. Take one, such as {tasks[0].run_id!r}."
+                f"{run_id!r} is an array of {len(tasks)} jobs. Choose one, such as {tasks[0].run_id!r}."
             )
         return Job.of(run)
 

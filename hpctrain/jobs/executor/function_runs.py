@@ -85,8 +85,8 @@ def submit_calls(
         )
         if (spec := submission.spec).is_elastic:
             raise SpecError(
-                f"{spec.min_nodes} to {spec.nodes} nodes are asked for (--nodes) for a function, but its "
-                "results are those of a number of ranks that is known beforehand. Give one number of nodes."
+                f"{spec.min_nodes} to {spec.nodes} nodes requested (--nodes) for a function, but a function "
+                "returns one result per rank, so the number of ranks must be fixed. Give one number of nodes."
             )
         for note in submission.notes:
             if note not in told:
@@ -124,7 +124,8 @@ def _new_folder(parent: Path, name: str) -> Iterator[Path]:
                 break
     except OSError as error:
         raise SpecError(
-            f"No run folder can be made in {str(parent)!r} (`folder`): {error.strerror}. Choose another."
+            f"Cannot create a run folder in {str(parent)!r} (`folder`): {error.strerror}. Choose "
+            "another folder."
         ) from error
     try:
         yield folder
@@ -144,7 +145,7 @@ def read_result(run: RunDir, rank: int) -> Any:
     deadline = time.monotonic() + _RESULT_PATIENCE_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise RunFailed(f"Rank {rank} of run {run.run_id} has left no result: {path} is not there.")
+            raise RunFailed(f"Rank {rank} of run {run.run_id} left no result: {path} does not exist.")
         time.sleep(0.2)
     try:
         return pickle.loads(read_regular(path))
@@ -182,12 +183,12 @@ def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
 
 def _in_place_of_logs(run: RunDir, ranks: list[int]) -> str:
     whose = format_ranks(ranks).capitalize()
-    said = f"{whose} of run {run.run_id} began no log."
+    said = f"{whose} of run {run.run_id} wrote no log."
     for path in (run.slurm_log, run.supervisor_log):
         with suppress(OSError):
             if text := read_regular(path).decode(errors="replace"):
-                return f"{said} What the job itself printed ({path}):\n{text}"
-    return f"{said} The job itself printed nothing either.\n"
+                return f"{said} Output of the job itself ({path}):\n{text}"
+    return f"{said} The job itself printed no output either.\n"
 
 
 @dataclass(frozen=True)

@@ -225,8 +225,8 @@ class Job(submitit.Job[R]):
         """
         if self.num_tasks > 1:
             raise UserError(
-                f"This job has {self.num_tasks} ranks, and so as many results: take results(), "
-                "or task(0).result() for that of rank 0."
+                f"This job has {self.num_tasks} ranks and as many results. Use results(), "
+                "or task(0).result() for the result of rank 0."
             )
         return self.results()[0]
 

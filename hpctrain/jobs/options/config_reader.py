@@ -48,7 +48,7 @@ def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
             root = yaml.compose(file)
     except OSError as error:
         raise SpecError(
-            f"The file of options {str(path)!r} cannot be read: {error.strerror}. Check its path and mode."
+            f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check its path and mode."
         ) from error
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
@@ -130,7 +130,7 @@ class _Reader:
             return None
         if not isinstance(node, yaml.ScalarNode):
             what = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
-            raise SpecError(f"{source}: {key} is {what}, but it takes a single value.")
+            raise SpecError(f"{source}: {key} is {what}, but must be a single value.")
         return str(node.value)
 
     def _anchored(self, text: str) -> str:
@@ -143,15 +143,18 @@ class _Reader:
         lines: dict[str, int] = {}
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
-            raise SpecError(f"{self._path}:{line}: {what} has to hold lines of the form `key: value`.")
+            raise SpecError(
+                f"{self._path}:{line}: {what} must be a mapping (lines of the form `key: value`)."
+            )
         for key_node, value in node.value:
             line = key_node.start_mark.line + 1
             key = key_node.value
             if not isinstance(key, str):
-                raise SpecError(f"{self._path}:{line}: a key has to be a single word.")
+                raise SpecError(f"{self._path}:{line}: a key must be a single word.")
             if key in lines:
                 raise SpecError(
-                    f"{self._path}:{line}: {key!r} stands in line {lines[key]} already. Give it once."
+                    f"{self._path}:{line}: duplicate key {key!r}, already given on line {lines[key]}. "
+                    "Remove one of them."
                 )
             lines[key] = line
             yield key, line, value

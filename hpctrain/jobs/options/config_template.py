@@ -11,17 +11,17 @@ from hpctrain.jobs.options.table import all_options
 _WIDTH = 100
 
 _HEAD = """\
-# What `hpctrain submit` takes in this project, where the command line says nothing else.
-# `hpctrain submit --explain SCRIPT` shows each value and where it was given.
+# Default options of `hpctrain submit` in this project. The command line overrides them.
+# `hpctrain submit --explain SCRIPT` shows each value and its source.
 #
-# Remove the # before a line to set the option. One without a value takes back what the files of the site
-# (/etc/hpctrain/*.yaml) and of the user (~/.config/hpctrain/config.yaml) say, which have the same form.
+# Remove the # before a line to set the option. A key without a value resets what the files of the site
+# (/etc/hpctrain/*.yaml) and the user (~/.config/hpctrain/config.yaml) set; they have the same format.
 """
 
 _PROFILES = """
 # ---- Profiles
 
-# Named sets of options, each taken with --profile NAME.
+# Named sets of options. --profile NAME selects one.
 #profiles:
 #  debug:
 #    nodes: 1
@@ -45,9 +45,9 @@ def _entry(option: Option) -> str:
     empty = "{}" if option.kind.pairs else "[]" if option.kind.many else ""
     value = empty if about.default is None else str(about.default)
     remarks = [
-        f"by default {about.default_words}" if about.default_words else "",
-        f"such as {{{about.example}}}" if option.kind.pairs else "",
-        f"such as {about.example}" if about.example and not option.kind.pairs else "",
+        f"default: {about.default_words}" if about.default_words else "",
+        f"example: {{{about.example}}}" if option.kind.pairs else "",
+        f"example: {about.example}" if about.example and not option.kind.pairs else "",
         str(option.kind) if option.kind.words else "",
     ]
     remark = "; ".join(filter(None, remarks))

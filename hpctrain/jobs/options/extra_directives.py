@@ -11,29 +11,29 @@ from hpctrain.text import suggest
 #: Directives that hpctrain sets itself, and what to use instead.
 _OURS = {
     "array": "Use --array",
-    "chdir": "A job runs in its run folder: choose it with --run-dir",
-    "clusters": "Choose the cluster with the variable SLURM_CLUSTERS",
+    "chdir": "A job runs in its run folder. Choose it with --run-dir",
+    "clusters": "Choose the cluster with the environment variable SLURM_CLUSTERS",
     "cpus-per-gpu": "Use --cpus-per-task: each rank has one GPU",
     "cpus-per-task": "Use --cpus-per-task",
-    "error": "Logs lie in the run folder: choose it with --run-dir",
-    "export": "Give variables with --env",
-    "export-file": "Give variables with --env",
+    "error": "Logs are in the run folder. Choose it with --run-dir",
+    "export": "Use --env",
+    "export-file": "Use --env",
     "gpus": "Use --gpus-per-node",
     "gpus-per-node": "Use --gpus-per-node",
     "gpus-per-socket": "Use --gpus-per-node",
     "gpus-per-task": "Use --gpus-per-node: each rank has one GPU",
-    "input": "Give the script arguments instead: ranks have no standard input",
+    "input": "Ranks have no standard input. Pass arguments to the script instead",
     "job-name": "Use --name",
-    "no-kill": "What happens when a node dies is up to the supervisor",
-    "no-requeue": "To go on without requeues, use --resume-mode successor",
+    "no-kill": "The supervisor handles lost nodes",
+    "no-requeue": "Use --resume-mode successor to continue without requeues",
     "nodes": "Use --nodes",
     "ntasks": "Use --ntasks-per-node",
     "ntasks-per-core": "Use --ntasks-per-node",
     "ntasks-per-gpu": "Use --gpus-per-node: each rank has one GPU",
     "ntasks-per-node": "Use --ntasks-per-node",
     "ntasks-per-socket": "Use --ntasks-per-node",
-    "open-mode": "Logs are always appended to",
-    "output": "Logs lie in the run folder: choose it with --run-dir",
+    "open-mode": "hpctrain always appends to logs",
+    "output": "Logs are in the run folder. Choose it with --run-dir",
     "parsable": "Use --json",
     "requeue": "Use --resume-mode",
     "signal": "Use --stop-before-limit",
@@ -41,7 +41,7 @@ _OURS = {
     "test-only": "Use --dry-run",
     "time": "Use --time",
     "wait": "Use --follow, or hpctrain wait",
-    "wrap": "Give the script as an argument of hpctrain submit",
+    "wrap": "Pass the script as an argument to hpctrain submit",
 }
 
 # All other long options of sbatch(1) that a script may contain, Slurm 20.11 to 25.05.
@@ -109,11 +109,11 @@ def _checked(key: str, value: str) -> str:
     if key in _OURS:
         raise SpecError(f"--sbatch {key} is set by hpctrain itself. {_OURS[key]}.")
     if key in (named := _named()):
-        raise SpecError(f"--sbatch {key} has an option of its own. Use --{key}.")
+        raise SpecError(f"Use --{key} instead of --sbatch {key}.")
     if key in _FLAGS.split():
         if value not in ("", "true", "yes"):
             raise SpecError(
-                f"--sbatch {key} is {value!r}, but it is a flag of sbatch, which takes no value. "
+                f"--sbatch {key} is {value!r}, but this flag of sbatch accepts no value. "
                 f"Give --sbatch {key} alone, or leave it out."
             )
         return ""

@@ -98,14 +98,14 @@ class OptionType(NamedTuple):
         raise ValueError(text)
 
     def __str__(self) -> str:
-        """Describe the accepted values, as in "it takes …"."""
+        """Describe the accepted values, as in "must be …"."""
         names = [
             *(["true", "false"] if self.flag else []),
             *self.words,
             *(["a whole number"] if self.number else []),
             *(["text"] if self.text else []),
-            *(["texts by name"] if self.pairs else []),
-            *(["text, or a list of texts"] if self.many else []),
+            *(["a mapping of names to text"] if self.pairs else []),
+            *(["text, or a list of text"] if self.many else []),
         ]
         return join_or(names)
 

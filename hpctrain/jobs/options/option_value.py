@@ -56,16 +56,16 @@ def find_option(key: str, where: str) -> Option:
     if key in known and known[key].about.in_files:
         return known[key]
     if key in known:
-        raise SpecError(f"{where}{key!r} can be given on the command line only, as {known[key].flag}.")
+        raise SpecError(f"{where}{key!r} is accepted on the command line only, as {known[key].flag}.")
     if key in (PROFILES_KEY, SITE_KEY):
-        raise SpecError(f"{where}{key!r} is no option: it stands in a file, beside the options.")
+        raise SpecError(f"{where}{key!r} is not an option; it is a section of configuration files.")
     names = [name for name, option in known.items() if option.about.in_files]
     hint = explain_foreign(key) or suggest(key, (*names, PROFILES_KEY, SITE_KEY))
-    raise SpecError(f"{where}there is no option {key!r}. {hint}")
+    raise SpecError(f"{where}unknown option {key!r}. {hint}")
 
 
 def invalid_value_message(label: str, value: object, option: Option) -> str:
-    """Return the error message for a value that the option does not take."""
+    """Return the error message for a value that the option does not accept."""
     if value == "":
         return f"{label} is empty. Give it a value, or leave it out."
-    return f"{label} is {value!r}, but it takes {option.kind}."
+    return f"{label} is {value!r}, but must be {option.kind}."

@@ -154,8 +154,11 @@ def _from_files(
         known = {name: None for file in (*standing, *named) for name in file.profiles}
         if profile not in known:
             files = ", ".join(str(file.path) for file in (*standing, *named))
-            hint = suggest(profile, known) if known else f"None of the files has one ({files or 'no files'})."
-            raise SpecError(f"There is no profile {profile!r} (--profile). {hint}")
+            where = f"The configuration files define no profiles: {files}."
+            hint = (
+                suggest(profile, known) if known else where if files else "There are no configuration files."
+            )
+            raise SpecError(f"Unknown profile {profile!r} (--profile). {hint}")
     for group in (standing, named):
         for file in group:
             yield from file.plain

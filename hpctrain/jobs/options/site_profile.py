@@ -100,7 +100,7 @@ class _Reader:
                 raise self._unknown(node, key, name, list(hints))
         for entry in fields(kind):
             if entry.name not in entries and entry.default is entry.default_factory is MISSING:
-                raise SpecError(f"{self._place(node)}: {key} lacks {entry.name!r}. Add it.")
+                raise SpecError(f"{self._place(node)}: {key} has no {entry.name!r}. Add it.")
         return kind(**{name: self._value(hints[name], one, f"{key}.{name}") for name, one in entries.items()})
 
     def _scalar(self, hint: Any, node: Node, key: str) -> Any:
@@ -123,18 +123,18 @@ class _Reader:
 
     def _entries(self, node: Node, key: str) -> dict[str, Node]:
         if not isinstance(node, yaml.MappingNode):
-            raise self._wrong(node, key, "lines of the form `key: value`")
+            raise self._wrong(node, key, "a mapping (lines of the form `key: value`)")
         return {str(name.value): value for name, value in node.value}
 
     def _wrong(self, node: Node, key: str, takes: str) -> SpecError:
         what = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         if isinstance(node, yaml.ScalarNode):
             what = repr(node.value)
-        return SpecError(f"{self._place(node)}: {key} is {what}, but it takes {takes}.")
+        return SpecError(f"{self._place(node)}: {key} is {what}, but must be {takes}.")
 
     def _unknown(self, node: Node, key: str, name: str, known: list[str]) -> SpecError:
         place = next((one for one, _ in node.value if one.value == name), node)
-        return SpecError(f"{self._place(place)}: {key} has no {name!r}. {suggest(name, known)}")
+        return SpecError(f"{self._place(place)}: unknown key {name!r} in {key}. {suggest(name, known)}")
 
     def _place(self, node: Node) -> str:
         return f"{self._path}:{node.start_mark.line + 1}"

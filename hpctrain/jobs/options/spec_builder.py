@@ -129,7 +129,7 @@ def _positive(option: str, value: int | None) -> int:
     if value is None:
         return 0
     if value < 1:
-        raise SpecError(f"--{option} is {value}, but it takes at least 1.")
+        raise SpecError(f"--{option} is {value}, but must be at least 1.")
     return value
 
 
@@ -138,7 +138,7 @@ def _seconds(option: str, value: int | str | None, least: int) -> int | None:
     if not isinstance(value, int):
         return None
     if value < least:
-        raise SpecError(f"--{option} is {value}, but it takes at least {least} seconds, or never.")
+        raise SpecError(f"--{option} is {value}, but must be at least {least} seconds, or never.")
     return value
 
 
@@ -147,7 +147,7 @@ def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
         path = Path(os.path.normpath(cwd / asked))
         if not path.name:
             raise SpecError(
-                f"--run-dir is {os.fspath(asked)!r}, which has no name that could be the run's id. "
+                f"--run-dir is {os.fspath(asked)!r}, which has no folder name to use as the run id. "
                 "Choose a folder below it."
             )
         return path
@@ -169,12 +169,12 @@ def _nodes(value: int | str) -> tuple[int, int]:
         if 1 <= least <= most:
             return least, most
         raise SpecError(
-            f"--nodes {value}: the least number of nodes is {least}, and the most {most}, but it takes "
+            f"--nodes {value}: the minimum is {least} and the maximum is {most}, but a range requires "
             "1 ≤ MIN ≤ MAX, such as 2:4."
         )
     raise SpecError(
         f"--nodes {value!r} is neither a number nor a range. Give the number of nodes, such as 2, or the "
-        "least and the most, such as 2:4."
+        "minimum and maximum, such as 2:4."
     )
 
 
@@ -184,7 +184,10 @@ def _gpus(value: int | str) -> tuple[str | None, int]:
         return None, value
     gpu_type, _, number = value.rpartition(":")
     if not gpu_type or not (number.isascii() and number.isdecimal()):
-        raise SpecError(f"--gpus-per-node is {value!r}, but it takes a number, such as 8 or h100:8.")
+        raise SpecError(
+            f"--gpus-per-node is {value!r}, but must be a number, such as 8, or a type and a number, "
+            "such as h100:8."
+        )
     return gpu_type, int(number)
 
 

@@ -39,7 +39,7 @@ class _Size(TypedDict, total=False):
             aliases=("-N", "--nnodes", "--num-nodes"),
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
-            help="Number of nodes. MIN:MAX uses all available, and the run continues if some fail.",
+            help="Number of nodes. MIN:MAX uses as many as are available, and continues if some fail.",
         ),
     ]
     spare_nodes: Annotated[
@@ -65,7 +65,7 @@ class _Size(TypedDict, total=False):
             aliases=("--grow-after",),
             metavar="SECONDS",
             default=JobSpec.scale_up_after_s,
-            help="Seconds after which a run on fewer than MAX nodes looks for more. 0 means never.",
+            help="Seconds after which a run on fewer than MAX nodes looks for more nodes. 0 disables this.",
         ),
     ]
     gpus_per_node: Annotated[
@@ -73,7 +73,8 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             metavar="[TYPE:]G",
             default=JobSpec.gpus_per_node,
-            help="GPUs per node (one rank per GPU), optionally with a type, such as h100:8. 0 runs on CPUs.",
+            help="GPUs per node (one rank per GPU), optionally with a type, such as h100:8. 0 uses CPUs "
+            "only.",
         ),
     ]
     ntasks_per_node: Annotated[
@@ -81,7 +82,7 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             aliases=("--tasks-per-node", "--nproc-per-node"),
             metavar="T",
-            default_words="one a GPU, or 1",
+            default_words="one per GPU, or 1",
             help="Ranks per node (CPU runs).",
         ),
     ]
@@ -107,7 +108,7 @@ class _Size(TypedDict, total=False):
         bool | Literal["user", "mcs"],
         OptionInfo(
             directive=True,
-            help="Do not share the nodes with other jobs. In a file also user or mcs, as in sbatch.",
+            help="Do not share the nodes with other jobs. A file may also set user or mcs, as in sbatch.",
         ),
     ]
     array: Annotated[
@@ -116,8 +117,9 @@ class _Size(TypedDict, total=False):
             aliases=("-a",),
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
-            help="Job array: one run per number, each in its own folder, at most LIMIT at once. The script "
-            "reads its number from HPCTRAIN_ARRAY_TASK_ID.",
+            help="Submit a job array: one run per task number, each in its own folder, at most LIMIT at "
+            "once. "
+            "The script reads its number from HPCTRAIN_ARRAY_TASK_ID.",
         ),
     ]
 
@@ -168,7 +170,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME[=VALUE]",
             example="NCCL_DEBUG: INFO",
-            help="Environment variable for the ranks. NAME alone takes the value from this environment.",
+            help="Environment variable for the ranks. NAME alone copies its value from this environment.",
         ),
     ]
     max_failures: Annotated[
@@ -228,7 +230,8 @@ class _Code(TypedDict, total=False):
         OptionInfo(
             aliases=("--snapshot",),
             default_words="yes",
-            help="Copy the working tree (tracked, changed and new files) into the run folder; run the copy.",
+            help="Copy the working tree (tracked, changed and new files) into the run folder and run "
+            "the copy.",
         ),
     ]
     code_snapshot_limit: Annotated[
@@ -237,7 +240,7 @@ class _Code(TypedDict, total=False):
             aliases=("--snapshot-limit",),
             metavar="MB",
             default=DEFAULT_SNAPSHOT_LIMIT_MB,
-            help="Maximum size of the copy, in MB.",
+            help="Maximum size of the code snapshot, in MB.",
         ),
     ]
 
@@ -308,7 +311,7 @@ class _Container(TypedDict, total=False):
         OptionInfo(
             metavar="NAME,…",
             example="[HF_HOME]",
-            help="Variables of the job that override those of the image. --env always does.",
+            help="Job variables that override variables of the image. Those given with --env always do.",
         ),
     ]
     container_python: Annotated[
@@ -327,7 +330,7 @@ class _Launch(TypedDict, total=False):
     launcher: Annotated[
         LauncherName,
         OptionInfo(
-            default_words="torchrun with its template, or srun",
+            default_words="srun; torchrun with its template",
             help="Program that starts the ranks: srun, or one torchrun agent per node.",
         ),
     ]
@@ -451,7 +454,8 @@ class _Nodes(TypedDict, total=False):
             metavar="N[@TIME]",
             example="1@02:00:00",
             directive=True,
-            help="Maximum number of leaf switches between the nodes, and the maximum wait for it.",
+            help="Maximum number of leaf switches that connect the nodes, and the maximum time to wait "
+            "for that.",
         ),
     ]
     gres: Annotated[
@@ -534,12 +538,16 @@ class _Sources(TypedDict, total=False):
 
     config: Annotated[
         str | os.PathLike[str],
-        OptionInfo(metavar="FILE", in_files=False, help="Configuration file, which overrides all others."),
+        OptionInfo(
+            metavar="FILE", in_files=False, help="Additional configuration file. Overrides all others."
+        ),
     ]
     profile: Annotated[
         str,
         OptionInfo(
-            metavar="NAME", in_files=False, help="Section under profiles: in the configuration files."
+            metavar="NAME",
+            in_files=False,
+            help="Profile to apply, from profiles: in the configuration files.",
         ),
     ]
 

@@ -40,18 +40,16 @@ def check_unused_options(
     for name, flag in asked.items():
         if spec.container is None and name.startswith("container_"):
             raise SpecError(
-                f"{flag} is for a container, but none is asked for. "
-                "Name its image with --container-image, or leave it out."
+                f"{flag} requires a container, but --container-image is not given. "
+                f"Give --container-image, or leave out {flag}."
             )
         if spec.torchrun is None and name.startswith("rdzv_"):
             raise SpecError(
-                f"{flag} is for torchrun, but srun starts the ranks (--launcher). "
-                "Leave it out, or give --launcher torchrun."
+                f"{flag} requires torchrun, but srun starts the ranks (--launcher). "
+                f"Leave out {flag}, or give --launcher torchrun."
             )
     reasons = dict(_reasons(given, spec))
-    return [
-        f"{flag} changes nothing here: {reasons[name]}." for name, flag in asked.items() if name in reasons
-    ]
+    return [f"{flag} has no effect: {reasons[name]}." for name, flag in asked.items() if name in reasons]
 
 
 def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
@@ -59,17 +57,17 @@ def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
     if spec.min_nodes == spec.nodes:
         yield "scale_up_after", f"the number of nodes is fixed (--nodes {spec.nodes})"
     if spec.gpus_per_node == 0:
-        yield "gpu_request_style", "no GPU is asked for (--gpus-per-node)"
+        yield "gpu_request_style", "no GPUs are requested (--gpus-per-node)"
     if not spec.notify.targets:
-        yield from ((name, "there are no targets (--notify)") for name in ("notify_on", "notify_stall_after"))
+        yield from ((name, "--notify is not given") for name in ("notify_on", "notify_stall_after"))
     elif "stall" not in spec.notify.on:
-        yield "notify_stall_after", "stall is not among the events (--notify-on)"
+        yield "notify_stall_after", "--notify-on does not include stall"
     if not given.get("code_snapshot", True):
-        yield "code_snapshot_limit", "nothing is copied (--no-code-snapshot)"
+        yield "code_snapshot_limit", "the code is not copied (--no-code-snapshot)"
     if spec.torchrun is not None:
-        yield "standby_workers", "torchrun starts the workers (--launcher)"
+        yield "standby_workers", "torchrun starts the ranks (--launcher)"
     if spec.backend == "local":
         others = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode")
-        yield from ((name, "the run goes to this machine itself") for name in others)
+        yield from ((name, "the run uses the local backend") for name in others)
         if spec.time_limit_s is None:
             yield "stop_before_limit", "there is no time limit (--time)"

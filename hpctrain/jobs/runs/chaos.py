@@ -75,8 +75,8 @@ def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ..
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
     if impossible := sorted(set(asked).difference(possible)):
         raise SpecError(
-            f"--fault {', '.join(impossible)} needs Slurm, but this run's backend is {backend}: nobody would "
-            f"start the run again. There are {', '.join(possible)}."
+            f"--fault {', '.join(impossible)} needs Slurm, but the backend of this run is {backend}, which "
+            f"would not restart the run. Available: {', '.join(possible)}."
         )
     return tuple(sorted(asked)) or tuple(fault for fault in possible if fault is not Fault.STOP_RANK)
 
@@ -144,7 +144,7 @@ class ChaosRunner:
             chance = random.Random(f"{self.seed}/{done}")
             blow = self._next(status, chance)
             if blow is not None and (dry_run or self._strike(blow, status)):
-                self.tell(f"would do {blow}" if dry_run else str(blow))
+                self.tell(f"would inject {blow}" if dry_run else str(blow))
                 done, missed = done + 1, None
                 if done == times:
                     break
@@ -153,8 +153,8 @@ class ChaosRunner:
                 missed = now
             elif now - missed > _REACH_LIMIT_S:
                 raise SchedulerError(
-                    f"Run {self.run.run_id} is {status.state}, but nothing of it could be reached for "
-                    f"{_REACH_LIMIT_S:.0f} s: {blow or 'it has not started any ranks'}."
+                    f"Run {self.run.run_id} is {status.state}, but no fault could be injected for "
+                    f"{_REACH_LIMIT_S:.0f} s: {blow or 'no ranks have been started'}."
                 )
         return done
 
@@ -206,15 +206,18 @@ def check_disturbable(run: Run) -> RunStatus:
     """
     if (owner := run.dir.path.stat().st_uid) != os.geteuid():
         raise SpecError(
-            f"Run {run.run_id} belongs to user {owner} and you are {os.geteuid()}: disturb a run of your own."
+            f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "
+            "Faults can only be injected into your own runs."
         )
     if tasks := run.dir.tasks():
         raise SpecError(
-            f"Run {run.run_id} is a job array: name one of its tasks, as in {run.run_id}/task-{tasks[0]}."
+            f"Run {run.run_id} is a job array. Name one of its tasks, such as {run.run_id}/task-{tasks[0]}."
         )
     status = run.status()
     if status.state is not RunState.RUNNING:
-        raise SpecError(f"Run {run.run_id} is {status.state}; only a running one can be disturbed.")
+        raise SpecError(
+            f"Run {run.run_id} is {status.state}; faults can only be injected into a running run."
+        )
     return status
 
 
@@ -226,7 +229,7 @@ def _batch_host(job_id: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """
     words = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
     if len(words) != 2:
-        raise SchedulerError(f"squeue does not tell where job {job_id} runs.")
+        raise SchedulerError(f"squeue does not show where job {job_id} runs.")
     return words[0], words[1]
 
 

@@ -108,8 +108,8 @@ class Run:
         if not status.state.ended:
             state = describe_unknown(status) if status.state is RunState.UNKNOWN else status.state
             raise WaitTimeout(
-                f"Run {self.run_id} has not ended within {timeout:g} s: its state is {state}. "
-                "Wait again, or cancel it."
+                f"Run {self.run_id} did not end within {timeout:g} s; its state is {state}. "
+                "Wait again, or cancel the run."
             )
         self.await_exit()
         return status
@@ -205,18 +205,20 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
         try:
             found = RunDir(folder).spec.is_file()
         except OSError as error:
-            raise RunNotFound(f"The run {run!r} cannot be looked at: {_trouble(error)}.") from error
+            raise RunNotFound(f"Cannot access run {run!r}: {_trouble(error)}.") from error
         if found:
             return Run(RunDir(folder.absolute()), environ)
     known = [known.run_id for known in list_runs(runs_dir, environ)]
-    hint = suggest(run, known, otherwise="`hpctrain list` shows all; --runs-dir looks elsewhere.")
+    hint = suggest(run, known, otherwise="`hpctrain list` shows all runs; --runs-dir selects another folder.")
     for folder in (runs_dir / run, Path(run)):
         if (path := RunDir(folder).checkpoints).is_dir():
             raise RunNotFound(
-                f"{str(folder)!r} has checkpoints, but was not submitted so far: `hpctrain submit --run-dir` "
-                f"goes on from them, `hpctrain checkpoints` lists what lies in {str(path)!r}."
+                f"{str(folder)!r} has checkpoints but has never been submitted. `hpctrain submit --run-dir` "
+                f"resumes from them; `hpctrain checkpoints` lists those in {str(path)!r}."
             )
-    raise RunNotFound(f"There is no run {run!r}, neither in {str(runs_dir)!r} nor as a folder. {hint}")
+    raise RunNotFound(
+        f"There is no run {run!r} in {str(runs_dir)!r}, and no run folder with that path. {hint}"
+    )
 
 
 def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
@@ -230,7 +232,7 @@ def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise RunNotFound(f"The runs (--runs-dir) cannot be listed: {_trouble(error)}.") from error
+        raise RunNotFound(f"Cannot list the runs (--runs-dir): {_trouble(error)}.") from error
     submitted: list[tuple[float, str, Path]] = []
     for folder in folders:
         with suppress(OSError):

@@ -141,10 +141,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
             damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
             return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
         case "signal":
-            saved = (
-                "state saved" if event.get("saved") else "nothing new was saved; the checkpoint before counts"
-            )
-            stop = f"told to stop by {event.get('signal')} after step {event.get('step')}"
+            saved = "state saved" if event.get("saved") else "no new checkpoint; the previous one is used"
+            stop = f"stopped by {event.get('signal')} after step {event.get('step')}"
             return f"attempt {attempt}: {stop}; {saved}"
         case "failure":
             log = f" (log: {event['log']})" if event.get("log") else ""
@@ -153,13 +151,13 @@ def describe_event(event: dict[str, Any]) -> str | None:
             return f"attempt {attempt} failed; restarting"
         case "shrink":
             number = f"{event.get('nodes')} of {event.get('nodes_before')} nodes"
-            return f"attempt {attempt}: the run goes on with {number} ({event.get('cause')})"
+            return f"attempt {attempt}: continuing on {number} ({event.get('cause')})"
         case "requeue" if event.get("by") == "successor":
-            return f"attempt {attempt}: another job is to continue the run"
+            return f"attempt {attempt}: a successor job will continue the run"
         case "submitted" if "after" in event:
             return f"attempt {attempt}: job {event['job_id']} continues the run after job {event['after']}"
         case "requeue":
-            return f"attempt {attempt}: the job goes back to the queue"
+            return f"attempt {attempt}: requeueing the job"
         case "finished" if event.get("note"):
             gives_up = "giving up: " if event.get("state") == "FAILED" else ""
             return f"attempt {attempt}: {gives_up}{event['note']}"

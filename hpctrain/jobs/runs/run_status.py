@@ -90,7 +90,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_sure: float
     if record.finished is not None:
         state, view, words = _finished_state(record.finished), None, ""
     elif view is None:
-        state, words = RunState.UNKNOWN, "its record names no job: it has not been submitted"
+        state, words = RunState.UNKNOWN, "its record names no job, so it was never submitted"
     elif view.state.ended and run.cancel_request.exists():
         state = RunState.CANCELLED
     elif view.state is RunState.COMPLETED:
@@ -136,7 +136,7 @@ def unreadable(run: RunDir, error: OSError) -> RunStatus:
         run_id=run.run_id,
         run_dir=str(run.path),
         state=RunState.UNKNOWN,
-        words=f"{error.filename or run.path} cannot be read: {error.strerror}",
+        words=f"cannot read {error.filename or run.path}: {error.strerror}",
         held=False,
         job_id=None,
         backend=None,
@@ -184,14 +184,14 @@ def _end_in_words(record: RunRecord, view: JobStateView | None) -> str:
     if view is None or record.backend != "slurm" or view.job_state is None:
         return view.words if view else ""
     if record.started is not None:
-        odd = ", but the run is not complete: its supervisor ended without a word"
+        odd = ", but the run is not complete: its supervisor ended without reporting a result"
         return view.words + (odd if view.job_state == "COMPLETED" else "")
     if view.job_state == "COMPLETED":
         return (
-            f"{view.words}, but its batch script ended before a rank was started: there may be an `exit` in "
-            "--setup, or in what that loads"
+            f"{view.words}, but its batch script ended before any rank was started; check --setup, and the "
+            "files that it loads, for an `exit`"
         )
-    return f"{view.words}, before a rank was started"
+    return f"{view.words} before any rank was started"
 
 
 def _cause(record: RunRecord, words: str) -> tuple[str, str]:
@@ -214,7 +214,7 @@ def _last_metrics(path: Path) -> dict[str, Any]:
             if len(found) == 2 or number >= _RECORDS_SEARCHED:
                 break
     except OSError as error:
-        warn_once(f"{path} cannot be read: {error.strerror}.")
+        warn_once(f"Cannot read {path}: {error.strerror}.")
     return found
 
 

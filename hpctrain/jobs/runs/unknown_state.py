@@ -20,7 +20,7 @@ _INTERVAL_S = 60.0
 
 
 def describe_unknown(status: RunStatus) -> str:
-    """Describe the state, as in `unknown for 35 s (squeue gave no answer within 60 s)`."""
+    """Describe the state, as in `unknown for 35 s (squeue did not respond within 60 s)`."""
     since = "" if status.unknown_s is None else f" for {status.unknown_s:.0f} s"
     return f"unknown{since}" + (f" ({status.words})" if status.words else "")
 
@@ -54,25 +54,24 @@ class UnknownStateTracker:
         """
         if status.never_starts:
             raise SchedulerError(
-                f"Run {status.run_id} will never start, so nobody waits for it any longer: "
-                f"{status.words or 'what it depends on cannot come any more'}. Cancel it, and submit it "
+                f"Stopped waiting: run {status.run_id} will never start "
+                f"({status.words or 'its dependency can no longer be satisfied'}). Cancel it, and submit it "
                 "again with another --dependency."
             )
         now = time.monotonic()
         if status.state is not RunState.UNKNOWN:
             was_unknown, self._since = self._since is not None, None
-            return f"known again, {status.state}" if was_unknown else None
+            return f"its state is known again: {status.state}" if was_unknown else None
         if self._since is None:
             self._since = self._next = now
         # A run that still writes is alive, even if the scheduler does not answer.
         if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
             raise SchedulerError(
-                f"Nobody could tell for {self._limit_s:g} s where run {status.run_id} stands: it is "
-                f"{describe_unknown(status)}, and has written nothing. It may go on all the same: "
-                "look again when "
-                "the scheduler answers."
+                f"Stopped waiting after {self._limit_s:g} s: the state of run {status.run_id} is "
+                f"{describe_unknown(status)}, and it has written nothing. The run may still be active. "
+                "Check again when the scheduler responds."
             )
         if now < self._next:
             return None
         self._next = now + _INTERVAL_S
-        return f"where it stands is {describe_unknown(status)}; that does not end it"
+        return f"its state is {describe_unknown(status)}; this does not affect the run"

@@ -18,7 +18,7 @@ from hpctrain.text import join_or, pluralize
 FORECAST_TIMEOUT_S = 10.0
 #: A start within this many seconds is "at once".
 _AT_ONCE_S = 60
-_NOW = "at once"
+_NOW = "now"
 
 _START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
 
@@ -63,7 +63,7 @@ class StartForecast:
             self.answer()
         except SchedulerError as error:
             words = str(error)
-            if words.startswith("sbatch says: ") and not is_transient(words):
+            if words.startswith("sbatch failed: ") and not is_transient(words):
                 return "" if any(wait in words for wait in _WAITS) else words
         return ""
 
@@ -78,18 +78,18 @@ def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> 
     try:
         words = "".join(forecast.answer())
     except SchedulerError as error:
-        return f"Slurm foretells no start: {error}."
+        return f"No estimated start: {error}."
     if (match := _START.search(words)) is None:
-        return f"Slurm foretells no start: {' '.join(words.split()) or 'it says nothing'}."
+        return f"No estimated start: {' '.join(words.split()) or 'sbatch printed nothing'}."
     time, nodes, partition = match.groups()
     where = f"on {nodes}" + (f", partition {partition}" if partition else "")
     # The forecast ignores dependencies (seen with Slurm 22.05).
     when = _when(time)
     if request.gives("dependency"):
-        allowed = "what it depends on allows it (--dependency)"
+        allowed = "its dependency is satisfied (--dependency)"
         when = f"as soon as {allowed}" if when == _NOW else f"{when}, once {allowed}"
     if request.gives("hold"):
-        return "The job is held (--hold): it starts after `scontrol release`."
+        return "The job is held (--hold) and starts only after `scontrol release`."
     return f"Estimated start: {when}, {where}."
 
 

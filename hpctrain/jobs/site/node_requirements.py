@@ -40,10 +40,10 @@ def _gpu_type(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
         hint = (
             f"Its types are {', '.join(known)}."
             if known
-            else "Its GPUs have no types: ask for a number alone."
+            else "Its GPUs have no types. Give a number without a type."
         )
         yield SiteProblem(
-            f"GPUs of type {asked!r} are asked for (--gpus-per-node), but partition {partition.name} has "
+            f"GPU type {asked!r} was requested (--gpus-per-node), but partition {partition.name} has "
             f"none (sinfo). {hint}"
         )
 
@@ -52,9 +52,9 @@ def _features(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
     known = list(dict.fromkeys(feature for group in partition.groups for feature in group.features))
     for word in _words_of(request.word("constraint")):
         if word not in known:
-            hint = suggest(word, known) if known else "Its nodes have no features: leave the option out."
+            hint = suggest(word, known) if known else "Its nodes have no features. Leave the option out."
             yield SiteProblem(
-                f"The feature {word!r} is asked for ({request.origin('constraint')}), but no node of "
+                f"Feature {word!r} was requested ({request.origin('constraint')}), but no node of "
                 f"partition {partition.name} has it (sinfo). {hint}"
             )
 
@@ -71,8 +71,8 @@ def _names(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         if name not in known:
             hint = suggest(name, known) if len(known) < _MANY else "Check its name."
             yield SiteProblem(
-                f"Node {name} is named ({request.origin('nodelist')}), but partition {partition.name} does "
-                f"not have it (sinfo). {hint}"
+                f"Node {name} was requested ({request.origin('nodelist')}), but it is not in partition "
+                f"{partition.name} (sinfo). {hint}"
             )
 
 
@@ -102,7 +102,7 @@ def _room(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         less = f", {excluded} of them excluded (--exclude)" if excluded else ""
         yield SiteProblem(
             f"{pluralize(request.spec.least_granted, 'node')}{_alike(request)} requested (--nodes), "
-            f"but {where} has {fitting}{less} (sinfo). Ask for fewer, or for another --partition."
+            f"but {where} has {fitting}{less} (sinfo). Request fewer, or choose another --partition."
         )
 
 
@@ -113,21 +113,21 @@ def _demands(request: JobRequest) -> Iterator[tuple[int, Callable[[NodeGroup], i
         spec.gpus_per_node,
         lambda group: _gpus(request, group),
         f"{_gpu_words(request)} per node requested (--gpus-per-node)",
-        "Ask for fewer, or for another --partition.",
+        "Request fewer, or choose another --partition.",
     )
     cpus = f"{pluralize(spec.ntasks_per_node, 'rank')} × {spec.cpus_per_task or 1}, --cpus-per-task"
     yield (
         request.cpus_per_node,
         lambda group: group.cpus,
         f"{pluralize(request.cpus_per_node, 'CPU')} per node requested ({cpus})",
-        "Ask for fewer.",
+        "Request fewer.",
     )
     origin = request.origin(request.memory_option or "mem")
     yield (
         request.memory_per_node_mib,
         lambda group: group.memory_mib,
         f"{request.memory_per_node_mib} MiB of memory per node requested ({origin})",
-        "Ask for less.",
+        "Request less.",
     )
 
 

@@ -24,8 +24,8 @@ def limit_problems(request: JobRequest, partition: Partition, site: Site) -> Ite
     """Yield the reasons why the partition would not run the job."""
     if partition.state in _CLOSED:
         yield SiteProblem(
-            f"Partition {partition.name} takes no jobs for now (State={partition.state}). "
-            "Take another --partition, or wait."
+            f"Partition {partition.name} currently accepts no jobs (State={partition.state}). "
+            "Choose another --partition, or wait."
         )
     yield from _time(request, partition)
     yield from _size(request, partition)
@@ -39,19 +39,16 @@ def _time(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         if (given := partition.time_without_option_s) is not None and given <= lead_s:
             option = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
             yield SiteProblem(
-                f"Partition {partition.name} ends a job that gives no --time after "
-                f"{format_time_limit(given)} "
-                f"({option}), which is not longer than the {lead_s} s before its end at which the ranks are "
-                "told to save (--stop-before-limit), so nothing would be trained. Give a longer --time or a "
-                "shorter --stop-before-limit."
+                f"Partition {partition.name} ends a job without --time after {format_time_limit(given)} "
+                f"({option}), but the ranks stop and save {lead_s} s before the limit (--stop-before-limit), "
+                "which leaves no time to train. Give a longer --time or a shorter --stop-before-limit."
             )
     elif limit is not None and (asked is None or asked > limit):
         what = "No time limit" if asked is None else f"A time limit of {format_time_limit(asked)}"
         yield SiteProblem(
-            f"{what} is asked for ({request.origin('time')}), but partition "
-            f"{partition.name} allows {format_time_limit(limit)} (MaxTime). Give --time "
-            f"{format_time_limit(limit)} or less: "
-            "the run saves before it, and goes on in the next attempt.",
+            f"{what} was requested ({request.origin('time')}), but partition {partition.name} allows at most "
+            f"{format_time_limit(limit)} (MaxTime). Give --time {format_time_limit(limit)} or less: "
+            "the run saves before the limit and continues in the next attempt.",
             lifted_by="PartitionTimeLimit",
         )
 
@@ -63,20 +60,20 @@ def _size(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     # For a range of nodes, Slurm allocates what the partition allows.
     if partition.max_nodes is not None and least > partition.max_nodes:
         yield SiteProblem(
-            f"{asked}, but partition {partition.name} gives a job {partition.max_nodes} (MaxNodes). "
-            "Ask for fewer.",
+            f"{asked}, but partition {partition.name} allows at most {partition.max_nodes} per job "
+            "(MaxNodes). Request fewer.",
             lifted_by="PartitionMaxNodes",
         )
     if nodes < partition.min_nodes:
         yield SiteProblem(
-            f"{asked}, but a job in partition {partition.name} has at least {partition.min_nodes} "
-            "(MinNodes). Ask for more.",
+            f"{asked}, but partition {partition.name} requires at least {partition.min_nodes} per job "
+            "(MinNodes). Request more.",
             lifted_by="PartitionMinNodes",
         )
     if partition.max_cpus_per_node is not None and cpus > partition.max_cpus_per_node:
         yield SiteProblem(
             f"{pluralize(cpus, 'CPU')} per node requested (ranks × --cpus-per-task), but partition "
-            f"{partition.name} gives a job {partition.max_cpus_per_node} (MaxCPUsPerNode). Ask for fewer."
+            f"{partition.name} allows at most {partition.max_cpus_per_node} (MaxCPUsPerNode). Request fewer."
         )
 
 
@@ -87,9 +84,8 @@ def _memory(request: JobRequest, partition: Partition, site: Site) -> Iterator[S
     asked = request.memory_per_node_mib
     if limit is not None and asked > limit and (option := request.memory_option):
         yield SiteProblem(
-            f"{format_memory(asked)} of memory on each node are asked for "
-            f"({request.origin(option)}), but partition "
-            f"{partition.name} gives a job {format_memory(limit)} (MaxMemPerNode). Ask for less."
+            f"{format_memory(asked)} of memory per node requested ({request.origin(option)}), but partition "
+            f"{partition.name} allows at most {format_memory(limit)} (MaxMemPerNode). Request less."
         )
 
 
@@ -100,31 +96,31 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
     ):
         if not (asked := request.word(key)):
             continue
-        said = f"{key} {asked!r} is asked for ({request.origin(key)}), but partition {partition.name}"
+        said = f"{key} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
         if allowed is not None and asked not in allowed:
-            yield SiteProblem(f"{said} is for {', '.join(allowed)} (Allow{name}). Take one of them.")
+            yield SiteProblem(f"{said} only allows {', '.join(allowed)} (Allow{name}). Choose one of these.")
         # If there is an allow list, Slurm ignores the deny list.
         elif allowed is None and asked in denied:
-            yield SiteProblem(f"{said} refuses it (Deny{name}). Take another.")
+            yield SiteProblem(f"{said} denies it (Deny{name}). Choose another.")
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)
     if partition.needs_reservation and not request.gives("reservation"):
         yield SiteProblem(
-            f"Partition {partition.name} runs only jobs of a reservation (ReqResv). Give --reservation."
+            f"Partition {partition.name} accepts only jobs with a reservation (ReqResv). Give --reservation."
         )
 
 
 def _personal(partition: Partition) -> Iterator[SiteProblem]:
     if partition.root_only:
         yield SiteProblem(
-            f"Partition {partition.name} is for root alone (RootOnly). Take another --partition."
+            f"Partition {partition.name} is for root only (RootOnly). Choose another --partition."
         )
     groups = partition.allow_groups
     if groups is not None and not _own_groups().intersection(groups):
         yield SiteProblem(
-            f"Partition {partition.name} is for members of {', '.join(groups)} (AllowGroups), and you are in "
-            "none of these groups. Take another --partition, or ask to become a member."
+            f"Partition {partition.name} is for members of {', '.join(groups)} (AllowGroups), but you are in "
+            "none of these groups. Choose another --partition, or ask for membership."
         )
 
 

@@ -29,10 +29,10 @@ def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
     if not local or nodes_are_this_machine(ask):
         return []
     listed = " and the ".join(filter(None, [", the ".join(local[:-1]), local[-1]]))
-    verb = "lies" if len(local) == 1 else "lie"
+    verb, them = ("is", "it") if len(local) == 1 else ("are", "them")
     note = (
-        f"The {listed} {verb} in a folder that each node has for itself, so the ranks may not find what is "
-        "there. Move it to a folder that all nodes share, such as your home folder."
+        f"The {listed} {verb} in a node-local folder, so ranks on other nodes may not find {them}. "
+        f"Move {them} to a folder that all nodes share, such as your home folder."
     )
     return [note]
 

@@ -9,8 +9,8 @@ from hpctrain.spec.job_spec import ResumeMode
 #: PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
 _BY_PARTITION = "partition_prio"
 
-_BY_HAND = "Submit it again with the same --run-dir, and it goes on from there."
-_CHAINED = "goes on in a successor job, which Slurm starts after the end of the job before it"
+_BY_HAND = "Submit it again with the same --run-dir to continue it."
+_CHAINED = "continues in a successor job, which Slurm starts when the previous job has ended"
 
 
 def is_partition_preemptible(partition: Partition, site: Site) -> bool:
@@ -29,24 +29,24 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
     notes = []
     chained = resume_mode != "requeue"
     if not site.habits.requeue:
-        says = "This site lets no job be requeued (the site's profile says requeue: false)"
+        says = "This site does not requeue jobs (requeue: false in the site profile)"
         if chained:
             notes.append(
-                f"{says}: a run that is preempted or comes near its time limit saves, and {_CHAINED}."
+                f"{says}: a run that is preempted or approaches its time limit saves, and {_CHAINED}."
             )
         else:
             notes.append(
-                f"{says}: a run that is preempted or comes near its time limit saves, and ends. {_BY_HAND}"
+                f"{says}: a run that is preempted or approaches its time limit saves and ends. {_BY_HAND}"
             )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "auto":
         notes.append(
-            "This site does not requeue jobs by itself (JobRequeue=0): successors are chained. A run that is "
-            f"preempted or comes near its time limit saves, and {_CHAINED} (--resume-mode)."
+            "This site does not requeue jobs by default (JobRequeue=0). A run that is preempted or "
+            f"approaches its time limit saves, and {_CHAINED} (--resume-mode)."
         )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
         notes.append(
-            "This site requeues only jobs that ask for it (JobRequeue=0). A run does (--requeue), so it goes "
-            "on after a preemption, a lost node and its time limit as elsewhere."
+            "This site requeues only jobs that request it (JobRequeue=0). Runs do (--requeue), so they "
+            "continue after preemptions, lost nodes and time limits as elsewhere."
         )
     if (
         is_partition_preemptible(partition, site)
@@ -56,7 +56,7 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
         end = f"{_CHAINED}." if chained else f"ends as FAILED. {_BY_HAND}"
         notes.append(
-            f"A preempted job of partition {partition.name} is cancelled at once, not requeued "
+            f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "
             "(PreemptMode=CANCEL, GraceTime=0). The run saves if it can do so within "
             f"{kill_wait_s:g} s (KillWait), and {end}"
         )

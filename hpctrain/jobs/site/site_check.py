@@ -54,12 +54,12 @@ def _general(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     for name in request.partitions if known else ():
         if name not in known:
             hint = suggest(name, [one.name for one in site.partitions if not one.hidden])
-            yield SiteProblem(f"There is no partition {name!r} here ({request.origin('partition')}). {hint}")
+            yield SiteProblem(f"Unknown partition {name!r} ({request.origin('partition')}). {hint}")
     last, size = request.last_task, site.slurm.max_array_size if site.slurm else None
     if last is not None and size is not None and last >= size:
         yield SiteProblem(
-            f"Task {last} is asked for ({request.origin('array')}), but {size - 1} is the highest number "
-            "here (MaxArraySize). Submit it in several arrays."
+            f"Task {last} was requested ({request.origin('array')}), but the highest task number at "
+            f"this site is {size - 1} (MaxArraySize). Submit several arrays."
         )
     yield from _habits(request, site)
 
@@ -69,18 +69,18 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     option, habits = request.memory_option, site.habits
     if option is not None and habits.memory_option == "refused":
         yield SiteProblem(
-            f"Memory is asked for ({request.origin(option)}), but this site refuses jobs that do so (its "
-            "profile says memory_option: refused). Leave it out: a job gets the memory that belongs to its "
-            "GPUs or CPUs."
+            f"Memory was requested ({request.origin(option)}), but this site rejects jobs that do so "
+            "(memory_option: refused in its profile). Leave the option out: a job gets memory in proportion "
+            "to its GPUs or CPUs."
         )
     refusals = {
-        "memory": (habits.needs_memory and option is None, "needs_memory", "--mem"),
+        "memory request": (habits.needs_memory and option is None, "needs_memory", "--mem"),
         "time limit": (habits.needs_time and not request.gives("time"), "needs_time", "--time"),
     }
     for what, (lacks, key, flag) in refusals.items():
         if lacks:
             yield SiteProblem(
-                f"This site refuses jobs that give no {what} (its profile says {key}: true). Give {flag}."
+                f"This site rejects jobs without a {what} ({key}: true in its profile). Give {flag}."
             )
 
 
@@ -104,7 +104,7 @@ def _standing(
         )
         if lifted:
             notes.append(
-                f"{problem.words} Only where the job's QOS is {join_or(lifted)} does that not hold "
+                f"{problem.words} This limit does not apply if the job's QOS is {join_or(lifted)} "
                 f"({problem.lifted_by})."
             )
         else:
@@ -143,17 +143,17 @@ def _elsewhere(request: JobRequest, refused: Sequence[Partition], site: Site) ->
     ]
     if not names:
         return ""
-    return f"As it is, the job fits partition {join_or(names)} (--partition)."
+    return f"Without changes, the job fits partition {join_or(names)} (--partition)."
 
 
 def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
     notes = []
     if partition.state == "DOWN":
-        notes.append(f"Partition {partition.name} is down: the job waits until it is up again.")
+        notes.append(f"Partition {partition.name} is down. The job waits until it is up again.")
     elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.least_granted:
         fit = f"nodes of partition {partition.name} that fit the job"
         notes.append(
-            f"{pluralize(request.spec.least_granted, 'node')} requested, but {there or 'none'} of the {fit} "
-            "in service for now (sinfo): it waits for more."
+            f"{pluralize(request.spec.least_granted, 'node')} requested, but only {there} of the {fit} "
+            f"{'is' if there == 1 else 'are'} in service now (sinfo). The job waits for more."
         )
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

@@ -62,7 +62,7 @@ class CodeSnapshot:
         for name, entry in entries.items():
             if not stat.S_ISREG(entry.st_mode) and not stat.S_ISLNK(entry.st_mode):
                 raise SpecError(
-                    f"{os.path.join(root, name)!r} is neither a file nor a link, so it cannot be copied. "
+                    f"Cannot copy {os.path.join(root, name)!r}: it is neither a file nor a link. "
                     "Remove it, or submit without a copy of the code: --no-code-snapshot."
                 )
         sizes = {name: entry.st_size for name, entry in entries.items()}
@@ -70,10 +70,10 @@ class CodeSnapshot:
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
-                f"The code of {str(repository.root)!r}, as git has it, is {format_size(total)} in "
-                f"{len(files)} files, but {limit_mb} MB (--code-snapshot-limit) is the most that is copied. "
-                f"The largest is {largest!r} with {format_size(sizes[largest])}. Have git "
-                "ignore what is no code, give a higher --code-snapshot-limit, or submit without a copy: "
+                f"The code in the git repository {str(repository.root)!r} is {format_size(total)} in "
+                f"{len(files)} files, but the maximum is {limit_mb} MB (--code-snapshot-limit). "
+                f"The largest file is {largest!r} with {format_size(sizes[largest])}. Make git ignore files "
+                "that are not code, raise --code-snapshot-limit, or submit without a copy: "
                 "--no-code-snapshot."
             )
         return snapshot
@@ -119,8 +119,8 @@ class CodeSnapshot:
                 if str(error.filename) != source:
                     raise
                 raise SpecError(
-                    f"{source!r} cannot be copied into the run folder: {error.strerror}. See to it, "
-                    "have git ignore it, or submit without a copy of the code: --no-code-snapshot."
+                    f"Cannot copy {source!r} into the run folder: {error.strerror}. Fix this, make git "
+                    "ignore the file, or submit without a copy of the code: --no-code-snapshot."
                 ) from error
 
     def _target_of(self, link: str) -> str:
@@ -158,13 +158,14 @@ def plan_snapshot(
     """
     if limit_mb < 1:
         raise SpecError(
-            f"--code-snapshot-limit is {limit_mb}, but it takes at least 1. See --no-code-snapshot."
+            f"--code-snapshot-limit is {limit_mb}, but must be at least 1. To copy nothing, use "
+            "--no-code-snapshot."
         )
     try:
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
         return None, [
-            f"The code is not copied ({reason}): an attempt that starts later runs what the files hold then."
+            f"Warning: the code is not copied ({reason}). Later attempts run the files as they are then."
         ]
 
 

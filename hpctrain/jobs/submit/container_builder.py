@@ -51,8 +51,8 @@ def build_container(
     runtime = _find(image, backend, known, environ) if asked == "auto" else asked
     if runtime == "pyxis" and backend == "local":
         raise SpecError(
-            "Pyxis is a part of Slurm, but the run goes to this machine itself (--backend local). "
-            "Take --container-runtime apptainer, or leave out --container-image."
+            "pyxis is a plugin of Slurm and cannot be used with --backend local. "
+            "Use --container-runtime apptainer, or leave out --container-image."
         )
     return Container(
         image=image,
@@ -86,8 +86,8 @@ def _find(
     if any(program in known for program in APPTAINER_PROGRAMS):
         return "apptainer"
     raise SpecError(
-        "No way to run a container was found here: srun does not know --container-image (pyxis), and neither "
-        "apptainer nor singularity is on the PATH. Where the nodes have one, say which: --container-runtime."
+        "No container runtime found here: srun does not support --container-image (pyxis), and neither "
+        "apptainer nor singularity is on PATH. If the nodes have one, name it with --container-runtime."
     )
 
 

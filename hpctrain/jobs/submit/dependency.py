@@ -63,14 +63,14 @@ def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tupl
             if ends is None or not status.state.ended:
                 jobs.append(f"{status.job_id}{delay}")
             elif status.state in ends:
-                notes.append(f"--dependency {kind}:{name}: this run is {status.state}; nothing to wait for.")
+                notes.append(f"--dependency {kind}:{name} has no effect: this run is {status.state}.")
                 if one_suffices:
                     return "", notes
             else:
                 impossible.append(
                     SpecError(
                         f"--dependency {kind}:{name}: this run is {status.state}, so the job would wait "
-                        "forever. Continue that run first, or leave the dependency out."
+                        "forever. Resume that run first, or leave out the dependency."
                     )
                 )
         if jobs or not names:
@@ -84,14 +84,16 @@ def _fulfilled_by(kind: str, text: str) -> tuple[RunState, ...] | None:
     if kind in _FULFILLED_BY:
         return _FULFILLED_BY[kind]
     hint = suggest(kind, _FULFILLED_BY)
-    raise SpecError(f"--dependency {text!r}: there is no kind of dependency {kind!r}. {hint}")
+    raise SpecError(f"--dependency {text!r}: unknown kind of dependency {kind!r}. {hint}")
 
 
 def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tuple[RunStatus, str]:
     """Return the status of the run of that name, and the delay after the name."""
     match = _RUN.fullmatch(name)
     if match is None:
-        raise SpecError(f"--dependency {where!r} names no job and no run. Give one, such as afterok:123.")
+        raise SpecError(
+            f"--dependency {where!r} names neither a job nor a run. Name one, such as afterok:123."
+        )
     folder = os.path.join(cwd, match[1])
     run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]
     status = find_run(run, cwd / RUNS_FOLDER, environ).status()
@@ -99,7 +101,7 @@ def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tup
         raise SpecError(f"--dependency {where}: this run has never been submitted.")
     if status.backend != "slurm":
         raise SpecError(
-            f"--dependency {where}: this run is on this machine and not in Slurm's queue, so no job can "
-            "wait for it. Wait for it with hpctrain wait, and submit then."
+            f"--dependency {where}: this run uses the local backend, so no Slurm job can wait for it. "
+            "Wait for it with `hpctrain wait`, then submit."
         )
     return status, match[2] or ""

@@ -67,9 +67,9 @@ class GitCommand:
                 errors="surrogateescape",
             )
         except FileNotFoundError:
-            raise NotARepository("there is no git on the PATH") from None
+            raise NotARepository("git not found on PATH") from None
         except OSError as error:
-            raise NotARepository(f"git cannot be run: {error.strerror or error}") from None
+            raise NotARepository(f"cannot run git: {error.strerror or error}") from None
 
     def text(self) -> str:
         """Return the whole output; call this only once.
@@ -86,14 +86,14 @@ class GitCommand:
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 raise SpecError(
-                    f"git did not answer within {_LIMIT_S:g} s when it was asked for the files of "
-                    f"{str(self._folder)!r}. Submit without a copy of the code: --no-code-snapshot."
+                    f"git did not list the files of {str(self._folder)!r} within {_LIMIT_S:g} s. "
+                    "Try again, or submit without a copy of the code: --no-code-snapshot."
                 ) from None
         if process.returncode:
             words = err.strip().splitlines()
             if words and "not a git repository" in words[0]:
-                raise NotARepository("it lies in no git repository")
-            raise NotARepository(f"git says: {words[0] if words else f'exit code {process.returncode}'}")
+                raise NotARepository("it is not in a git repository")
+            raise NotARepository(f"git failed: {words[0] if words else f'exit code {process.returncode}'}")
         return out
 
     def __del__(self) -> None:
@@ -120,7 +120,7 @@ class GitRepository:
         real = Path(os.path.realpath(folder))
         if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
             # Git would find the same, but need not be started for it.
-            raise NotARepository("it lies in no git repository")
+            raise NotARepository("it is not in a git repository")
         kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
         # Reading must not write, not even a refreshed index.
         quiet = {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -129,7 +129,7 @@ class GitRepository:
         match = _PLACE.fullmatch(place.text())
         assert match is not None
         if not real.is_relative_to(match[1]):
-            raise NotARepository(f"its repository has its files elsewhere, in {match[1]!r}")
+            raise NotARepository(f"its repository has its working tree elsewhere, in {match[1]!r}")
         return cls(Path(match[1]), quiet, files, match[2])
 
     def files(self) -> dict[str, bool]:

@@ -80,12 +80,12 @@ def check_time_left(draft: SubmissionDraft) -> list[str]:
     if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
         lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
     better = format_time_limit(60 * math.ceil((_LEAST_S + lead_s + early_s) / 60))
-    early = f", less {early_s:.0f} s by which Slurm may be early" if early_s else ""
+    early = f" and {early_s:.0f} s because Slurm may signal early" if early_s else ""
     sentence = (
-        f"The time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}) less "
-        f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early} may leave "
-        f"{max(0.0, left_s):g} s to start and train. Three attempts without a new checkpoint end the run. "
-        f"Give --time {better} or more."
+        f"Warning: the time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}), minus "
+        f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early}, may leave only "
+        f"{max(0.0, left_s):g} s to start and train. The run fails after three attempts without a new "
+        f"checkpoint. Give --time {better} or more."
     )
     return [sentence]
 
@@ -96,11 +96,11 @@ def _check_syntax(script: Path) -> None:
         compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise SpecError(
-            f"The script {str(script)!r} is no valid Python in line {error.lineno}: {error.msg}. "
-            "Mend it first."
+            f"The script {str(script)!r} has a syntax error in line {error.lineno}: {error.msg}. "
+            "Fix it first."
         ) from None
     except (OSError, ValueError) as error:
-        raise SpecError(f"The script {str(script)!r} cannot be read as Python: {error}.") from None
+        raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
 def check_script(draft: SubmissionDraft) -> None:
@@ -111,17 +111,17 @@ def check_script(draft: SubmissionDraft) -> None:
     except (FileNotFoundError, NotADirectoryError):
         hint = "Check its path."
         if shutil.which(script.name):
-            hint = (
-                f"{script.name!r} is a command. Commands are not supported yet; give the path of the script."
-            )
-        raise SpecError(f"There is no script {str(script)!r}. {hint}") from None
+            hint = f"{script.name!r} is a command; commands are not supported yet. Give the path of a script."
+        raise SpecError(f"Script {str(script)!r} not found. {hint}") from None
     except OSError as error:
-        raise SpecError(f"The script {str(script)!r} cannot be looked at: {error.strerror}.") from None
+        raise SpecError(f"Cannot access the script {str(script)!r}: {error.strerror}.") from None
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         raise SpecError(f"The script {str(script)!r} is {kind}. Give the path of a Python file.")
     if not os.access(script, os.R_OK):
-        raise SpecError(f"The script {str(script)!r} may not be read by you. Change its mode (chmod u+r).")
+        raise SpecError(
+            f"You do not have permission to read the script {str(script)!r}. Change its mode (chmod u+r)."
+        )
     if script.suffix == ".py":
         _check_syntax(script)
     else:
@@ -137,7 +137,7 @@ def _check_shebang(script: Path) -> None:
         why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
         raise SpecError(
             f"The script {str(script)!r} {why}, but every rank runs it with Python. Give the Python script, "
-            "and lines of shell with --setup."
+            "and put shell lines into --setup."
         )
 
 
@@ -150,7 +150,7 @@ def check_environment(draft: SubmissionDraft) -> None:
     is_given = spec.shell.python is None and python.is_absolute()
     if is_given and not (python.is_file() and os.access(python, os.X_OK)):
         raise SpecError(
-            f"There is no interpreter {str(python)!r} that could be run. Start hpctrain with another."
+            f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with another."
         )
     spec.shell.check_files(draft.environ)
     if spec.container is not None:
@@ -177,28 +177,29 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
         missing = {run.spec.name, run.job_script.name} - names
         if names and missing:
             raise SpecError(
-                f"The folder {str(path)!r} (--run-dir) is neither empty nor a run: it holds "
-                f"{min(names)!r} and no {min(missing)}. Choose another."
+                f"The folder {str(path)!r} (--run-dir) is neither empty nor a run folder: it contains "
+                f"{min(names)!r}, but no {min(missing)}. Choose another folder."
             )
     elif path.exists():
-        raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose another.")
+        raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose a folder.")
     nearest = path
     while not nearest.exists():
         nearest = nearest.parent
     if not nearest.is_dir():
         raise SpecError(
-            f"{str(nearest)!r}, on the way to the run folder {str(path)!r}, is no folder. Choose another."
+            f"Cannot create the run folder {str(path)!r} (--run-dir): {str(nearest)!r} is not a folder. "
+            "Choose another folder."
         )
     room = os.statvfs(nearest)
     if not (room.f_blocks or room.f_files):
         raise SpecError(
-            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is no place for "
-            "files. Choose another."
+            f"Cannot write the run folder {str(path)!r} (--run-dir): the file system of {str(nearest)!r} "
+            "cannot store files. Choose another folder."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise SpecError(
-            f"The run folder {str(path)!r} (--run-dir) cannot be written: {str(nearest)!r} is not yours to "
-            "write in. Choose another."
+            f"Cannot write the run folder {str(path)!r} (--run-dir): you have no write permission in "
+            f"{str(nearest)!r}. Choose another folder."
         )
 
 
@@ -207,17 +208,17 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
     if run.array is not None and run.array.tasks() and run.array.spec.exists():
         task = run.path.name.rpartition("-")[2]
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) is a task of a job array. To continue it, submit with "
+            f"{str(run.path)!r} (--run-dir) is a task of a job array. To resume it, submit with "
             f"--run-dir {shlex.quote(str(run.array.path))} --array {task}."
         )
     if is_array and run.spec.exists() and not run.tasks():
         raise SpecError(
-            f"The run in {str(run.path)!r} (--run-dir) is a single one, and cannot go on as a job array "
+            f"The run in {str(run.path)!r} (--run-dir) is a single run and cannot continue as a job array "
             "(--array). Leave out --array, or choose another folder."
         )
     if not is_array and run.tasks():
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) holds a job array. Say with --array which tasks to continue, or "
+            f"{str(run.path)!r} (--run-dir) contains a job array. Give the tasks to resume with --array, or "
             "choose another folder."
         )
 

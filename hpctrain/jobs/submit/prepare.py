@@ -83,8 +83,8 @@ def prepare_submission(
     """
     if isinstance(args, str | bytes) or not all(isinstance(arg, _ARGUMENTS) for arg in args):
         raise SpecError(
-            f"The arguments of the script are {args!r}, but they have to be a list of texts, numbers "
-            "and paths, such as ['--steps', 100]."
+            f"The arguments of the script are {args!r}, but must be a list of strings, numbers and "
+            "paths, such as ['--steps', 100]."
         )
     settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:

@@ -64,17 +64,18 @@ def _render_template(spec: JobSpec, asked: str) -> str:
         )
     except jinja2.TemplateSyntaxError as error:
         words = str(error.message).rstrip(".")
-        raise SpecError(f"Line {error.lineno} of the template {error.filename} is wrong: {words}.") from error
+        raise SpecError(
+            f"Syntax error in line {error.lineno} of the template {error.filename}: {words}."
+        ) from error
     except jinja2.exceptions.SecurityError as error:
         words = str(error).rstrip(".")
         raise SpecError(
-            f"The template {asked!r} (--template) is blocked: {words}. Templates run in a "
-            "sandbox: a project's template is rendered even by --dry-run. Put Python into the script, and "
-            "shell into --setup."
+            f"The template {asked!r} (--template) is blocked: {words}. Templates are rendered in a sandbox, "
+            "even by --dry-run. Put Python code into the script, and shell lines into --setup."
         ) from error
     except (jinja2.TemplateError, *_OF_EXPRESSIONS) as error:
         words = str(error).rstrip(".")
-        raise SpecError(f"The template {asked!r} (--template) cannot be rendered: {words}.") from error
+        raise SpecError(f"Cannot render the template {asked!r} (--template): {words}.") from error
 
 
 def _jinja_environment(folder: Path) -> jinja2.Environment:
@@ -109,7 +110,7 @@ def _shell_quote(value: object) -> str:
 def _need(template: str, value: object, option: str) -> None:
     """Fail if a required option is missing; called by templates."""
     if not value:
-        raise SpecError(f"The template {template!r} (--template) is meant for {option}. Give that, too.")
+        raise SpecError(f"The template {template!r} (--template) requires {option}. Add this option.")
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
@@ -123,8 +124,8 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
     for option, words in asked.items():
         if missing := [word for word in words if word not in text]:
             raise SpecError(
-                f"The template {template!r} (--template) leaves out {missing[0]} ({option}). Have it call "
-                "super() in the block that it replaces, or leave out the option."
+                f"The template {template!r} (--template) omits {missing[0]} ({option}). Call super() in the "
+                "block that it replaces, or leave out the option."
             )
 
 
@@ -133,11 +134,11 @@ def _locate(asked: str) -> tuple[Path, str]:
     if os.sep in asked:
         path = Path(asked)
         if not path.is_file():
-            raise SpecError(f"There is no template {asked!r} (--template). Check its path.")
+            raise SpecError(f"Template {asked!r} (--template) not found. Check its path.")
         return path.parent, path.name
     shipped = shipped_templates()
     names = sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in shipped.glob(f"*{TEMPLATE_SUFFIX}"))
     if asked not in names:
         hint = suggest(asked, names)
-        raise SpecError(f"There is no template {asked!r} (--template). {hint} A path has a / or ends in .j2.")
+        raise SpecError(f"Unknown template {asked!r} (--template). {hint} A path contains / or ends in .j2.")
     return shipped, asked + TEMPLATE_SUFFIX

@@ -62,8 +62,8 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
             _record(spec, job_id)
     except OSError as error:
         raise SpecError(
-            f"The run folder {str(folder.path)!r} (--run-dir) cannot be written: {error.strerror}. "
-            "Choose another."
+            f"Cannot write the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "
+            "Choose another folder."
         ) from error
     return run
 
@@ -118,8 +118,8 @@ def _record(spec: JobSpec, job_id: str) -> None:
         folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend)
     except OSError as error:
         raise SubmissionUnconfirmed(
-            f"Job {job_id} is submitted, but that cannot be recorded in {str(folder.events)!r}: "
-            f"{error.strerror}. See to the file system, and end the job where it should not go on."
+            f"Job {job_id} was submitted, but cannot be recorded in {str(folder.events)!r}: "
+            f"{error.strerror}. Check the file system, and cancel the job if it should not run."
         ) from error
 
 
@@ -167,8 +167,8 @@ def _refuse_going(runs: Sequence[Run]) -> None:
     for run, status in zip(recorded, query_statuses(recorded), strict=True):
         if status.state is RunState.UNKNOWN and status.job_id is not None:
             raise SchedulerError(
-                f"Whether run {run.run_id} is still going cannot be told: {status.words}. "
-                "Submit again when Slurm answers."
+                f"It is unknown if run {run.run_id} is still active: {status.words}. "
+                "Submit again when Slurm responds."
             )
         is_going_here = run.dir.array is not None and is_locked(run.dir.lock)
         if is_going_here or (status.backend == "slurm" and not status.state.ended):
@@ -186,7 +186,7 @@ def _refuse_going(runs: Sequence[Run]) -> None:
 
 def _still_going(run: Run, job: str = "") -> SpecError:
     return SpecError(
-        f"The run in {str(run.dir.path)!r} (--run-dir) is still going{job}. "
+        f"The run in {str(run.dir.path)!r} (--run-dir) is still active{job}. "
         "Wait for it, cancel it, or choose another folder."
     )
 

@@ -53,8 +53,8 @@ def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
     for node in tree.body:
         if isinstance(node, nodes.Block) and node.name not in known:
             raise SpecError(
-                f"Line {node.lineno} of the template {path or file_name!r} (--template): the block "
-                f"{node.name!r} replaces none of {parent.template.value}. {suggest(node.name, sorted(known))}"
+                f"Line {node.lineno} of the template {path or file_name!r} (--template): "
+                f"{parent.template.value} has no block {node.name!r}. {suggest(node.name, sorted(known))}"
             )
 
 
@@ -72,7 +72,7 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str) -> Non
     if "hpctrain.supervisor" not in text:
         raise SpecError(
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "
-            "run. Have its block 'launch' call super(), or leave that block out."
+            "run. Call super() in its block 'launch', or remove that block."
         )
     given = dict(option for line in lines for option in _options(line))
     for line in text.splitlines():
@@ -81,14 +81,14 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str) -> Non
         for name, value in _options(line):
             if name in given and given[name] != value:
                 raise SpecError(
-                    f"The template {template!r} (--template) says {line.strip()!r}, but the job is "
-                    f"submitted with --{name}={given[name]}. Leave that line out, and give the option "
+                    f"The template {template!r} (--template) contains {line.strip()!r}, but the job is "
+                    f"submitted with --{name}={given[name]}. Remove that line, and pass the option "
                     "to hpctrain submit."
                 )
             if name not in given and (hint := replacement_option(name)):
                 raise SpecError(
-                    f"The template {template!r} (--template) says {line.strip()!r}, but hpctrain itself "
-                    f"sees to --{name}. {hint}."
+                    f"The template {template!r} (--template) contains {line.strip()!r}, but hpctrain sets "
+                    f"--{name} itself. {hint}."
                 )
 
 
