@@ -18,7 +18,7 @@ def pad_to_longest(batches: Iterator[tuple[int, Any]], team: DistributedContext)
     new = next(batches, None)
     while who := [rank for rank, has in enumerate(team.gather(new is not None)) if has]:
         if held is None and len(who) < team.ranks.world_size:  # only possible before the first batch
-            held = team.broadcast(new, who[0], "a batch, for ranks that have none,")
+            held = team.broadcast(new, who[0], "a batch for ranks that have none")
         held = new or held
         assert held is not None
         yield (held[0] if new else 0), held[1]

@@ -116,8 +116,8 @@ class MapStepSource:
         self._plan = BatchPlan(SampleOrder(self._fetcher.num_samples, seed), global_batch_size)
         if global_batch_size > (has := self._fetcher.num_samples):
             # Users relate learning rates and throughput to the batch size that they configured.
-            remark = f"global_batch_size is {global_batch_size}, but train_dataset has {has} samples: "
-            self.remarks = [f"{remark}every step trains all of them"]
+            remark = f"global_batch_size is {global_batch_size}, but train_dataset has only {has} samples; "
+            self.remarks = [f"{remark}every step uses all of them"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
         self._step = 0

@@ -116,9 +116,9 @@ class TrainingLoop:
         )
         if settings.keep_best and val_dataset is None and settings.monitor.startswith("val_"):
             raise UserError(
-                f"keep_best is {settings.keep_best} and goes by monitor={settings.monitor!r}, which "
-                "a validation measures, but fit() was given no validation set. Give one, or a monitor "
-                "that training_step returns, such as 'loss'."
+                f"keep_best={settings.keep_best} needs monitor={settings.monitor!r}, which validation "
+                "measures, but fit() received no validation set. Pass one, or set monitor to a metric that "
+                "training_step returns, such as 'loss'."
             )
         callbacks.check(validates=val_dataset is not None and settings.validate_every is not None)
         self._module = module
@@ -414,7 +414,7 @@ class TrainingLoop:
             return False
         ending = next(filter(None, self._team.gather(self._callbacks.ending)), None)
         if ending is not None:
-            self._progress.say(f"the training ends at step {self.state.step}: {ending}")
+            self._progress.say(f"training ends at step {self.state.step}: {ending}")
         return ending is not None
 
     def _check_sanity(self) -> None:

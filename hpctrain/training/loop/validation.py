@@ -69,7 +69,7 @@ def run_validation(
             scalars = as_scalars(output, lone_name, origin)
             if sums and sums.keys() != scalars.keys():
                 raise UserError(
-                    f"{origin} returned {sorted(scalars)} for a batch, and {sorted(sums)} for those before. "
+                    f"{origin} returned {sorted(scalars)} for a batch, but {sorted(sums)} for earlier ones. "
                     "Return the same names every time."
                 )
             for name, mean in scalars.items():
@@ -102,11 +102,11 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 def _agreed_names(team: DistributedContext, own: list[str] | None, origin: str) -> list[str]:
     told = [(rank, names) for rank, names in enumerate(team.gather(own)) if names is not None]
     if not told:
-        raise UserError(f"the data set for {origin} gave no sample to any rank.")
+        raise UserError(f"the data set for {origin} gave no samples on any rank.")
     first, names = told[0]
     for rank, others in told:
         if set(others) != set(names):
             raise UserError(
-                f"{origin} returned {sorted(others)} on rank {rank} but {sorted(names)} on rank {first}."
+                f"{origin} returned {sorted(others)} on rank {rank}, but {sorted(names)} on rank {first}."
             )
     return list(names)

@@ -44,7 +44,10 @@ class LoggerProcess:
         self._process: Sidecar | None = None
         if loggers and run is None:
             names = ", ".join(logger.name for logger in loggers)
-            say(f"hpctrain: without a run folder there are no metrics for {names}. Set Trainer(run_dir=…).")
+            say(
+                f"hpctrain: no run folder, so these loggers receive no metrics: {names}. Set "
+                "Trainer(run_dir=…)."
+            )
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
             pickled = dumps(list(loggers), "Trainer", parts)
@@ -57,7 +60,9 @@ class LoggerProcess:
             try:
                 self._process = Sidecar("hpctrain.telemetry.loggers.process")
             except OSError as error:
-                self._say(f"hpctrain: the loggers get nothing, for no process can be started: {error}")
+                self._say(
+                    f"hpctrain: cannot start a process for the loggers, so they receive nothing: {error}"
+                )
             else:
                 self._process.tell(self._order)
         return self
@@ -72,6 +77,6 @@ class LoggerProcess:
         )
         if not self._process.end(_LIMITS_S[ending], ending):
             self._say(
-                f"hpctrain: the loggers did not end within {_LIMITS_S[ending]:g} s, and may lack the last "
-                "steps; metrics.jsonl has them all."
+                f"hpctrain: the loggers did not finish within {_LIMITS_S[ending]:g} s and may be missing "
+                "the last steps; metrics.jsonl has all of them."
             )

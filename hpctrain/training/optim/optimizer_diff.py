@@ -24,9 +24,9 @@ def ignored_hyperparameters(
             for name, saved, asked in _differences(new, old):
                 which = f" of optimizer {number}" if len(optimizers) > 1 else ""
                 found[
-                    f"{name}{which} goes on as {saved!r}, which the checkpoint has, though the script now "
-                    f"has {asked!r}. To change it in a run that goes on, set it after the load, in a "
-                    "callback's on_fit_start."
+                    f"{name}{which} stays {saved!r}, the value in the checkpoint, although the script now "
+                    f"sets {asked!r}. To change it in a resumed run, set it after the checkpoint is loaded, "
+                    "in a callback's on_fit_start."
                 ] = None
     return list(found)
 
@@ -41,8 +41,7 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):
         raise ValueError(
-            f"it has an optimizer with {', '.join(sorted(more))}, and the script one with "
-            f"{', '.join(sorted(less))}."
+            f"its optimizer has {', '.join(sorted(more))}, the script's has {', '.join(sorted(less))}."
         )
 
 

@@ -121,11 +121,11 @@ class CheckpointManager:
         if self._overdue != self._in_flight.step:
             self._overdue = self._in_flight.step
             cause = (
-                f"The checkpoint of step {self._overdue} is not done after {self.in_flight_s:.0f} s: "
-                f"the state after step {self._state.step} is not saved"
+                f"The checkpoint of step {self._overdue} is still being written after "
+                f"{self.in_flight_s:.0f} s: the state after step {self._state.step} is not saved"
             )
             self._log.event("failure", cause=f"{cause}.")
-            self._progress.say(f"hpctrain: {cause}, nor are those after it until it is. Training continues.")
+            self._progress.say(f"hpctrain: {cause}, nor are later ones until it is done. Training continues.")
         return False
 
     def begin(self) -> None:
@@ -177,7 +177,8 @@ class CheckpointManager:
             self._store.add_score(self._state.step, score)
         except (CheckpointError, OSError) as error:
             self._progress.say(
-                f"hpctrain: the checkpoint of step {self._state.step} is not among the best: {error}"
+                f"hpctrain: cannot record step {self._state.step} as a candidate for the best "
+                f"checkpoint: {error}"
             )
 
     def finish(self, timeout_s: float = MAX_SAVE_S) -> bool:
@@ -222,7 +223,7 @@ class CheckpointManager:
         try:
             os.stat(folder)
         except FileNotFoundError:
-            cause = f"{folder} has vanished, with the checkpoints in it. It is made anew."
+            cause = f"{folder} has vanished, along with its checkpoints. It will be created again."
             self._log.event("failure", cause=cause)
             self._progress.say(f"hpctrain: {cause}")
         except OSError:
@@ -271,8 +272,8 @@ class CheckpointManager:
             return None
         if settings.monitor not in state.latest and state.validated_step == state.step:
             raise UserError(
-                f"monitor is {settings.monitor!r}, by which keep_best={settings.keep_best} is to go, "
-                f"but step {state.step} has {', '.join(map(repr, sorted(state.latest)))}. "
-                "Give one of these as monitor, or let validation_step return it."
+                f"monitor is {settings.monitor!r} (for keep_best={settings.keep_best}), but step "
+                f"{state.step} has only {', '.join(map(repr, sorted(state.latest)))}. Set monitor to one of "
+                "these, or return it from validation_step."
             )
         return state.latest.get(settings.monitor)

@@ -63,8 +63,8 @@ class Strategy:
         if team.is_distributed and not any(vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]):
             raise UserError(
                 f"strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
-                f"{', '.join(sorted(_SHARING))}, so that each of the {team.ranks.world_size} ranks would "
-                "train alone. Override what brings their gradients together, or derive it from one of ours."
+                f"{', '.join(sorted(_SHARING))}, so each of the {team.ranks.world_size} ranks would "
+                "train alone. Override one that synchronizes gradients, or subclass a built-in strategy."
             )
         self.module, self.team, self.settings = module, team, settings
         self.algorithm: Algorithm | None = None
@@ -122,9 +122,9 @@ class Strategy:
         """
         if self.team.is_distributed and not self.has_turns:
             raise UserError(
-                f"training_step takes optimizer_idx, but optimizers cannot take turns with strategy "
-                f"{self.settings.strategy!r}, in which all parameters go through a step together. "
-                "Take 'ddp' or 'zero1', or return one loss for all optimizers."
+                f"training_step takes optimizer_idx, but with strategy {self.settings.strategy!r} optimizers "
+                "cannot take turns: all parameters are updated together. "
+                "Use 'ddp' or 'zero1', or return one loss for all optimizers."
             )
         self._turns = parameters
 
