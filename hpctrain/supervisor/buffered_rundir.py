@@ -39,7 +39,7 @@ def describe_disk_error(error: OSError, path: Path) -> str | None:
     place = error.filename or path
     if error.errno in _FULL:
         return f"disk full at {place}: {error.strerror}"
-    return f"disk trouble at {place}: {error.strerror}" if error.errno in _AWAY else None
+    return f"disk error at {place}: {error.strerror}" if error.errno in _AWAY else None
 
 
 class BufferedLogHandler(logging.Handler):
@@ -98,7 +98,7 @@ class BufferedRunDir(RunDir):
             try:
                 written = list(super().read_events())
             except OSError as error:
-                log.warning("%s cannot be read: %s", self.events, error)
+                log.warning("cannot read %s: %s", self.events, error)
                 written = []
         return iter([*written, *map(json.loads, waiting)])
 
@@ -107,7 +107,7 @@ class BufferedRunDir(RunDir):
         try:
             super().write(path, content)
         except OSError as error:
-            log.warning("%s cannot be written yet: %s", path, error)
+            log.warning("cannot write %s yet: %s", path, error)
             self._files[path] = content
             self._keep_trying()
 
@@ -121,7 +121,7 @@ class BufferedRunDir(RunDir):
         try:
             attempt = super().new_attempt()
         except OSError as error:
-            log.warning("the folder for logs cannot be made: %s", error)
+            log.warning("cannot create the log folder: %s", error)
             attempt = max({*self.attempts(), *self._attempts}, default=-1) + 1
         self._attempts.add(attempt)
         return attempt
@@ -149,7 +149,7 @@ class BufferedRunDir(RunDir):
             if time.monotonic() > deadline:
                 with self._events.waiting() as waiting:
                     for line in waiting:
-                        print(f"hpctrain: could not be written to {self.events}: {line}", file=sys.stderr)
+                        print(f"hpctrain: could not write to {self.events}: {line}", file=sys.stderr)
                 return
             time.sleep(min(_RETRY_EVERY_S, limit_s))
 
@@ -159,8 +159,8 @@ class BufferedRunDir(RunDir):
         while not _is_there(self.spec):
             if time.monotonic() > deadline:
                 raise HpctrainError(
-                    f"The run's folder {str(self.path)!r} has vanished, or {self.spec.name} in it. "
-                    "Its disk may be gone. Bring it back, and submit the run again."
+                    f"The run folder {str(self.path)!r}, or {self.spec.name} in it, has vanished. "
+                    "Its disk may be unavailable. Restore it, then submit the run again."
                 )
             time.sleep(min(_RETRY_EVERY_S, _VANISHED_LIMIT_S))
 

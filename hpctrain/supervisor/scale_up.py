@@ -81,7 +81,7 @@ class ScaleUpMonitor:
                 if self._grow():
                     return
             except HpctrainError as error:
-                log.warning("whether there are more nodes cannot be told: %s", error)
+                log.warning("cannot determine whether more nodes are available: %s", error)
 
     def _grow(self) -> bool:
         """Requeue the run if more nodes are worth it. Returns True if the monitor can stop."""
@@ -94,7 +94,7 @@ class ScaleUpMonitor:
             return False
         if self._over.is_set():
             return True
-        log.info("requeueing, to grow from %s to %d", pluralize(self.nodes, "node"), then)
+        log.info("requeueing to grow from %s to %d", pluralize(self.nodes, "node"), then)
         # Record the reason before the ranks record their stop.
         self.run.log_event("grow", self.attempt, nodes_before=self.nodes, nodes=then)
         requeue(self.run, strip_job_env(self.environ))

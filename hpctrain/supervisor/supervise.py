@@ -41,6 +41,7 @@ from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
 from hpctrain.supervisor.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
+from hpctrain.text import format_number
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Supervisor:
         for number in self._scheduler.on_signal:
             signal.signal(number, self._note_signal)
         if (exit_code := acquire_run(self._run, self._spec, self._scheduler, deaths)) is not None:
-            log.info("the run is complete; nothing is left to do")
+            log.info("the run is already complete; nothing to do")
             return exit_code
         self._leave_out()
         if deaths and (exit_code := self._take_over()) is not None:
@@ -173,7 +174,7 @@ class Supervisor:
                 left_out = state.history.excluded.union(decision.exclude)
                 moved = self._mover.move(attempt, will, end.kind, seconds, left_out)
                 if isinstance(moved, RequeueRefused):
-                    return self._finish(attempt, "FAILED", f"the state is saved, but {moved.cause}")
+                    return self._finish(attempt, "FAILED", f"the checkpoint is saved, but {moved.cause}")
                 return moved
             case Action.LEAVE:
                 return EXIT_CONTINUE
@@ -223,7 +224,7 @@ class Supervisor:
             try:
                 self._scheduler.keep([*hosts, *spares])
             except SchedulerError as error:
-                log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
+                log.warning("cannot release the lost nodes, so Slurm may end the job: %s", error)
         launcher.hosts, launcher.spares = hosts, spares
 
     def _ends_at(self) -> float | None:
@@ -231,7 +232,7 @@ class Supervisor:
         try:
             left = self._scheduler.seconds_left()
         except SchedulerError as error:
-            log.warning("%s Taking the time to be enough.", error)
+            log.warning("%s Assuming that there is enough time.", error)
             return None
         return None if left is None else time.monotonic() + left
 
@@ -245,8 +246,8 @@ class Supervisor:
         if world_size == 1 or ended is None or ended.ranks_met or self._spec.torchrun is not None:
             return None
         return (
-            f"none of the {world_size} ranks made a process group. "
-            "If they were to train together, each has trained on its own."
+            f"none of the {world_size} ranks created a process group. "
+            "If they were meant to train together, each trained alone."
         )
 
     def _finish(self, attempt: int, state: str, cause: str | None = None, note: str | None = None) -> int:
@@ -270,5 +271,6 @@ def loss_not_finite(run: RunDir) -> str | None:
     for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             loss = float(record["loss"])
-            return None if math.isfinite(loss) else f"The last loss is {loss} (step {record.get('step')})."
+            step = record.get("step")
+            return None if math.isfinite(loss) else f"The last loss is {format_number(loss)} (step {step})."
     return None

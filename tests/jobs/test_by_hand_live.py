@@ -60,7 +60,7 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
         before = list(run.dir.read_events())
         if backend == "local":
             refused = run_command(["bash", run.dir.job_script], environ, check=False, timeout=60)
-            assert (refused.returncode, "is still going" in refused.stderr) == (2, True)
+            assert (refused.returncode, "is still active" in refused.stderr) == (2, True)
         else:
             outside = run_command(["bash", run.dir.job_script], environ, check=False, timeout=60)
             assert (outside.returncode, f"as job {run.job_id}. " in outside.stderr) == (2, True)
@@ -69,11 +69,11 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
                 environ,
                 check=False,
             )
-            assert (second.returncode, "holds the folder" in second.stderr) == (2, True)
+            assert (second.returncode, "holds the lease" in second.stderr) == (2, True)
             job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
             ask = ["scontrol", "show", "job", job_id]
             wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")
-            assert "is still going" in run.dir.slurm_log.read_text()
+            assert "is still active" in run.dir.slurm_log.read_text()
         assert list(run.dir.read_events()) == before
         assert run.status().state is RunState.RUNNING
     finally:

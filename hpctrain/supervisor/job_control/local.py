@@ -66,7 +66,7 @@ class LocalJobControl:
 
     def hand_on(self, attempt: int, left_out: Collection[str] = ()) -> str:  # noqa: ARG002
         """Raise: there is no queue in which a successor job could wait. See `JobControl.hand_on`."""
-        raise SchedulerError("There are no successor jobs without Slurm.")
+        raise SchedulerError("Successor jobs need Slurm.")
 
     def lost_nodes(self, hosts: Sequence[str]) -> dict[str, str]:  # noqa: ARG002
         """Return no nodes: simulated ones exist as long as this machine does."""

@@ -42,16 +42,16 @@ class NodeHealth:
     def trouble(self) -> str | None:
         """Return why nothing can run on it; None without a known problem."""
         if _DOWN.search(self.state):
-            return f"Slurm says {self.state}"
+            return f"Slurm reports {self.state}"
         try:
             socket.create_connection((self.address, self.port), timeout=_ANSWER_S).close()
         except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
-            return f"its slurmd does not answer ({type(error).__name__})"
+            return f"its slurmd does not respond ({type(error).__name__})"
         except ValueError:
             return None  # An invalid address is no fault of the node.
         except OSError as error:
             # A name that cannot be resolved is no evidence against the node.
-            return None if isinstance(error, socket.gaierror) else f"it cannot be reached ({error.strerror})"
+            return None if isinstance(error, socket.gaierror) else f"it is unreachable ({error.strerror})"
         return None
 
 

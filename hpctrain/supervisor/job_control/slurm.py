@@ -146,14 +146,14 @@ class SlurmJobControl:
                 run_slurm(["scancel", "--signal=KILL", *steps], self._environ)
                 time.sleep(_LOOK_EVERY_S)
         except SchedulerError as error:
-            log.warning("Ranks of before may still be there: %s", error)
+            log.warning("ranks of an earlier attempt may still be running: %s", error)
 
     def submitted_at(self) -> float | None:
         """Read the job's record. See `JobControl.submitted_at`."""
         try:
             return parse_timestamp(query_job_fields(self.job_id, self._environ).get("SubmitTime", ""))
         except SchedulerError as error:
-            log.warning("when this job was submitted cannot be told: %s", error)
+            log.warning("cannot determine when this job was submitted: %s", error)
             return None
 
     def is_running(self, job_id: str) -> bool:
@@ -204,12 +204,16 @@ def start_soon(environ: Mapping[str, str]) -> None:
         command = ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay_s}"]
         run_slurm([*_UNTIL_KILLED, *command], outer)
     except SchedulerError as error:
-        print(f"hpctrain: Slurm delays the next start by two minutes: {error}", file=sys.stderr, flush=True)
+        print(
+            f"hpctrain: Slurm will delay the next start by two minutes: {error}", file=sys.stderr, flush=True
+        )
 
 
 def _leave(heir: LeaseHolder) -> None:
     """Exit at once, which ends the job: another one trains in the folder now."""
-    words = f"Job {heir.job_id} has taken over the run: this one was silent for too long. It ends here."
+    words = (
+        f"Job {heir.job_id} has taken over the run because this job was silent for too long; this job ends."
+    )
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)
     os._exit(SpecError.exit_code)

@@ -22,7 +22,7 @@ class JobDisposition(Enum):
 class JobIntent(Enum):
     """Intent of the user and the scheduler for the job."""
 
-    GO_ON = "go on"
+    GO_ON = "continue"
     CANCEL = "cancel"
     """The user asked to end it."""
     LEAVE = "leave"

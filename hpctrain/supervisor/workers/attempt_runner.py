@@ -112,7 +112,7 @@ class AttemptRunner:
         try:
             left = self.scheduler.seconds_left()
         except SchedulerError as error:
-            log.warning("when the job's time is over cannot be told: %s", error)
+            log.warning("cannot determine when the time limit ends: %s", error)
             return None
         return None if left is None else time.monotonic() + left
 
