@@ -37,14 +37,14 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
     loggers = [_find(one) if isinstance(one, str) else _checked(one) for one in given]
     for name, count in Counter(logger.name for logger in loggers).items():
         if count > 1:
-            raise UserError(f"{count} loggers are named {name!r}. Give each a name of its own: name=…")
+            raise UserError(f"{count} loggers are named {name!r}. Give each a different name: name=…")
     for logger in loggers:
         kind, package = next(
             ((kind, package) for kind, (made, package) in _KINDS.items() if isinstance(logger, made)),  # type: ignore[arg-type]
             ("", None),
         )
         if package is not None and find_spec(package) is None:
-            ended = " Neptune's hosted service has ended." * (kind == "neptune")
+            ended = " Neptune's hosted service has been discontinued." * (kind == "neptune")
             raise UserError(
                 f"The logger {kind!r} needs the package {package.replace('_', '-')}, which is not installed. "
                 f"Install it: pip install 'hpctrain[{kind}]'.{ended}"
@@ -54,7 +54,7 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
 
 def _find(name: str) -> Logger:
     if name not in _KINDS:
-        hint = suggest(name, _KINDS, otherwise=f"Choose from {', '.join(_KINDS)}, or give your own.")
+        hint = suggest(name, _KINDS, otherwise=f"Choose from {', '.join(_KINDS)}, or pass your own.")
         raise UserError(f"There is no logger {name!r}. {hint}")
     made, _ = _KINDS[name]
     return made()
@@ -63,10 +63,11 @@ def _find(name: str) -> Logger:
 def _checked(logger: object) -> Logger:
     if not isinstance(logger, Logger):
         raise UserError(
-            f"{logger!r} is no logger: a logger has a name and the methods start, log, rewind and finish."
+            f"{logger!r} is not a logger: it needs a name and the methods start, log, rewind and finish."
         )
     if not _NAME.fullmatch(logger.name):
         raise UserError(
-            f"The name {logger.name!r} of a logger cannot be that of a file: take letters, digits, . _ and -"
+            f"The logger name {logger.name!r} must be a valid file name: use only letters, digits, '.', "
+            "'_' and '-'."
         )
     return logger
