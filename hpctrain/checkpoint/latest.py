@@ -51,4 +51,5 @@ def _set_aside(site: CommitTarget, place: CheckpointDir, step: int, problem: str
 
     name = site.agreement.together(rename, f"{problem} It cannot be set aside")
     names = site.agreement.all(name, "setting a checkpoint aside")
-    return f"{problem} It was set aside as {next(filter(None, names), 'nothing: it is gone')}."
+    aside = next(filter(None, names), None)
+    return f"{problem} It was set aside as {aside}." if aside else f"{problem} It has been deleted since."

@@ -249,7 +249,7 @@ class CheckpointStore:
         captured, problem = None, None
         try:
             if self._saving.hanging:
-                raise CheckpointError("the disk still hangs on what an earlier save was writing")
+                raise CheckpointError("the disk is still hanging on an earlier save")
             captured = self._camera.capture(state, rank_state)
             self.state_bytes = captured.image.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)

@@ -136,7 +136,7 @@ def states_differ(folder: Path, rank: int, world_size: int) -> None:
     stored = CheckpointStore(folder, dist.group.WORLD)
     mine = {"x": torch.zeros(3 + rank)}
     same_on_all(raises(lambda: stored.save(1, mine, {}), "shapes of this rank's tensors", "(rank 1)"))
-    raises(lambda: stored.save(1 + rank, {"x": torch.zeros(3)}, {}), "saves step 2, rank 0 step 1")
+    raises(lambda: stored.save(1 + rank, {"x": torch.zeros(3)}, {}), "saves step 2, but rank 0 saves step 1")
     only_one = {"x": object() if rank == 1 else torch.zeros(3)}
     same_on_all(raises(lambda: stored.save(1, only_one, {}), "builtins.object", "(rank 1)"))
     save(stored, 2, rank)
@@ -152,7 +152,7 @@ def given_up_by_one(folder: Path, rank: int, world_size: int) -> None:
         stored.abandon()
     assert stored.finish(10)
     (ended,) = stored.finished()
-    assert "given up" in str(ended)
+    assert "abandoned" in str(ended)
     same_on_all(str(ended))
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
 
@@ -170,9 +170,9 @@ def one_dies(folder: Path, rank: int, world_size: int) -> None:
         os._exit(0)
     assert stored.finish(20)
     (ended,) = stored.finished()
-    assert "lost touch" in str(ended), ended
+    assert "lost contact" in str(ended), ended
     assert "checkpoint of step 2" in str(ended)
-    raises(lambda: save(stored, 3, rank), "lost touch")
+    raises(lambda: save(stored, 3, rank), "lost contact")
     assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
     os._exit(0)  # the process group cannot be left in good order any more
 
@@ -205,8 +205,8 @@ def one_disk_hangs_by_a_fake(folder: Path, rank: int, world_size: int) -> None:
     stored = CheckpointStore(folder, dist.group.WORLD, patience_s=1.5)
     if rank == 1:
         let_go = hold_writing_back(heedless=True)
-    same_on_all(raises(lambda: save(stored, 1, rank), "has taken nothing for 1.5 s", "(rank 1)"))
-    same_on_all(raises(lambda: save(stored, 2, rank), "the disk still hangs", "(rank 1)"))
+    same_on_all(raises(lambda: save(stored, 1, rank), "has accepted no data for 1.5 s", "(rank 1)"))
+    same_on_all(raises(lambda: save(stored, 2, rank), "the disk is still hanging", "(rank 1)"))
     if rank == 1:
         let_go()
         stored._saving.hanging.ended.wait(10)
@@ -228,7 +228,9 @@ def the_last_rename_hangs_by_a_fake(folder: Path, rank: int, world_size: int) ->
 
     CheckpointDir.commit = hang
     for step in (2, 3):
-        same_on_all(raises(lambda step=step: save(stored, step, rank), "taken nothing for 1 s", "(rank 0)"))
+        same_on_all(
+            raises(lambda step=step: save(stored, step, rank), "accepted no data for 1 s", "(rank 0)")
+        )
     assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
     CheckpointDir.commit = commit
     goes_on.set()
@@ -305,7 +307,7 @@ def with_tier(folder: Path, node: str) -> CheckpointStore:
 
 
 def copying_fails(folder: Path, rank: int) -> None:
-    """Make saves stay in the second tier."""
+    """Make saves stay in the local tier."""
     if rank == 0:
         blocked = folder / "shared" / "run" / "checkpoints"
         blocked.parent.mkdir(parents=True, exist_ok=True)
@@ -392,7 +394,7 @@ def a_node_is_gone(folder: Path, rank: int, world_size: int) -> None:
     stored = with_tier(folder, f"node-{rank}" if rank == 0 else "new-node")
     loaded, broken = stored.load_newest()
     assert loaded.step == 1
-    assert "__1_0.distcp is on no node that is here now" in broken[0], broken
+    assert "__1_0.distcp is on none of the current nodes" in broken[0], broken
     assert len(broken) == 1
     for step in (2, 3):
         stored.begin(step, state(step), rank_state(rank))
@@ -447,7 +449,7 @@ def a_tier_that_one_node_has_not(folder: Path, rank: int, world_size: int) -> No
     assert stored.finish(30)
     (saved,) = stored.finished()
     assert saved.path == folder / "shared/run/checkpoints/step-00000001"
-    assert "second tier" in saved.notes[0]
+    assert "local tier" in saved.notes[0]
     assert "cannot be used" in saved.notes[0]
 
 

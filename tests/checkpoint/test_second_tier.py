@@ -125,7 +125,7 @@ def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path, tier):
     ended = {(saved.step, saved.path.parent.name): saved for saved in store.finished()}
     assert (1, "checkpoints") in ended
     direct = ended[2, "checkpoints"]
-    assert "has no room for" in direct.notes[0]
+    assert "no space for" in direct.notes[0]
     assert "directly" in direct.notes[0]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
 
@@ -155,9 +155,9 @@ def planted(folder: Path, how: str) -> None:
     [
         ("link", "is a symbolic link, not a folder. Remove it"),
         ("file", "is a file, not a folder. Remove it"),
-        ("mode", "has mode 0750, not 0700: others can get in. Remove it"),
+        ("mode", "has mode 0750, not 0700: other users can access it. Remove it"),
         ("owner", "belongs to user 65534, not to user 0. Have its owner remove it"),
-        ("replaceable", "can be replaced by any user: .* has mode 0777. Have its sticky bit set"),
+        ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
     ],
 )
 def test_a_tier_that_other_users_can_get_into_is_refused_and_checkpoints_go_to_the_run(
@@ -228,7 +228,7 @@ def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path, tier):
     store = CheckpointStore(shared, second_tier=tier)
     store.begin(1, state(1), {})
     (sentence,) = store.close(clean=True)
-    assert "Step 1 lies in" in sentence
+    assert "Step 1 exists only in" in sentence
     shared.unlink()
     again = CheckpointStore(shared, second_tier=tier)
     assert torch.equal(again.load_newest()[0].state["x"], state(1)["x"])

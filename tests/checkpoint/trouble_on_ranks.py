@@ -126,10 +126,10 @@ def copying_that_has_ended_by_a_fake(folder: Path, rank: int, world_size: int) -
     """Where nothing leaves the nodes any more, saves go to the shared folder."""
     stored = with_tier(folder, f"node-{rank}")
     if rank == 1:
-        stored._tier._copying._agreement._lost = "the ranks have lost touch"
+        stored._tier._copying._agreement._lost = "the ranks lost contact"
     (saved,) = quick(stored, 1, rank)
     assert saved.path.parent == folder / "shared/run/checkpoints"
-    assert "nothing is copied from" in saved.notes[0]
+    assert "copying from" in saved.notes[0]
 
 
 if __name__ == "__main__":
