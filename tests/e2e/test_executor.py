@@ -163,7 +163,7 @@ def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
     (first, last), other = job.results()
     assert 5 <= first < last == 30
     assert other == (first, last)
-    assert "told to stop by SIGTERM" in job.task(0).stdout()
+    assert "stop requested by SIGTERM" in job.task(0).stdout()
 
 
 @pytest.mark.long
