@@ -212,5 +212,5 @@ def _spent(state: RunSituation, kind: EndKind) -> str | None:
     if failures > most:
         return f"{failures} consecutive failures without a new checkpoint ({name})" if failures > 1 else ""
     if crashes >= CRASHES_PER_FAILURE * (most + 1):
-        return f"{pluralize(crashes, 'failure')} without a checkpoint of a known step ({name})"
+        return f"{pluralize(crashes, 'failure')}, and no checkpoint with a recorded step ({name})"
     return None
