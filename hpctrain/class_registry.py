@@ -58,7 +58,7 @@ class Registry(Generic[T]):
         """
         origin = origin or self.setting
         if not isinstance(name, str):
-            raise UserError(f"{origin} is {name!r}; give a name, such as {next(iter(self.ours))!r}.")
+            raise UserError(f"{origin} is {name!r}; it must be a name, such as {next(iter(self.ours))!r}.")
         if name in self.registered:
             return self.registered[name]
         others = {point.name: point for point in entry_points(group=self.group)} if self.group else {}
@@ -66,8 +66,8 @@ class Registry(Generic[T]):
             kind = others[name].load()
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):
                 raise UserError(
-                    f"{origin} is {name!r}, for which an installed package names {others[name].value}: "
-                    f"that is no subclass of {self.kind.__module__}.{self.kind.__name__}."
+                    f"{origin} is {name!r}, which an installed package defines as {others[name].value}; "
+                    f"that is not a subclass of {self.kind.__module__}.{self.kind.__name__}."
                 )
             return kind
         if name in self.ours:
@@ -79,4 +79,4 @@ class Registry(Generic[T]):
             raise UserError(f"{origin} is {name!r}: {self.refused[name]}")
         known = [*self.ours, *others, *self.registered]
         hint = suggest(name, known, otherwise="")
-        raise UserError(f"{origin} is {name!r}; known are {', '.join(map(repr, known))}. {hint}".rstrip())
+        raise UserError(f"{origin} is {name!r}; choose from {', '.join(map(repr, known))}. {hint}".rstrip())

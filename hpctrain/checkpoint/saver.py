@@ -135,7 +135,7 @@ class Saver:
             except (PeerLost, SaveAborted):
                 raise
             except CheckpointError as error:
-                notes.append(f"{error}; it goes to {self._site.place.folder} directly.")
+                notes.append(f"{error}; writing directly to {self._site.place.folder}.")
             else:
                 self.tier.committed(save.step, may_skip=self._retention.may_skip(save.step, save.score))
                 return describe_save(self.tier.site.place, manifest, save.begun, notes)

@@ -254,7 +254,7 @@ class CheckpointStore:
         captured, problem = None, None
         try:
             if self._saving.hanging:
-                raise CheckpointError("the disk still hangs on what an earlier save was writing")
+                raise CheckpointError("the disk is still hanging on an earlier save")
             captured = self._camera.capture(state, rank_state)
             self.state_bytes = captured.image.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
@@ -326,4 +326,5 @@ def _set_aside(site: CommitTarget, place: CheckpointDir, step: int, problem: str
 
     name = site.agreement.together(rename, f"{problem} It cannot be set aside")
     names = site.agreement.all(name, "setting a checkpoint aside")
-    return f"{problem} It was set aside as {next(filter(None, names), 'nothing: it is gone')}."
+    aside = next(filter(None, names), None)
+    return f"{problem} It was set aside as {aside}." if aside else f"{problem} It has been deleted since."

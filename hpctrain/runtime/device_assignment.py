@@ -91,8 +91,8 @@ def _sit_down(seat: RankPlacement, store: Store) -> None:
     if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
         raise HpctrainError(
             f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
-            f"take themselves for rank {seat.rank}. Start one process a rank; `hpctrain env` shows what each "
-            "of them finds."
+            f"claim rank {seat.rank}. Start one process per rank; `hpctrain env` shows the rank of each "
+            "process."
         )
 
 
@@ -117,8 +117,8 @@ def _gather_seats(world_size: int, store: Store) -> list[RankPlacement]:
     except DistError as error:
         missing = compress_hostlist(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise RendezvousError(
-            f"rank {missing} of {world_size} did not come within {time.monotonic() - begun:.0f} s of rank 0. "
-            "Their logs may tell why."
+            f"rank {missing} of {world_size} did not join within {time.monotonic() - begun:.0f} s of rank 0. "
+            "Check their logs."
         ) from error
     return [_read_seat(text) for text in store.multi_get(keys)]
 

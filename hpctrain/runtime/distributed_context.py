@@ -154,9 +154,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         agreed = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
         with_nccl = agreed.device.type == "cuda" and not agreed.gpus_are_shared
         if agreed.gpus_are_shared and ranks.is_main:
-            print(
-                "hpctrain: ranks share GPUs, which NCCL refuses: gloo carries what they exchange", flush=True
-            )
+            print("hpctrain: ranks share GPUs, which NCCL does not support; using gloo instead", flush=True)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
             store=PrefixStore(prefix, store),
@@ -169,9 +167,9 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         raise type(error)(f"{error} ({_store_in_words(environ)})") from error
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank {ranks.rank} on {socket.gethostname()} did not meet its {ranks.world_size - 1} peers "
-            f"at {meeting.address}:{meeting.port} "
-            f"({ranks.sources.get('master_addr')}, {ranks.sources.get('master_port')}) "
-            f"after {time.monotonic() - begun:.0f} s: {error} ({_store_in_words(environ)})"
+            f"rank {ranks.rank} on {socket.gethostname()} could not connect to its {ranks.world_size - 1} "
+            f"peers at {meeting.address}:{meeting.port} ({ranks.sources.get('master_addr')}, "
+            f"{ranks.sources.get('master_port')}) within {time.monotonic() - begun:.0f} s: {error} "
+            f"({_store_in_words(environ)})"
         ) from error
     return agreed.device

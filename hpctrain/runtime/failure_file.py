@@ -57,7 +57,11 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
         print(fold(_traceback(error)), end="", file=sys.stderr)
     cause = write_failure(path, failure_of(error, environ), log, environ)
     if is_consequence:
-        words = f"{cause} failed, and this rank with it" if cause else "this rank lost another one"
+        words = (
+            f"this rank ended because {cause} failed"
+            if cause
+            else "this rank lost the connection to another one"
+        )
         message = " ".join(str(error).split())
         print(f"hpctrain: {words}: {type(error).__name__}: {message}", file=sys.stderr)
 

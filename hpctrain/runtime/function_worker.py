@@ -96,8 +96,9 @@ def _result_of(call: FunctionCall, parcel: CallPayload, run: RunDir, team: Distr
             _keep_continuation(call, parcel, run, team)
         elif _checkpoint_of(call) is not None:
             print(
-                f"hpctrain: the ranks left wherever they were, so {call.name}.checkpoint() is not called and "
-                "the function will start anew. Have it call hpctrain.should_stop(), and sys.exit(75) then."
+                f"hpctrain: the ranks stopped at different points, so {call.name}.checkpoint() is not "
+                "called and the function will start over. Call hpctrain.should_stop() in it, and "
+                "sys.exit(75) when it returns True."
             )
         raise
     except SystemExit as leaving:

@@ -26,6 +26,7 @@ from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
+from hpctrain.text import pluralize
 
 if TYPE_CHECKING:
     from hpctrain.runtime.rendezvous.signed_store import SignedStore
@@ -63,7 +64,7 @@ def main(environ: Mapping[str, str]) -> None:
                 trouble += look(environ, ranks, mine)
             except Unauthenticated as error:
                 # Another program on the network caused this, not the node.
-                print(f"hpctrain: the check of the nodes was disturbed: {error}", flush=True)
+                print(f"hpctrain: the node check was disturbed: {error}", flush=True)
             except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
                 trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
             if trouble:
@@ -129,7 +130,7 @@ def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool =
     """Return the problems of a GPU. If ranks share it, it may already be in use by a peer."""
     trouble = []
     if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
-        trouble.append(f"GPU {index} has had {errors} memory errors that were not corrected since the start")
+        trouble.append(f"GPU {index}: {pluralize(errors, 'uncorrected memory error')} since the job started")
     if not shared and (gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES):
         trouble.append(f"GPU {index} is in use: {gpu.processes} processes, {gpu.memory} bytes")
     return trouble
@@ -145,7 +146,7 @@ def _product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[
     for device in [f"cuda:{index}" for index in mine] if on_gpu else ["cpu"]:
         matrix = torch.full((_SIZE, _SIZE), 2.0, device=device)
         if wrong := int((matrix @ matrix != 4.0 * _SIZE).sum()):
-            trouble.append(f"a matrix product on {device} has {wrong} wrong numbers")
+            trouble.append(f"a matrix product on {device} has {wrong} wrong values")
     return trouble
 
 
@@ -166,7 +167,7 @@ def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -
     if "bad" in said:
         return []
     if len(set(said)) > 1:
-        return ["no GPU is there, but others have one"] if said[rank].endswith("cpu") else []
+        return ["this node has no GPU, but others do"] if said[rank].endswith("cpu") else []
     device = torch.device("cuda", mine[0]) if said[rank].endswith("cuda") else torch.device("cpu")
     # NCCL refuses two ranks on one GPU.
     with_nccl = device.type == "cuda" and gpu_sharing_reason(environ) is None
@@ -184,7 +185,7 @@ def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -
     dist.all_reduce(value)
     total = value.item()
     dist.destroy_process_group()
-    return [] if total == size else [f"a sum over {size} ranks came to {total:g}"]
+    return [] if total == size else [f"a sum over {size} ranks returned {total:g}"]
 
 
 def _tell(environ: Mapping[str, str], words: str) -> None:

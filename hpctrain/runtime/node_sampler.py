@@ -27,7 +27,7 @@ class NodeSampler:
             )
         except OSError as error:
             # Training does not depend on telemetry.
-            print(f"hpctrain: the node is not measured: {error}", file=sys.stderr)
+            print(f"hpctrain: cannot measure this node: {error}", file=sys.stderr)
 
     def end(self) -> None:
         """Let the process write its last line, and end it."""

@@ -48,8 +48,8 @@ def describe_missing_import(error: BaseException, environ: Mapping[str, str]) ->
             name = os.path.normpath(os.path.join(os.path.relpath(folder, copy), module))
             if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(copy, name)):
                 return (
-                    f"{name} is there, but git ignores it, so it is not in the copy of the code that "
-                    f"the ranks run. Have git take it (git add -f {shlex.quote(name)}), or submit with "
+                    f"{name} exists, but git ignores it, so it is missing from the code snapshot that "
+                    f"the ranks use. Add it (git add -f {shlex.quote(name)}), or submit with "
                     "--no-code-snapshot"
                 )
     return ""

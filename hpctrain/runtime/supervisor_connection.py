@@ -54,7 +54,7 @@ class SupervisorConnection:
             self._received = b""
             theirs, own = self._line(_CONNECT_LIMIT_S), new_nonce()
             if theirs is None:
-                raise TimeoutError(f"the supervisor did not answer within {_CONNECT_LIMIT_S:g} s")
+                raise TimeoutError(f"the supervisor did not respond within {_CONNECT_LIMIT_S:g} s")
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -87,11 +87,11 @@ class SupervisorConnection:
     def _line(self, timeout_s: float | None) -> bytes | None:
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_LINE:
-                raise ConnectionAbortedError(f"a line of more than {_LONGEST_LINE} bytes was received")
+                raise ConnectionAbortedError(f"received a line of more than {_LONGEST_LINE} bytes")
             if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
                 return None
             if not (data := self._socket.recv(65536)):
-                raise ConnectionResetError("the supervisor has closed the line")
+                raise ConnectionResetError("the supervisor closed the connection")
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return line
@@ -137,7 +137,8 @@ def start_heartbeat(
                 problem = error
             time.sleep(_PAUSE_S)
         print(
-            f"hpctrain: no line to the supervisor: {problem}. Training continues without it.", file=sys.stderr
+            f"hpctrain: no connection to the supervisor: {problem}. Training continues without it.",
+            file=sys.stderr,
         )
 
     threading.Thread(target=keep_on, name="hpctrain-line", daemon=True).start()

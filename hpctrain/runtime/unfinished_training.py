@@ -100,7 +100,10 @@ class TrainingMarker:
         words = words_of_unfinished(self._what, self.step, self.last_step)
         if self._failure is None:
             return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
-        return {**self._failure, "message": f"{self._failure['message']} (the script caught this; {words})"}
+        return {
+            **self._failure,
+            "message": f"{self._failure['message']} (the script caught this exception; {words})",
+        }
 
     def _write(self) -> None:
         """Write the file. Without it, as on a full disk, only `os._exit` goes undetected."""

@@ -156,7 +156,7 @@ def _redirect_output(log: Path, printed: bytes) -> None:
         fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         make_stdio_lossy()
-        print(f"hpctrain: {log} cannot be opened: {error.strerror}. What this rank prints goes here.")
+        print(f"hpctrain: {log} cannot be opened: {error.strerror}. This rank's output goes here instead.")
         return
     with suppress(OSError):
         os.write(fd, printed)

@@ -49,16 +49,16 @@ def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None
     if not outside and spec.array is None:
         return
     is_going = (record := read_run_record(run)).job_id is not None and record.finished is None
-    going = f" The run may still be going, as job {record.job_id}." if is_going else ""
+    going = f" The run may still be active, as job {record.job_id}." if is_going else ""
     if outside:
         raise NotInJob(
-            f"{script} is the script of a Slurm job, and this process is in none (SLURM_JOB_ID and "
-            f"SLURM_JOB_NODELIST are not both set).{going} To start the run by hand: sbatch {script}"
+            f"{script} is a Slurm job script, but this process is not in a Slurm job (SLURM_JOB_ID and "
+            f"SLURM_JOB_NODELIST are not both set).{going} To start the run manually: sbatch {script}"
         )
     raise NotInJob(
-        f"{script} is the script of a job array, {spec.array}, and this job is no task of it "
+        f"{script} is the script of job array {spec.array}, but this job is not one of its tasks "
         f"(SLURM_ARRAY_TASK_ID is {environ.get('SLURM_ARRAY_TASK_ID', 'not set')}).{going} "
-        f"To start the run by hand: sbatch {script}"
+        f"To start the run manually: sbatch {script}"
     )
 
 
@@ -124,12 +124,12 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
     except LeaseHeld as taken:
         it = taken.holder
         raise RunActive(
-            f"The run in {str(run.path)!r} is still going, as job {it.job_id}: its supervisor on {it.host}, "
-            f"process {it.pid}, holds the folder. Wait for it, or cancel it."
+            f"The run in {str(run.path)!r} is still active, as job {it.job_id}: its supervisor on {it.host}, "
+            f"process {it.pid}, holds the lease. Wait for it, or cancel it."
         ) from None
     except OSError as error:
         # A full disk must not prevent training.
-        log.warning("the run's folder cannot be held: %s", error)
+        log.warning("cannot acquire the run folder: %s", error)
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
@@ -144,7 +144,7 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
         successor = job_control.successors.find()
     except SchedulerError as error:
         # If a successor exists, it waits for the end of this job and then finds the run over.
-        log.warning("whether job %s has a successor cannot be told: %s", job_id, error)
+        log.warning("cannot determine whether job %s has a successor: %s", job_id, error)
         return None
     if successor is not None:
         record_successor(run, successor, job_id)
@@ -227,11 +227,11 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
             return
     except SchedulerError as error:
         raise RunActive(
-            f"Whether job {record.job_id} of the run in {str(run.path)!r} is still going cannot be told: "
-            f"{error}. Start the script again when Slurm answers."
+            f"Cannot determine whether job {record.job_id} of the run in {str(run.path)!r} is still active: "
+            f"{error}. Start the script again when Slurm responds."
         ) from error
     raise RunActive(
-        f"The run in {str(run.path)!r} is still going, as job {record.job_id}. Wait for it, or cancel it."
+        f"The run in {str(run.path)!r} is still active, as job {record.job_id}. Wait for it, or cancel it."
     )
 
 
@@ -250,11 +250,11 @@ def _ended_meanwhile(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
     if submitted + 1.0 > float(finished["time"]):
         return False
     if finished["state"] == "COMPLETED":
-        print(f"The run is complete since this job was submitted: nothing is left to do for job {job_id}.")
+        print(f"The run has completed since job {job_id} was submitted; the job has nothing left to do.")
         return True
     raise NotInJob(
-        f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted by hand, which ends "
-        "that job, too. Submit it again to have the run go on."
+        f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, which ends "
+        "that job too. Submit it again to continue the run."
     )
 
 
@@ -270,7 +270,7 @@ def _take_lock(run: RunDir) -> None:
     """Hold the run's lock for the life of this process, as a submitted supervisor inherits it."""
     lock = try_lock(run.lock)
     if lock is None:
-        raise RunActive(f"The run in {str(run.path)!r} is still going. Wait for it, or cancel it.")
+        raise RunActive(f"The run in {str(run.path)!r} is still active. Wait for it, or cancel it.")
     with suppress(OSError):  # On a full disk, the lock only lacks its owner's pid.
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -38,7 +38,7 @@ def describe_disk_error(error: OSError, path: Path) -> str | None:
     place = error.filename or path
     if error.errno in _FULL:
         return f"disk full at {place}: {error.strerror}"
-    return f"disk trouble at {place}: {error.strerror}" if error.errno in _AWAY else None
+    return f"disk error at {place}: {error.strerror}" if error.errno in _AWAY else None
 
 
 class BufferedLogHandler(logging.Handler):
@@ -84,7 +84,7 @@ class BufferedStorage(RunStorage):
             try:
                 written = list(super().read(path, is_valid))
             except OSError as error:
-                log.warning("%s cannot be read: %s", path, error)
+                log.warning("cannot read %s: %s", path, error)
                 written = []
         return iter([*written, *map(json.loads, waiting)])
 
@@ -93,7 +93,7 @@ class BufferedStorage(RunStorage):
         try:
             super().write(path, content)
         except OSError as error:
-            log.warning("%s cannot be written yet: %s", path, error)
+            log.warning("cannot write %s yet: %s", path, error)
             self._files[path] = content
             self._start_retrying()
 
@@ -142,7 +142,7 @@ class BufferedStorage(RunStorage):
         for path, lines in list(self._lines.items()):
             with lines.waiting() as waiting:
                 for line in waiting:
-                    print(f"hpctrain: could not be written to {path}: {line}", file=sys.stderr)
+                    print(f"hpctrain: could not write to {path}: {line}", file=sys.stderr)
 
     def _wait_for_run(self) -> None:
         """Wait for the run folder: without it, ranks would start over and write to the wrong place."""
@@ -150,8 +150,8 @@ class BufferedStorage(RunStorage):
         while not _is_there(self._run.spec):
             if time.monotonic() > deadline:
                 raise HpctrainError(
-                    f"The run's folder {str(self._run)!r} has vanished, or {self._run.spec.name} in it. "
-                    "Its disk may be gone. Bring it back, and submit the run again."
+                    f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, has vanished. "
+                    "Its disk may be unavailable. Restore it, then submit the run again."
                 )
             time.sleep(min(_RETRY_EVERY_S, _VANISHED_LIMIT_S))
 

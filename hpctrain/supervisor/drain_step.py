@@ -53,17 +53,17 @@ def drain_local_tier(
     launcher.hosts = hosts
     try:
         end = run_auxiliary_step(
-            run, launcher, command, attempt, limit_s=limit_s, what=f"what lies in {base} on the nodes"
+            run, launcher, command, attempt, limit_s=limit_s, what=f"the drain of {base}"
         )
     except OSError as error:
-        log.warning("what lies in %s on the nodes stays there: %s", base, error)
+        log.warning("cannot drain %s; its files stay on the nodes: %s", base, error)
         return
     finally:
         launcher.hosts = all_hosts
     if end is not None and end.returncode == 0:
-        log.info("%s is cleared on all nodes, in %.1f s", base, time.monotonic() - begun)
+        log.info("drained %s on all nodes in %.1f s", base, time.monotonic() - begun)
     elif end is not None:
-        log.warning("what lies in %s on the nodes may stay there: %s", base, end.words or "see the log")
+        log.warning("files in %s may remain on the nodes: %s", base, end.words or "see the log")
 
 
 def local_tier_folder(run: RunDir) -> Path | None:

@@ -35,8 +35,8 @@ class LocalArray:
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if spec.backend != "local" or spec.array is None:
             raise SpecError(
-                f"This is no task of the job array in {str(run.path)!r}: SLURM_ARRAY_TASK_ID names none of "
-                f"{spec.array}. Submit the task with hpctrain submit --array."
+                f"This process is not a task of the job array in {str(run.path)!r}: SLURM_ARRAY_TASK_ID is "
+                f"not in {spec.array}. Submit the array with hpctrain submit --array."
             )
         self._run, self._spec, self._environ = run, spec, environ
         self._job_id = str(os.getpid())
@@ -75,7 +75,7 @@ class LocalArray:
             return
         lock = try_lock(task.lock)
         if lock is None:
-            log.warning("task %d is going already, under a supervisor that was started before", index)
+            log.warning("task %d is already running under an earlier supervisor", index)
             return
         if read_run_record(task).job_id != f"{self._job_id}_{index}":
             # Only `hpctrain submit` records the tasks of an array: this script was started by hand.
@@ -100,7 +100,7 @@ class LocalArray:
             os.close(lock)
         self._going[index], self._place_of[index] = process, place
         threading.Thread(target=self._await, args=(index, process), daemon=True).start()
-        log.info("task %d: started, process %d", index, process.pid)
+        log.info("task %d: started process %d", index, process.pid)
 
     def _gpus_of(self, place: int) -> dict[str, str]:
         """Assign separate GPUs to each task that runs at the same time."""
@@ -113,7 +113,7 @@ class LocalArray:
         self._events.put(index)
 
     def _pass_on(self, number: signal.Signals, waiting: Iterable[int]) -> None:
-        log.info("got %s; sending it to the tasks that run", number.name)
+        log.info("received %s; sending it to the running tasks", number.name)
         if number in _CANCELS:
             self._cancelled = True
             for index in (*self._going, *waiting):
@@ -130,7 +130,7 @@ class LocalArray:
             if task.cancel_request.exists():
                 finish_run(task, "CANCELLED")
             else:
-                finish_run(task, "FAILED", f"its supervisor ended with {code}, without a word")
+                finish_run(task, "FAILED", f"its supervisor exited with {code} without reporting a cause")
         log.info("task %d: %s", index, self._state(index))
 
     def _state(self, index: int) -> str | None:

@@ -60,14 +60,14 @@ class NodeCheckRunner:
             module_command(self.spec, "node_check"),
             attempt,
             limit_s=_LIMIT_S,
-            what="the check of the nodes",
+            what="the node check",
         )
         found = self._read(attempt)
-        words = "told to stop" if found.stopped else describe_nodes(found.bad_nodes) or "all are fine"
-        log.info("the nodes were looked at in %.1f s: %s", time.monotonic() - begun, words)
+        words = "stop requested" if found.stopped else describe_nodes(found.bad_nodes) or "all nodes passed"
+        log.info("node check took %.1f s: %s", time.monotonic() - begun, words)
         if end is not None and not any(self.run.checks(attempt)):
             # If no process could start, no single node is to blame.
-            log.warning("the check of the nodes did not start: %s", end.words)
+            log.warning("the node check did not start: %s", end.words)
             return NodeCheckResult()
         return found
 
@@ -79,7 +79,7 @@ class NodeCheckRunner:
                 record = read_json(self.run.check(attempt, rank))
                 trouble = [str(words) for words in record["trouble"]]
             except (OSError, ValueError, KeyError, TypeError):
-                record, trouble = {}, ["its check did not come to an end"]
+                record, trouble = {}, ["its check did not finish"]
             if record.get("stopped"):
                 return NodeCheckResult(stopped=True)
             if trouble:

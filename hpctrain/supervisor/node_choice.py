@@ -67,5 +67,5 @@ class NodeChoice:
             try:
                 self.control.shrink_to([*hosts, *spares])
             except SchedulerError as error:
-                log.warning("The lost nodes stay with the job, which Slurm may end with them: %s", error)
+                log.warning("cannot release the lost nodes, so Slurm may end the job: %s", error)
         self.launcher.hosts, self.launcher.spares = hosts, spares

@@ -43,7 +43,7 @@ class NotificationTarget:
         if self._messages.qsize() < _MOST_WAITING:
             self._messages.put(message)
         else:
-            log.warning("a notification of %s was dropped: the target takes too long", message["occasion"])
+            log.warning("dropped a %s notification: the target is too slow", message["occasion"])
 
     def close(self) -> None:
         """Accept no further messages."""
@@ -53,7 +53,9 @@ class NotificationTarget:
         """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
         self._thread.join(max(0.05, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("a notification did not arrive before the end: its target takes too long")
+            log.warning(
+                "a notification was not delivered before the supervisor ended: the target is too slow"
+            )
             if (process := self._running) is not None:
                 _kill(process)
                 self._thread.join(0.2)
@@ -70,13 +72,13 @@ class NotificationTarget:
                     run_notification_command(self._target, message, self._environ, self._set_process)
             except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
                 log.warning(
-                    "a notification of %s did not arrive: %s: %s",
+                    "a %s notification was not delivered: %s: %s",
                     message["occasion"],
                     type(error).__name__,
                     error,
                 )
             else:
-                log.info("told of %s", message["occasion"])
+                log.info("sent a %s notification", message["occasion"])
 
 
 class _DeadlineConnection(http.client.HTTPConnection):
@@ -91,7 +93,7 @@ class _DeadlineConnection(http.client.HTTPConnection):
             return super().getresponse()
         except (OSError, http.client.HTTPException):
             if time.monotonic() - begun >= limit_s:
-                raise TimeoutError(f"no complete answer within {limit_s:g} s") from None
+                raise TimeoutError(f"no complete response within {limit_s:g} s") from None
             raise
         finally:
             timer.cancel()
@@ -139,9 +141,9 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
                 return
         except urllib.error.HTTPError as error:
             error.close()
-            failure = OSError(f"the address answered with status {error.code}")
+            failure = OSError(f"the address returned status {error.code}")
         except http.client.HTTPException as error:
-            failure = OSError(f"the answer is not HTTP ({type(error).__name__})")
+            failure = OSError(f"the response is not HTTP ({type(error).__name__})")
         except OSError as error:
             failure = error
         if left:
@@ -185,7 +187,7 @@ def run_notification_command(
             raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
     if process.returncode:
         raise OSError(
-            f"the command ended with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
+            f"the command exited with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
         )
 
 

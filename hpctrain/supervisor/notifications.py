@@ -90,7 +90,7 @@ class Notifier:
         except OSError as error:
             if self._last_error != str(error):
                 self._last_error = str(error)
-                log.warning("what happens cannot be read, and nobody is told of it: %s", error)
+                log.warning("cannot read the run's events, so no notifications are sent: %s", error)
         else:
             self._last_error = None
 
@@ -113,7 +113,7 @@ class Notifier:
         """Report a full disk, once. The run cannot write an event for it."""
         if not self._disk_reported and (full := full_disk(self._run)) is not None:
             self._disk_reported = True
-            self._send("stall", {"cause": f"{full}: nothing can be saved until there is room"})
+            self._send("stall", {"cause": f"{full}: nothing can be saved until space is freed"})
 
     def _newest_attempt(self) -> object:
         """Return the attempt that logged the last step."""

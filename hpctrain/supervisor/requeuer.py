@@ -73,7 +73,7 @@ class Requeuer:
             moved = self._try_methods(methods, attempt, left_out)
             if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
-            log.warning("the controller is out of reach; asking again in %.0f s", _PAUSE_S)
+            log.warning("cannot reach the controller; retrying in %.0f s", _PAUSE_S)
             # Any signal means that Slurm ends this job, so there is no more time to wait.
             with suppress(queue.Empty):
                 self.events.get(timeout=_PAUSE_S)
@@ -98,7 +98,7 @@ class Requeuer:
             except SchedulerError as error:
                 if self.intent() is JobIntent.YIELD:
                     return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
-                log.warning("no %s: %s", method.value, error)
+                log.warning("the %s failed: %s", method.value, error)
                 refusals.append(f"the {method.value} failed: {error}")
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
@@ -124,7 +124,7 @@ class Requeuer:
         for method in methods:
             try:
                 method()
-                log.warning("the batch script was killed: the run goes on in another job")
+                log.warning("the batch script was killed: the run continues in another job")
                 return
             except SchedulerError as error:
                 log.warning("the batch script was killed: %s", error)
@@ -139,14 +139,14 @@ class Requeuer:
             try:
                 disposition = self.job_control.disposition()
             except SchedulerError as error:
-                log.warning("%s Taking the job for one that goes on.", error)
+                log.warning("%s Assuming that the job continues.", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
     def _can_requeue(self) -> bool:
         try:
             return self.job_control.can_requeue()
         except SchedulerError as error:
-            log.warning("%s Taking the site for one that requeues.", error)
+            log.warning("%s Assuming that the site requeues jobs.", error)
             return True
 
     def _exclude(self, left_out: Collection[str]) -> None:
@@ -156,7 +156,7 @@ class Requeuer:
         try:
             self.job_control.nodes.exclude(left_out)
         except SchedulerError as error:
-            log.warning("The job may start again on %s: %s", ", ".join(left_out), error)
+            log.warning("the job may start on %s again: %s", ", ".join(left_out), error)
 
     def _wait_for_the_end(self) -> None:
         """Wait for Slurm to end this process, which it does to requeue the job."""
@@ -164,4 +164,4 @@ class Requeuer:
         try:
             self.events.get(timeout=_REQUEUE_LIMIT_S)
         except queue.Empty:
-            log.warning("Slurm has not ended this job within %.0f s of its requeue", _REQUEUE_LIMIT_S)
+            log.warning("Slurm did not end this job within %.0f s of the requeue", _REQUEUE_LIMIT_S)

@@ -267,7 +267,7 @@ class Simulation:
         rank = self._random.choices(range(len(run.hosts)), weights)[0]
         host = run.hosts[rank]
         own = kind is EndKind.PYTHON and run.fails_after_s is not None
-        words = "an error of the script" if own else f"{kind} {self._random.random():.9f}"
+        words = "an error in the script" if own else f"{kind} {self._random.random():.9f}"
         cause = f"rank {rank} on {host}: {words}"
         refused = kind is EndKind.NOT_STARTED
         run.events.append(
@@ -278,7 +278,7 @@ class Simulation:
         self._down[host] = self._now
         repaired = SimulatedRun(host, 0, 0, 0, 0.0, None)
         self._at(self._now + self._its.repair_days * DAY_S, repaired, "repaired")
-        return {host: "does not answer"}
+        return {host: "does not respond"}
 
     def _act(self, run: SimulatedRun, decision: Decision, cause: str | None, lost: dict[str, str]) -> None:
         match decision.action:

@@ -14,6 +14,7 @@ from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.policy.outcome import Exit
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
+from hpctrain.text import format_number
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
     if result is None or result.world_size == 1 or result.store_used or spec.torchrun is not None:
         return None
     return (
-        f"none of the {result.world_size} ranks made a process group. "
-        "If they were to train together, each has trained on its own."
+        f"none of the {result.world_size} ranks created a process group. "
+        "If they were meant to train together, each trained alone."
     )
 
 
@@ -57,5 +58,6 @@ def _loss_not_finite(run: RunDir) -> str | None:
     for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             loss = float(record["loss"])
-            return None if math.isfinite(loss) else f"The last loss is {loss} (step {record.get('step')})."
+            step = record.get("step")
+            return None if math.isfinite(loss) else f"The last loss is {format_number(loss)} (step {step})."
     return None

@@ -77,7 +77,7 @@ class ScaleUpMonitor:
                 if self._try_scale_up(nodes):
                     return
             except HpctrainError as error:
-                log.warning("whether there are more nodes cannot be told: %s", error)
+                log.warning("cannot determine whether more nodes are available: %s", error)
 
     def _try_scale_up(self, nodes: AllocatedNodes) -> bool:
         """Requeue the run if more nodes are worth it. Returns True if the monitor can stop."""
@@ -89,7 +89,7 @@ class ScaleUpMonitor:
             return False
         if self._stopped.is_set():
             return True
-        log.info("requeueing, to grow from %s to %d", pluralize(self.num_nodes, "node"), then)
+        log.info("requeueing to grow from %s to %d", pluralize(self.num_nodes, "node"), then)
         # Record the reason before the ranks record their stop.
         self.run.log_event("grow", self.attempt, nodes_before=self.num_nodes, nodes=then)
         # The signal is that of a preemption: without this file, the ranks expect to be killed soon.

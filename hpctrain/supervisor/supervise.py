@@ -88,7 +88,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
         if isinstance(next_step, Exit):
-            log.info("the run is complete; nothing is left to do")
+            log.info("the run is already complete; nothing to do")
             return next_step.code
         self._nodes.leave_out_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
@@ -197,7 +197,7 @@ class Supervisor:
         excluded = History.from_events(self._run.read_events()).excluded
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, excluded)
         if isinstance(moved, RequeueRefused):
-            return finish_run(self._run, "FAILED", f"the state is saved, but {moved.cause}")
+            return finish_run(self._run, "FAILED", f"the checkpoint is saved, but {moved.cause}")
         return moved
 
     def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:

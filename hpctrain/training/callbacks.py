@@ -81,11 +81,14 @@ class EarlyStopping(Callback):
             UserError: an argument is out of its range.
         """
         if not isinstance(metric, str) or not metric:
-            raise UserError(f"EarlyStopping has metric={metric!r}; give a name that validation_step returns.")
+            raise UserError(
+                f"EarlyStopping has metric={metric!r}; it must be the name of a metric that "
+                "validation_step returns."
+            )
         if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
                 f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
-                "it takes a patience of at least 1, 'min' or 'max', and a min_delta of at least 0."
+                "patience must be at least 1, mode 'min' or 'max', and min_delta at least 0."
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best: float | None = None
@@ -131,11 +134,7 @@ class EarlyStopping(Callback):
 
     def _end_if_due(self, trainer: TrainerHandle) -> None:
         if self.waited >= self.patience:
-            reached = (
-                "was no number"
-                if self.best is None
-                else f"did not get better than {format_number(self.best)}"
-            )
+            reached = "was NaN" if self.best is None else f"did not improve on {format_number(self.best)}"
             trainer.end(f"{self.metric} {reached} in {self.waited} validations")
 
 
@@ -166,9 +165,8 @@ class CallbackList:
         for each in self._callbacks:
             if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
-                    f"EarlyStopping goes by {each.metric!r}, which a validation measures, and there is "
-                    "none: fit() was given no validation set, or validate_every is None. Give both, or leave "
-                    "it out."
+                    f"EarlyStopping monitors {each.metric!r}, but there is no validation: fit() received no "
+                    "validation set, or validate_every is None. Provide both, or remove EarlyStopping."
                 )
 
     def check_names(self, given: Set[str], accepted: Set[str]) -> None:

@@ -43,4 +43,4 @@ class Components:
         reason = next(filter(None, self.context.gather(self.callbacks.ending)), None)
         if reason is not None:
             self.state.finished = True
-            self.progress.print_message(f"the training ends at step {self.state.step}: {reason}")
+            self.progress.print_message(f"training ends at step {self.state.step}: {reason}")

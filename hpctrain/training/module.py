@@ -97,12 +97,12 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
             tensor = torch.as_tensor(value)
         except (RuntimeError, TypeError, ValueError):
             raise UserError(
-                f"{origin} returned {value!r} as {name!r}. Return a number, or a tensor with one element."
+                f"{origin} returned {value!r} as {name!r}. Return a number or a one-element tensor."
             ) from None
         if tensor.numel() != 1:
             raise UserError(
                 f"{origin} returned {name!r} with shape {tuple(tensor.shape)}. "
-                "Return its mean over the batch, a scalar."
+                "Return a scalar: the mean over the batch."
             )
         scalars[name] = tensor.reshape(())
     return scalars
@@ -116,7 +116,8 @@ def takes_optimizer_idx(module: Module) -> bool:
     """
     if getattr(module, "automatic_optimization", True) is False:
         raise UserError(
-            f"{type(module).__name__}.automatic_optimization is False. Here each optimizer has a pass of its "
-            "own: give training_step a third parameter, optimizer_idx, and return the loss that it lowers."
+            f"{type(module).__name__}.automatic_optimization is False, which is not supported. With several "
+            "optimizers, give training_step a third parameter, optimizer_idx, and return that optimizer's "
+            "loss."
         )
     return "optimizer_idx" in inspect.signature(type(module).training_step).parameters

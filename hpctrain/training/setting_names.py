@@ -40,29 +40,33 @@ ALIASES = {
     "torch_compile": "compile",
 }
 
-_SUBMIT = "is decided when the run is submitted: hpctrain submit --nodes N --gpus-per-node G"
+_SUBMIT = "is set when the run is submitted: hpctrain submit --nodes N --gpus-per-node G"
 _BATCH = (
-    "depends on the number of ranks. Give global_batch_size, the samples of one optimizer step on all ranks: "
-    "batch size per rank × ranks × accumulation steps. micro_batch_size limits what a rank computes at once"
+    "depends on the number of ranks. Set global_batch_size, the samples per optimizer step on all ranks: "
+    "batch size per rank × ranks × accumulation steps. micro_batch_size limits the samples per forward pass"
 )
-_RANKS = "is what the launcher decides. Use devices to train without a launcher"
-_DATA = "belongs to the data: pass the data sets to fit()"
-_RESUME = "is not needed: a run resumes from its newest checkpoint. See also `hpctrain checkpoints import`"
-_CPU = "is not a setting: set CUDA_VISIBLE_DEVICES= to train on the CPU"
+_RANKS = "is decided by the launcher. Use devices to train without a launcher"
+_DATA = "is not a Trainer setting: pass the data sets to fit()"
+_RESUME = (
+    "is not needed: a run resumes from its newest checkpoint. "
+    "To start from another one, use `hpctrain checkpoints import`"
+)
+_CPU = "is not a setting: set CUDA_VISIBLE_DEVICES= to train on CPUs"
 _DEVICE_KINDS = "is not supported: hpctrain trains on GPUs and CPUs"
-_MICRO = "is spelled micro_batch_size='auto' here"
-_PROGRESS = "is not a setting: the progress line appears on a terminal only"
+_MICRO = "is not a setting: use micro_batch_size='auto'"
+_PROGRESS = "is not a setting: the progress line is shown only in a terminal"
 _METHODS = "is not a setting: call fit(), validate(), test() or predict()"
-_OPTIMIZER = "belongs to the optimizer that configure_optimizers returns"
-_SCHEDULER = "belongs to the scheduler that configure_optimizers returns"
+_OPTIMIZER = "is not a Trainer setting: set it in configure_optimizers"
+_SCHEDULER = "is not a Trainer setting: set it in configure_optimizers"
 _LOADER = "is not a setting: hpctrain loads the data. See num_workers and prefetch_factor"
-_COMPILE = "is an argument of torch.compile here: compile={…}"
-_BACKEND = "is chosen by the devices: NCCL on GPUs, gloo on CPUs"
-_PRECISION = "is spelled precision='16-mixed' or precision='bf16-mixed' here"
+_COMPILE = "is an argument of torch.compile: pass compile={…}"
+_BACKEND = "is chosen automatically: NCCL on GPUs, gloo on CPUs"
+_RECOMPUTE = "is not a setting: recompute takes names of submodules, e.g. recompute=['blocks.*']"
+_PRECISION = "is not a setting: use precision='16-mixed' or precision='bf16-mixed'"
 
 #: Names with another meaning or type, and what to do instead.
 EXPLAINED = {
-    "accelerator": f"{_RANKS}, and CUDA_VISIBLE_DEVICES= to train on the CPU",
+    "accelerator": f"{_RANKS}, and set CUDA_VISIBLE_DEVICES= to train on CPUs",
     "accumulate_grad_batches": _BATCH,
     "adafactor": _OPTIMIZER,
     "adam_beta1": _OPTIMIZER,
@@ -71,21 +75,21 @@ EXPLAINED = {
     "amp_backend": _PRECISION,
     "amp_level": _PRECISION,
     "auto_find_batch_size": _MICRO,
-    "auto_lr_find": "is not supported: choose the rate in configure_optimizers",
+    "auto_lr_find": "is not supported: set the learning rate in configure_optimizers",
     "auto_scale_batch_size": _MICRO,
-    "auto_select_gpus": "is spelled devices='auto' here",
+    "auto_select_gpus": "is not a setting: use devices='auto'",
     "automatic_optimization": "is not supported: training_step returns the loss",
     "barebones": "is not a setting: leave out loggers and callbacks",
     "batch_size": _BATCH,
     "benchmark": "is set with torch.backends.cudnn.benchmark",
     "bf16": _PRECISION,
     "bf16_full_eval": _PRECISION,
-    "check_val_every_n_epoch": "is spelled validate_every='epoch', or a number of steps, here",
-    "checkpoint_callback": "is spelled checkpoint_every=None to save only at the end",
+    "check_val_every_n_epoch": "is called validate_every here: a number of steps or 'epoch'",
+    "checkpoint_callback": "is not a setting: checkpoint_every=None saves only at the end",
     "ckpt_path": _RESUME,
-    "data_collator": "is spelled collate_fn here",
-    "data_seed": "is the same as seed here",
-    "dataloader_drop_last": "is not a setting: every sample of an epoch is trained",
+    "data_collator": "is called collate_fn here",
+    "data_seed": "is not separate: use seed",
+    "dataloader_drop_last": "is not a setting: every sample is used in each epoch",
     "dataloader_persistent_workers": _LOADER,
     "dataloader_pin_memory": _LOADER,
     "datamodule": _DATA,
@@ -95,41 +99,41 @@ EXPLAINED = {
     "detect_anomaly": "is set with torch.autograd.set_detect_anomaly(True)",
     "deterministic": "is set with torch.use_deterministic_algorithms(True)",
     "disable_tqdm": _PROGRESS,
-    "distributed_backend": "is spelled strategy here, such as strategy='ddp'",
+    "distributed_backend": "is called strategy here, e.g. strategy='ddp'",
     "do_eval": _METHODS,
     "do_predict": _METHODS,
     "do_train": _METHODS,
-    "early_stop_callback": "is spelled callbacks=[EarlyStopping(…)] here",
+    "early_stop_callback": "is not a setting: use callbacks=[EarlyStopping(…)]",
     "enable_autolog_hparams": "is not a setting: settings are recorded in the run folder",
-    "enable_checkpointing": "is spelled checkpoint_every=None to save only at the end",
-    "enable_model_summary": "is not supported: print the module",
+    "enable_checkpointing": "is not a setting: checkpoint_every=None saves only at the end",
+    "enable_model_summary": "is not supported: use print(module)",
     "enable_progress_bar": _PROGRESS,
     "eval_accumulation_steps": "is not a setting: metrics are means over the batches",
     "eval_dataset": _DATA,
-    "eval_delay": "is spelled validate_every here: a number of steps or 'epoch'",
-    "eval_on_start": "is spelled sanity_val_batches here: a number of batches",
-    "eval_strategy": "is spelled validate_every here: a number of steps or 'epoch'",
-    "evaluation_strategy": "is spelled validate_every here: a number of steps or 'epoch'",
+    "eval_delay": "is called validate_every here: a number of steps or 'epoch'",
+    "eval_on_start": "is called sanity_val_batches here: a number of batches",
+    "eval_strategy": "is called validate_every here: a number of steps or 'epoch'",
+    "evaluation_strategy": "is called validate_every here: a number of steps or 'epoch'",
     "fast_dev_run": "is not a setting: use max_steps=1",
     "flush_logs_every_n_steps": "is not needed: metrics are written at each logged step",
     "fp16": _PRECISION,
     "fp16_full_eval": _PRECISION,
     "fp16_opt_level": _PRECISION,
-    "fsdp": "is spelled strategy='fsdp' here",
-    "fsdp_config": "is spelled strategy='fsdp' here",
+    "fsdp": "is not a setting: use strategy='fsdp'",
+    "fsdp_config": "is not a setting: use strategy='fsdp'",
     "full_determinism": "is set with torch.use_deterministic_algorithms(True)",
     "gpus": f"{_SUBMIT}. Without a launcher, use devices",
     "gradient_accumulation_steps": _BATCH,
-    "gradient_checkpointing": "takes names of submodules here: recompute=['blocks.*']",
-    "gradient_checkpointing_kwargs": "takes names of submodules here: recompute=['blocks.*']",
-    "gradient_clip_algorithm": "is two settings here: gradient_clip_norm and gradient_clip_value",
-    "greater_is_better": "is spelled mode='max' or mode='min' here",
+    "gradient_checkpointing": _RECOMPUTE,
+    "gradient_checkpointing_kwargs": _RECOMPUTE,
+    "gradient_clip_algorithm": "is not a setting: choose gradient_clip_norm or gradient_clip_value",
+    "greater_is_better": "is not a setting: use mode='max' or mode='min'",
     "group_by_length": _DATA,
     "hpus": _DEVICE_KINDS,
     "ignore_data_skip": _RESUME,
     "inference_mode": "is not a setting: validation computes no gradients",
     "ipus": _DEVICE_KINDS,
-    "label_smoothing_factor": "belongs to the loss that training_step returns",
+    "label_smoothing_factor": "is not a Trainer setting: apply it to the loss in training_step",
     "learning_rate": _OPTIMIZER,
     "limit_predict_batches": "is not a setting: pass a Subset to predict()",
     "limit_test_batches": "is not a setting: pass a Subset to test()",
@@ -139,9 +143,9 @@ EXPLAINED = {
     "local_rank": _RANKS,
     "log_gpu_memory": "is not needed: GPU use is measured and shown by `hpctrain report`",
     "log_level": "is not a setting: use the logging module",
-    "logging_dir": "is not a setting: logs lie in the run folder (run_dir)",
-    "logging_first_step": "is a number of steps here: log_every",
-    "logging_strategy": "is a number of steps here: log_every",
+    "logging_dir": "is not a setting: logs are in the run folder (run_dir)",
+    "logging_first_step": "is not a setting: use log_every, a number of steps",
+    "logging_strategy": "is not a setting: use log_every, a number of steps",
     "lr": _OPTIMIZER,
     "lr_scheduler_kwargs": _SCHEDULER,
     "lr_scheduler_type": _SCHEDULER,
@@ -167,41 +171,41 @@ EXPLAINED = {
     "plugins": "is not a setting: the launcher is detected (`hpctrain env`)",
     "prepare_data_per_node": _DATA,
     "process_position": _PROGRESS,
-    "profiler": "is not a setting: use torch.profiler. `hpctrain report` shows where the time went",
+    "profiler": "is not a setting: use torch.profiler. `hpctrain report` has a time breakdown",
     "progress_bar_refresh_rate": _PROGRESS,
     "push_to_hub": "is not supported: use `hpctrain checkpoints export`",
     "reload_dataloaders_every_epoch": _DATA,
     "reload_dataloaders_every_n_epochs": _DATA,
     "remove_unused_columns": _DATA,
-    "replace_sampler_ddp": "is not a setting: hpctrain splits the data set over the ranks itself",
+    "replace_sampler_ddp": "is not a setting: hpctrain divides the data set among the ranks itself",
     "resume_from_checkpoint": _RESUME,
-    "run_name": "is chosen when the run is submitted: hpctrain submit --name",
-    "save_on_each_node": "is not a setting: checkpoints lie in the run folder, or in local_checkpoints",
+    "run_name": "is set when the run is submitted: hpctrain submit --name",
+    "save_on_each_node": "is not a setting: checkpoints are in the run folder or in local_checkpoints",
     "save_only_model": "is not a setting: use `hpctrain checkpoints export`",
     "save_safetensors": "is not a setting: use `hpctrain checkpoints export`",
-    "save_strategy": "is spelled checkpoint_every here: a number of steps or 'auto'",
+    "save_strategy": "is called checkpoint_every here: a number of steps or 'auto'",
     "stochastic_weight_avg": "is not supported: use torch.optim.swa_utils in the module",
-    "sync_batchnorm": "is done in the module: torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-    "terminate_on_nan": "is not a setting: a loss of NaN is reported by `hpctrain status`",
+    "sync_batchnorm": "is not a setting: in the module, call torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "terminate_on_nan": "is not a setting: `hpctrain status` reports a NaN loss",
     "tf32": "is set with torch.set_float32_matmul_precision",
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
     "tpu_cores": _DEVICE_KINDS,
-    "track_grad_norm": "is not a setting: grad_norm is logged with gradient_clip_norm",
+    "track_grad_norm": "is not a setting: grad_norm is logged if gradient_clip_norm is set",
     "train_batch_size": _BATCH,
     "train_dataloader": _DATA,
     "train_dataloaders": _DATA,
     "train_dataset": _DATA,
-    "truncated_bptt_steps": "is not supported: training_step computes the whole loss",
+    "truncated_bptt_steps": "is not supported: training_step must compute the whole loss",
     "use_amp": _PRECISION,
     "use_cpu": _CPU,
-    "use_distributed_sampler": "is not a setting: hpctrain splits the data set over the ranks itself",
-    "val_check_interval": "is spelled validate_every here: a number of steps or 'epoch'",
+    "use_distributed_sampler": "is not a setting: hpctrain divides the data set among the ranks itself",
+    "val_check_interval": "is called validate_every here: a number of steps or 'epoch'",
     "val_dataloaders": _DATA,
-    "warmup_ratio": "is a number of steps here: warmup_steps",
+    "warmup_ratio": "is not a setting: use warmup_steps, a number of steps",
     "weight_decay": _OPTIMIZER,
-    "weights_save_path": "is not a setting: checkpoints lie in the run folder (run_dir)",
-    "weights_summary": "is not supported: print the module",
+    "weights_save_path": "is not a setting: checkpoints are in the run folder (run_dir)",
+    "weights_summary": "is not supported: use print(module)",
 }
 
 
@@ -218,7 +222,8 @@ def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[s
         setting = name if name in known else ALIASES.get(name, name)
         if setting in spelled:
             raise UserError(
-                f"{spelled[setting]}={result[setting]!r} and {name}={value!r} are the same setting. Give one."
+                f"{spelled[setting]}={result[setting]!r} and {name}={value!r} are the same setting. "
+                "Set only one."
             )
         if setting not in known:
             if name in EXPLAINED:

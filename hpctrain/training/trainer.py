@@ -80,7 +80,7 @@ class Trainer(TrainerConfig):
     def _fit(self, training: TrainingMarker, module: Module, train_dataset: Any, val_dataset: Any) -> None:
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
-                f"fit() was given a {type(module).__name__}, which has no configure_optimizers: give a "
+                f"fit() received a {type(module).__name__}, which has no configure_optimizers. Pass an "
                 "hpctrain.Module, whose training_step returns the loss of a batch."
             )
         self.ending = None
@@ -110,7 +110,7 @@ class Trainer(TrainerConfig):
                 self.step, self.metrics = loop.state.step, loop.state.validation
                 training.step = self.step
 
-    def end(self, reason: str = "a callback ended it") -> None:
+    def end(self, reason: str = "a callback called end()") -> None:
         """End the training before its last step. Called by a `Callback`; one rank that calls it is enough."""
         self.ending = reason
 
@@ -160,8 +160,8 @@ class Trainer(TrainerConfig):
         if has_launcher(self.ranks):
             if self.devices is not None and self.is_main:
                 print(
-                    f"hpctrain: devices={self.devices!r} is not looked at: each rank has the device that its "
-                    f"launcher ({self.ranks.environment}) gave it"
+                    f"hpctrain: devices={self.devices!r} is ignored: the launcher ({self.ranks.environment}) "
+                    "assigns a device to each rank"
                 )
             return []
         default = "auto" if self._strategy.spawns or self._strategy.one_process else None
@@ -204,9 +204,9 @@ class Trainer(TrainerConfig):
             return None
         if own in _TRAINED:
             raise UserError(
-                f"fit() was called before in this process, and {own} ({RUN_DIR_VARIABLE}) "
+                f"fit() was already called in this process, and {own} ({RUN_DIR_VARIABLE}) "
                 "holds its checkpoints. "
-                "Give one of the trainers a folder of its own: Trainer(run_dir=…)."
+                "Give one of the trainers its own folder: Trainer(run_dir=…)."
             )
         _TRAINED.add(own)
         return RunDir(Path(own).absolute())

@@ -177,7 +177,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):
             raise UserError(
-                f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}; give one of the two."
+                f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}; set exactly "
+                "one of them."
             )
         for name in _COUNTS:
             value = getattr(self, name)
@@ -186,7 +187,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             if value is None and name != "global_batch_size":
                 continue
             if type(value) is not int or value < 1:
-                raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+                raise UserError(f"{name} is {value!r}; it must be an integer of at least 1.")
         for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"):
             value = getattr(self, name)
             if value is None and name != "dataloader_timeout_s":
@@ -194,23 +195,23 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             if not ((type(value) is int or isinstance(value, float)) and value > 0):
                 raise UserError(f"{name} is {value!r}; it must be a number above 0.")
         if self.lr_scaling not in ("linear", "sqrt"):
-            raise UserError(f"lr_scaling is {self.lr_scaling!r}; give 'linear' or 'sqrt'.")
+            raise UserError(f"lr_scaling is {self.lr_scaling!r}; it must be 'linear' or 'sqrt'.")
         for name in ("warmup_steps", "sanity_val_batches", "num_workers"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise UserError(f"{name} is {value!r}; it must be a whole number of at least 0.")
+                raise UserError(f"{name} is {value!r}; it must be an integer of at least 0.")
         if isinstance(self.recompute, str):
             self.recompute = (self.recompute,)
         if self.recompute and self.compile is not False:
             raise UserError(
-                f"recompute is {self.recompute!r} and compile is {self.compile!r}: torch.compile decides by "
-                "itself what is computed again in the backward pass. Give one of the two."
+                f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile decides "
+                "itself what to recompute in the backward pass. Set only one of them."
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed!r}; it must be a whole number of at most 63 bits.")
+            raise UserError(f"seed is {self.seed!r}; it must be an integer that fits in 64 bits.")
         if not isinstance(self.compile, (bool, Mapping)):
             raise UserError(
-                f"compile is {self.compile!r}; give True, or a dict of torch.compile's arguments."
+                f"compile is {self.compile!r}; it must be True, False or a dict of torch.compile arguments."
             )
         if isinstance(self.compile, Mapping):
             _check_arguments("compile", self.compile, torch.compile)
@@ -218,11 +219,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             self.callbacks = (self.callbacks,)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise UserError(f"callbacks has {callback!r}, which is no hpctrain.Callback.")
+                raise UserError(f"callbacks contains {callback!r}, which is not an hpctrain.Callback.")
         if type(self.keep_best) is not int or self.keep_best < 0:
-            raise UserError(f"keep_best is {self.keep_best!r}; it must be a whole number of at least 0.")
+            raise UserError(f"keep_best is {self.keep_best!r}; it must be an integer of at least 0.")
         if self.mode not in ("min", "max"):
-            raise UserError(f"mode is {self.mode!r}; give 'min' or 'max'.")
+            raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         self.loggers = find_loggers(self.loggers)
@@ -257,11 +258,12 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., 
     for argument in arguments:
         if argument not in known:
             raise UserError(
-                f"{name} has {argument!r}, which torch.{of.__name__} does not take: {', '.join(known)}."
+                f"{name} has {argument!r}, which torch.{of.__name__} does not accept. Choose from "
+                f"{', '.join(known)}."
             )
 
 
 def _check_every(name: str, value: object, word: str) -> None:
     if value is None or value == word or (type(value) is int and value > 0):
         return
-    raise UserError(f"{name} is {value!r}; give a number of steps of at least 1, {word!r} or None.")
+    raise UserError(f"{name} is {value!r}; it must be a number of steps (at least 1), {word!r} or None.")

@@ -156,7 +156,7 @@ def test_a_save_is_given_up(tmp_path, gate):
     assert store.finish(10)
     (error,) = store.finished()
     assert isinstance(error, CheckpointError)
-    assert "given up" in str(error)
+    assert "abandoned" in str(error)
     assert names(tmp_path) == []
     gate.open.set()
     assert isinstance(store.save(2, {"x": torch.zeros(2)}, {}), CommittedSave)
@@ -166,7 +166,7 @@ def test_closing_waits_and_with_a_limit_gives_up(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.begin(1, {"x": torch.zeros(2)}, {})
     assert store.close(timeout_s=0.1) == []
-    assert "given up" in str(store.finished()[0])
+    assert "abandoned" in str(store.finished()[0])
     gate.open.set()
     other = CheckpointStore(tmp_path)
     other.begin(2, {"x": torch.zeros(2)}, {})

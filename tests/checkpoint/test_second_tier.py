@@ -28,7 +28,7 @@ def open_on_node(folder: Path, node: int | str) -> CheckpointStore:
 
 @contextmanager
 def failing_copies(folder: Path) -> Iterator[None]:
-    """Saves stay in the second tier: a file is in the place of the shared folder."""
+    """Saves stay in the local tier: a file is in the place of the shared folder."""
     shared = rank_checkpoints.shared_folder(folder)
     if dist.get_rank() == 0:
         shared.rename(folder / "aside")
@@ -93,7 +93,7 @@ def save_without_folder_on_node_1(folder: Path) -> None:
     assert store.finish(30)
     (saved,) = store.finished()
     assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
-    assert "second tier" in saved.notes[0]
+    assert "local tier" in saved.notes[0]
     assert "cannot be used" in saved.notes[0]
 
 
@@ -177,7 +177,7 @@ def load_without_node_1(folder: Path) -> None:
     loaded, broken = store.load_newest()
     assert loaded.step == 1
     (report,) = broken
-    assert "__1_0.distcp is on no node that is here now" in report
+    assert "__1_0.distcp is on none of the current nodes" in report
     for step in (2, 3):
         rank_checkpoints.begin(store, step)
     assert store.close() == []
@@ -270,7 +270,7 @@ def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path, tier):
     ended = {(saved.step, saved.path.parent.name): saved for saved in store.finished()}
     assert (1, "checkpoints") in ended
     direct = ended[2, "checkpoints"]
-    assert "has no room for" in direct.notes[0]
+    assert "no space for" in direct.notes[0]
     assert "directly" in direct.notes[0]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
 
@@ -300,9 +300,9 @@ def planted(folder: Path, how: str) -> None:
     [
         ("link", "is a symbolic link, not a folder. Remove it"),
         ("file", "is a file, not a folder. Remove it"),
-        ("mode", "has mode 0750, not 0700: others can get in. Remove it"),
+        ("mode", "has mode 0750, not 0700: other users can access it. Remove it"),
         ("owner", "belongs to user 65534, not to user 0. Have its owner remove it"),
-        ("replaceable", "can be replaced by any user: .* has mode 0777. Have its sticky bit set"),
+        ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
     ],
 )
 def test_a_tier_that_other_users_can_get_into_is_refused_and_checkpoints_go_to_the_run(
@@ -373,7 +373,7 @@ def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path, tier):
     store = CheckpointStore(shared, second_tier=tier)
     store.begin(1, state(1), {})
     (sentence,) = store.close(clean=True)
-    assert "Step 1 lies in" in sentence
+    assert "Step 1 exists only in" in sentence
     shared.unlink()
     again = CheckpointStore(shared, second_tier=tier)
     assert torch.equal(again.load_newest()[0].state["x"], state(1)["x"])

@@ -146,10 +146,10 @@ def test_copying_continues_after_old_checkpoints_could_not_be_listed(tmp_path):
 def save_after_copying_has_ended(folder: Path) -> None:
     store = open_on_own_node(folder)
     if dist.get_rank() == 1:
-        store._tier._copying._agreement._lost = "the ranks have lost touch"
+        store._tier._copying._agreement._lost = "the ranks lost contact"
     (saved,) = save_in_background(store, 1)
     assert saved.path.parent == rank_checkpoints.shared_folder(folder)
-    assert "nothing is copied from" in saved.notes[0]
+    assert "copying from" in saved.notes[0]
 
 
 def test_saves_go_to_the_shared_folder_once_copying_has_ended(tmp_path):

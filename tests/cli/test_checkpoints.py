@@ -144,7 +144,7 @@ def test_exported_weights_are_those_of_the_module_and_load_without_hpctrain(
 ) -> None:
     said = command("export", str(trained[0]), name)
     assert said.exit_code == 0, said.stderr
-    assert "of the state after step 6" in said.stdout
+    assert "(step 6)" in said.stdout
     plain = nn.Module()
     plain.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     weights = load_file(name) if name.endswith(".safetensors") else torch.load(name, weights_only=True)
@@ -166,11 +166,11 @@ def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
     assert command("export", run, "a.pt", "--force", "--step", "4").exit_code == 0
     expected = load_on_cpu(RunDir(trained[0]).checkpoint(4)).state["module"]
     assert torch.equal(torch.load("a.pt", weights_only=True)["net.0.weight"], expected["net.0.weight"])
-    assert "after step" in command("export", run, "best.pt", "--best").stdout
+    assert "(step " in command("export", run, "best.pt", "--best").stdout
     for words, why in (
         (["b.pt", "--step", "3"], "No checkpoint of step 3"),
         (["b.onnx"], "ends in '.onnx'"),
-        (["b.safetensors", "--all"], "tensors alone"),
+        (["b.safetensors", "--all"], "can store only tensors"),
         (["nowhere/b.pt"], "nowhere"),
         (["b.pt", "--step", "4", "--best"], "Give only one of them"),
     ):
@@ -184,7 +184,7 @@ def test_export_passes_over_a_broken_checkpoint_and_says_so(command: Command, ru
         file.write(b" ")
     said = command("export", "run", "model.pt")
     assert said.exit_code == 0
-    assert "after step 4" in said.stdout
+    assert "(step 4)" in said.stdout
     assert "Using the previous checkpoint" in said.stderr
     asked = command("export", "run", "other.pt", "--step", "6")
     assert asked.exit_code == 1
@@ -196,7 +196,7 @@ def test_everything_exported_is_everything_imported(command: Command, trained: t
     torch.load("all.pt", weights_only=True)
     said = command("import", "copy", "all.pt")
     assert said.exit_code == 0, said.stderr
-    assert "taken over: 9 weights and buffers, 1 optimizer, 1 scheduler" in said.stdout
+    assert "imported: 9 weights and buffers, 1 optimizer, 1 scheduler" in said.stdout
     continued = train(Path("copy"), 6)
     for key, value in trained[1].state_dict().items():
         assert torch.equal(continued.state_dict()[key], value), key
@@ -207,8 +207,8 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
     torch.save({f"module._orig_mod.{key}": value for key, value in module.state_dict().items()}, "plain.pt")
     said = command("import", "new", "plain.pt")
     assert said.exit_code == 0, said.stderr
-    assert "each name began with 'module.', as DistributedDataParallel has it" in said.stdout
-    assert "no state of an optimizer: it begins anew" in said.stdout
+    assert "removed the prefix 'module.' (added by DistributedDataParallel)" in said.stdout
+    assert "no optimizer state: it starts fresh" in said.stdout
     loaded = load_on_cpu(RunDir(Path("new")).checkpoint(0))
     assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
     Path("train.py").write_text("pass")
@@ -247,14 +247,14 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
     trainer.save_checkpoint("last.ckpt")
     refused = command("import", "new", "last.ckpt")
     assert refused.exit_code == 2
-    assert "holds objects of argparse.Namespace" in refused.stderr
+    assert "contains objects of argparse.Namespace" in refused.stderr
     assert "--allow argparse.Namespace" in refused.stderr
     assert not Path("new").exists()
     said = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
     assert said.exit_code == 0, said.stderr
-    assert f"the state after step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
+    assert f"step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
     assert "hyper_parameters" in said.stdout.split("left out: ")[1].splitlines()[0]
-    assert "which samples were trained" in said.stdout
+    assert "the position in the data" in said.stdout
     state = load_on_cpu(RunDir(Path("new")).checkpoint(5)).state
     moments = trainer.optimizers[0].state_dict()["state"]
     for index, values in moments.items():
@@ -273,15 +273,15 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
     torch.save({"state_dict": {"w": torch.zeros(1)}, "step": 4}, "old.pt")
     torch.save(torch.zeros(1), "tensor.pt")
     for words, why in (
-        (["new", "nothing.pt"], "no state_dict among them"),
-        (["new", "text.pt"], "no file that torch.save has written"),
-        (["new", "text.safetensors"], "no safetensors file"),
-        (["new", "hello.pt"], "no file that torch.save has written: "),
-        (["new", "empty.pt"], "no file that torch.save has written: EOFError"),
+        (["new", "nothing.pt"], "but no state_dict"),
+        (["new", "text.pt"], "was not written by torch.save"),
+        (["new", "text.safetensors"], "is not a safetensors file"),
+        (["new", "hello.pt"], "was not written by torch.save: "),
+        (["new", "empty.pt"], "was not written by torch.save: EOFError"),
         ([".", "old.pt"], "not a run folder, and it is not empty"),
-        (["new", "tensor.pt"], "holds a Tensor"),
+        (["new", "tensor.pt"], "contains a Tensor"),
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
-        (["run", "old.pt"], "has a checkpoint of step 6, and old.pt would be that of step 4"),
+        (["run", "old.pt"], "has a checkpoint of step 6, but old.pt would become step 4"),
     ):
         answer = command("import", *words)
         assert answer.exit_code == 2, answer.output

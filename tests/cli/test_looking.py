@@ -88,7 +88,7 @@ def test_a_script_that_reports_no_steps_is_said_to(hpctrain, tmp_path):
     """The script of the fixture prints a line and trains nothing that hpctrain knows of."""
     assert hpctrain("submit", "--backend", "local", "--run-dir", "runs/plain", "train.py").returncode == 0
     done = hpctrain("wait", "plain")
-    words = "not known: this script reports no steps"
+    words = "unknown: this script reports no steps"
     assert f"run          plain: COMPLETED, step {words}\n" in done.stdout
     assert f"step        {words}\n" in hpctrain("status", "plain").stdout
     status = json.loads(hpctrain("status", "plain", "--json").stdout)

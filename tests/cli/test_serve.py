@@ -295,7 +295,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
     os.symlink(tmp_path / "secret.txt", run.code / "submission-000.diff")
     os.mkfifo(run.environment)
     with serving(tmp_path / "runs") as served:
-        assert "Not shown: 1 link that leads out of this folder." in served.ask("/")[2]
+        assert "Not shown: 1 link that points outside this folder." in served.ask("/")[2]
         assert served.ask("/run/linked")[0] == 404
         status, _, text = served.ask("/run/inside")
         assert status == 200
@@ -360,6 +360,6 @@ def test_a_page_in_a_browser_follows_the_run(served, folder, tmp_path):
 
 def test_a_folder_that_is_not_there_yet(tmp_path):
     with serving(tmp_path / "runs") as served:
-        assert "There is no run in this folder yet." in served.ask("/")[2]
+        assert "This folder has no runs yet." in served.ask("/")[2]
         os.mkdir(tmp_path / "runs")
         assert served.ask("/")[0] == 200

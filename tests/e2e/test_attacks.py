@@ -101,7 +101,7 @@ def test_hangs_are_found_after_a_stranger_has_talked_to_the_supervisor(tmp_path)
     assert run.wait() == 0
     (failure,) = run.events("failure")
     assert (failure["class"], failure["rank"]) == ("hang", 1)
-    assert "was refused: a line of more than" in run.dir.supervisor_log.read_text()
+    assert "was refused: received a line of more than" in run.dir.supervisor_log.read_text()
     for connection in strangers:
         connection.close()
     assert_no_process_left(run.path)

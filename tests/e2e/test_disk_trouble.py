@@ -81,7 +81,7 @@ def test_a_full_disk_is_said_and_survived_and_nothing_is_lost(small_disk):
 
 def test_a_checkpoint_before_the_full_disk_is_what_a_killed_run_goes_on_from(small_disk):
     run = RunDir(small_disk / "run")
-    with pytest.raises(AssertionError, match=r"DiskFull.*no room for the state of step 20"):
+    with pytest.raises(AssertionError, match=r"DiskFull.*no space for the checkpoint of step 20"):
         # The result itself does not fit: that ends the run.
         train(run, 20, {10: "fill"}, ROOM_LIMIT_S="0.5")
     (small_disk / "filler").unlink()
@@ -103,7 +103,7 @@ def test_a_disk_that_turns_read_only_is_reported_and_survived(small_disk):
 def test_checkpoints_that_vanish_are_said_and_the_run_goes_on(tmp_path):
     run = RunDir(tmp_path / "run")
     said = train(run, 40, {11: "hide"})
-    assert "has vanished, with the checkpoints in it. It is made anew." in said
+    assert "has vanished, along with its checkpoints." in said
     assert any("has vanished" in cause for cause in failures(run))
     assert_complete(run, 40)
 
@@ -184,7 +184,7 @@ WIDE = 512
 
 
 def no_room(run: Run) -> str:
-    return f"no room for the state of step 12 in {run.dir.checkpoints}"
+    return f"no space for the checkpoint of step 12 in {run.dir.checkpoints}"
 
 
 def enlarge(disk: Path) -> None:
@@ -194,7 +194,9 @@ def enlarge(disk: Path) -> None:
 def test_the_last_save_waits_for_room_and_nothing_is_trained_twice(small_disk, tmp_path):
     run = submit(small_disk, 12, {}, "--notify", f"cat > {tmp_path}/told", width=WIDE)
     wait_for(
-        lambda: "no room for the state of step 12" in (run.status()["not_saved"] or ""), 100, "the notice"
+        lambda: "no space for the checkpoint of step 12" in (run.status()["not_saved"] or ""),
+        100,
+        "the notice",
     )
     wait_for((tmp_path / "told").exists, 30, "the notification")
     told = json.loads((tmp_path / "told").read_text())

@@ -54,7 +54,7 @@ def backend(request, monkeypatch) -> str:
 
 @pytest.fixture
 def executor(backend, tmp_path) -> Iterator[Executor]:
-    """Two nodes; what is still going at the end is cancelled, and no process is left."""
+    """Two nodes; what is still active at the end is cancelled, and no process is left."""
     executor = Executor(tmp_path / "runs", backend=backend, nodes=2, snapshot=False)
     yield executor
     runs = list_runs(tmp_path / "runs", os.environ)
@@ -168,7 +168,7 @@ def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
     (first, last), other = job.results()
     assert 5 <= first < last == 30
     assert other == (first, last)
-    assert "told to stop by SIGTERM" in job.task(0).stdout()
+    assert "stop requested by SIGTERM" in job.task(0).stdout()
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ def doomed(env, shape: list[str], folder: Path) -> None:
     listed, _ = list_checkpoints(run.dir, verify=True)
     assert listed[-1].step >= max(saved)
     assert [one.problems for one in listed] == [()] * len(listed)
-    assert f"{fast} is cleared on all nodes" in run.dir.supervisor_log.read_text()
+    assert f"drained {fast} on all nodes" in run.dir.supervisor_log.read_text()
     assert_no_process_left(run.path)
 
 

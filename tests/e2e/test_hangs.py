@@ -33,7 +33,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(tmp_path):
     # The first save is long, and would make the supervisor patient.
     run, failure = hang(tmp_path, {}, LOCAL, "loop", "--checkpoint-every", "100", "--epochs", "1")
     assert "rank 1 on local-1 is in never_return (hang.py:" in failure["cause"]
-    assert "1 of 2 ranks wait in" in failure["cause"]
+    assert "1 of 2 ranks waiting in" in failure["cause"]
     assert "in never_return" in run.dir.stacks(0, 1).read_text()
     assert "in never_return" not in run.dir.stacks(0, 0).read_text()
     assert "Thread" in run.dir.stacks(0, 0).read_text()
@@ -42,7 +42,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(tmp_path):
 @pytest.mark.long
 def test_a_rank_that_cannot_answer_prints_where_it_is(tmp_path):
     run, failure = hang(tmp_path, {}, LOCAL, "frozen")
-    assert "rank 1 on local-1 does not answer" in failure["cause"]
+    assert "rank 1 on local-1 does not respond" in failure["cause"]
     assert "in never_return" in run.dir.rank_log(0, 1).read_text()
 
 
@@ -59,5 +59,5 @@ def reference(slurm, tmp_path_factory) -> Run:
 def test_a_hang_on_nodes_of_slurm(slurm, reference, tmp_path, how):
     run, failure = hang(tmp_path, slurm.env, NODES, how)
     assert_undisturbed(run, reference)
-    where = "does not answer" if how in ("frozen", "stopped") else "is in never_return"
+    where = "does not respond" if how in ("frozen", "stopped") else "is in never_return"
     assert f"rank 1 on {failure['host']} {where}" in failure["cause"]

@@ -41,7 +41,7 @@ def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, four_ra
     job_id = reference.events("submitted")[0]["job_id"]
     run_command(["scontrol", "requeue", job_id], slurm.env)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
-    said = "the run is complete; nothing is left to do"
+    said = "the run is already complete; nothing to do"
     wait_for(lambda: said in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
     assert reference.dir.attempts() == [0]
     assert reference.status()["state"] == "COMPLETED"

@@ -63,7 +63,7 @@ def test_an_exception_that_the_script_caught_is_treated_as_if_it_had_not(tmp_pat
     run = end_of(tmp_path, "caught")
     state, cause = finished(run)
     assert state == "FAILED"
-    assert "ValueError: bad data (the script caught this; " in cause
+    assert "ValueError: bad data (the script caught this exception; " in cause
     assert [event["class"] for event in run.events("failure")] == ["python", "python"]
 
 

@@ -108,7 +108,7 @@ def test_the_end_of_the_array_itself_ends_its_tasks(prepared):
 
 def test_a_task_that_vanishes_fails_and_the_others_go_on(prepared):
     run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
-    with pytest.raises(RunFailed, match="task-1: its supervisor ended with 9, without a word"):
+    with pytest.raises(RunFailed, match="task-1: its supervisor exited with 9 without reporting a cause"):
         run.wait(timeout=20)
     assert states(run) == ["COMPLETED", "FAILED", "COMPLETED"]
 

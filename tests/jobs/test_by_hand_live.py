@@ -70,7 +70,7 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
                 environ,
                 check=False,
             )
-            assert (second.returncode, "holds the folder" in second.stderr) == (2, True)
+            assert (second.returncode, "holds the lease" in second.stderr) == (2, True)
             job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
             ask = ["scontrol", "show", "job", job_id]
             wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")

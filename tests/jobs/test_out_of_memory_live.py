@@ -65,4 +65,4 @@ def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
 
     status = run.wait_for_end(timeout=60)
     assert status.state is RunState.FAILED
-    assert f"rank 1 on {limited.box.nodes[0]}: SIGKILL: out of memory: it took more" in str(status.cause)
+    assert f"rank 1 on {limited.box.nodes[0]}: SIGKILL: out of memory: it used more" in str(status.cause)

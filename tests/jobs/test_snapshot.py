@@ -375,7 +375,7 @@ def test_a_neighbour_that_git_ignores_is_named_where_its_import_fails(tmp_path):
     )
     variables = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
     hint, unknown = run_command([sys.executable, "-c", probe], variables).stdout.splitlines()
-    assert hint.startswith("src/lib2x.py is there, but git ignores it")
+    assert hint.startswith("src/lib2x.py exists, but git ignores it")
     assert "git add -f src/lib2x.py" in hint
     assert unknown == "unknown"
 

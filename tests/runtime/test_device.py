@@ -112,9 +112,7 @@ def test_with_a_faked_driver_too_few_gpus_on_one_node_end_all_ranks_at_once(fake
 def test_two_processes_of_one_rank_are_told_apart():
     store = HashStore()
     store.set("seats/1", '{"pid": 7, "host": "n9"}')
-    with pytest.raises(
-        HpctrainError, match=r"Process 7 on n9 and process \d+ on n1 both take themselves for rank 1"
-    ):
+    with pytest.raises(HpctrainError, match=r"Process 7 on n9 and process \d+ on n1 both claim rank 1"):
         assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
 
 
@@ -131,7 +129,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
     monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(RendezvousError, match=r"rank \[1-2\] of 3 did not come within 0 s of rank 0"):
+    with pytest.raises(RendezvousError, match=r"rank \[1-2\] of 3 did not join within 0 s of rank 0"):
         assign_device(ranks(0, 3), {}, store)
 
 

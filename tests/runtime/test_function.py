@@ -152,4 +152,4 @@ def test_a_script_alone_can_ask_whether_to_stop(number):
         process.send_signal(number)
         out, _ = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert f"told to stop by {number.name}" in out
+    assert f"stop requested by {number.name}" in out

@@ -45,9 +45,7 @@ def test_memory_errors_count_since_the_job_looked_first(tmp_path):
     assert previous_memory_errors(run, "n1", 0, "7/0", old) == [5, 0]
     new = [GpuReading(ecc_errors=7), GpuReading(ecc_errors=None)]
     assert previous_memory_errors(run, "n1", 0, "7/0", new) == [5, 0]
-    assert check_gpu(0, new[0], 5) == [
-        "GPU 0 has had 2 memory errors that were not corrected since the start"
-    ]
+    assert check_gpu(0, new[0], 5) == ["GPU 0: 2 uncorrected memory errors since the job started"]
     assert check_gpu(0, old[0], 5) == []
     assert previous_memory_errors(run, "n1", 0, "7/1", new) == [7, 0], "a job that was requeued begins anew"
 

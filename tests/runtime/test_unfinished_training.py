@@ -85,7 +85,7 @@ def test_an_exception_leaves_the_file_and_what_it_said(run):
     assert len(run.unfinished_files(4)) == 1
     record = unfinished_training.find_unfinished_training()
     assert (record["kind"], record["error"]) == ("exception", "ValueError")
-    assert record["message"].startswith("bad data (the script caught this; ")
+    assert record["message"].startswith("bad data (the script caught this exception; ")
     assert record["message"].endswith("before Trainer.fit() returned, after step 4 of 10)")
 
 

@@ -105,7 +105,7 @@ def test_a_stop_signal_while_nobody_listens_leaves_with_75(run, number):
 
 
 RANK_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-UNUSED = "This script has not used hpctrain's Trainer, so hpctrain saved nothing. "
+UNUSED = "This script does not use hpctrain's Trainer, so hpctrain saved nothing. "
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ UNUSED = "This script has not used hpctrain's Trainer, so hpctrain saved nothing
         (
             signal.SIGTERM,
             "import sys; sys.modules['hpctrain.training'] = sys",
-            "exiting. The training has not begun; ",
+            "exiting. Training has not started; ",
         ),
         (
             signal.SIGTERM,
@@ -131,7 +131,7 @@ UNUSED = "This script has not used hpctrain's Trainer, so hpctrain saved nothing
                 "from hpctrain.runtime.unfinished_training import TrainingMarker\n"
                 "with TrainingMarker('x', None, {}): pass"
             ),
-            "No training is under way now: ",
+            "No training is in progress. ",
         ),
     ],
 )
@@ -179,7 +179,7 @@ def test_leaving_cannot_be_lost_in_a_finalizer(run):
         process.send_signal(signal.SIGUSR2)
         assert process.wait(20) == 75
     assert "Exception ignored in" in log(run)
-    assert "and still here: leaving" in log(run)
+    assert "after a stop signal; exiting" in log(run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
@@ -345,7 +345,7 @@ signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
 os.kill(os.getpid(), signal.SIGTERM)
 """
     assert start(run, text).wait(30) == 75
-    assert "handler of SIGTERM has waited for other ranks" in log(run)
+    assert "SIGTERM handler has been waiting for other ranks" in log(run)
     assert "in broadcast" in log(run)
 
 

@@ -127,11 +127,11 @@ def test_a_controller_that_is_out_of_reach_before_the_time_limit_fails_no_run(mo
     monkeypatch.setattr(PretendStep, "signal", unreachable)
     outcome, _, _ = watch(TaskExit(0, 75), ends_in=5.0, lead=10.0)
     assert outcome is AttemptOutcome.STOPPED
-    assert "the ranks cannot be told: squeue says" in caplog.text
+    assert "cannot signal the ranks: squeue says" in caplog.text
 
 
 def test_a_step_that_survives_its_killing_is_an_error_and_not_a_hang():
-    with pytest.raises(TimeoutError, match="still there"):
+    with pytest.raises(TimeoutError, match="still running"):
         watch(TaskExit(0, 1), stubborn=True)
 
 

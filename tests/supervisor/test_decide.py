@@ -130,7 +130,7 @@ def test_kinds_without_a_number_share_max_failures():
     )
     decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
-    assert decision.reason == "3 failures in a row with no new checkpoint (--max-failures)"
+    assert decision.reason == "3 consecutive failures without a new checkpoint (--max-failures)"
     others = History((PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)), ())
     assert decide(RunSituation(POLICY, others), AttemptEnd(EndKind.PYTHON), 0.0).action is Action.RESTART
 
@@ -146,7 +146,7 @@ def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed
     assert decision.action is action
     if action is Action.FAIL:
         assert decision.reason.startswith(
-            "3 attempts in a row ended at the time limit without a new checkpoint"
+            "3 consecutive attempts ended at the time limit without a new checkpoint"
         )
         assert "--time" in decision.reason
 
@@ -179,7 +179,7 @@ def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here(
     assert after(EndKind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
 
 
-LOST = {"n3": "its slurmd does not answer"}
+LOST = {"n3": "its slurmd does not respond"}
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_the_log_of_a_failure_holds_one_printable_line_without_the_secret(tmp_pa
         run.log_event("failure", 0, rank=0, cause="a cause")
         notifier.ended.set()
         notifier.run()
-    (line,) = [record.getMessage() for record in caplog.records if "did not arrive" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "was not delivered" in record.getMessage()]
     assert "500" in line
     assert line.isprintable()
     assert len(line) < 300

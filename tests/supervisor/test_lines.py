@@ -148,7 +148,7 @@ def test_a_flood_of_connections_leaves_room_for_ranks_and_is_reported_ten_times(
     for connection in flood:
         connection.close()
     assert caplog.text.count("was refused") == 10
-    assert "further ones are not reported" in caplog.text
+    assert "further refusals are not reported" in caplog.text
 
 
 def test_a_message_that_the_listener_fails_at_ends_no_other_line(lines, ears):

@@ -43,7 +43,7 @@ def test_an_address_that_cannot_exist_says_nothing_about_the_node(address):
 
 @pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
 def test_a_node_that_is_down_is_lost(state):
-    assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm says {state}"
+    assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm reports {state}"
 
 
 def test_a_node_whose_slurmd_answers_is_well_however_slurm_drains_it():
@@ -56,7 +56,7 @@ def test_a_node_whose_slurmd_answers_is_well_however_slurm_drains_it():
 def test_a_node_whose_slurmd_is_gone_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert "does not answer (ConnectionRefusedError)" in str(
+    assert "does not respond (ConnectionRefusedError)" in str(
         node_trouble(NodeRecord("n1", "127.0.0.1", port, "ALLOCATED"))
     )
 

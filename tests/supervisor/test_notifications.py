@@ -115,8 +115,8 @@ def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(ho
     run = submit(tmp_path, *options, "--notify-on", "finish")
     assert [one["occasion"] for one in hook.got] == ["finish"]
     log = run.supervisor_log.read_text()
-    assert "the command ended with 3" in log
-    assert "did not arrive: URLError" in log
+    assert "the command exited with 3" in log
+    assert "was not delivered: URLError" in log
 
 
 def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkey
         assert time.monotonic() - begun < 10
         over.set()
     assert not [one for one in processes() if any(str(tmp_path) in word for word in one.argv)]
-    assert caplog.text.count("did not arrive before the end") == 3
+    assert caplog.text.count("was not delivered before the supervisor ended") == 3
     assert "Traceback" not in caplog.text
 
 
@@ -191,7 +191,7 @@ def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, 
     thread.join(20)
     assert not thread.is_alive()
     assert "before" not in told.read_text()
-    assert caplog.text.count("cannot be read") == 1
+    assert caplog.text.count("cannot read the run's events") == 1
 
 
 def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_up(
@@ -207,7 +207,7 @@ def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_u
     wait_for(told.exists, 20, "the first message")
     for number in (1, 2, 3, 4):
         run.log_event("failure", 0, rank=0, cause=f"cause {number}")
-    wait_for(lambda: caplog.text.count("was dropped"), 20, "a message for which there is no room")
+    wait_for(lambda: caplog.text.count("dropped a"), 20, "a message for which there is no room")
     begun = time.monotonic()
     notifier.ended.set()
     thread.join(20)
@@ -291,5 +291,5 @@ def test_a_full_disk_is_told_of_once_though_it_takes_no_event(tmp_path):
     (message,) = [json.loads(line) for line in told.read_text().splitlines() if line]
     assert (message["occasion"], message["cause"]) == (
         "stall",
-        f"disk full at {run.path}: nothing can be saved until there is room",
+        f"disk full at {run.path}: nothing can be saved until space is freed",
     )

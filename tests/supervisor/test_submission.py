@@ -76,7 +76,7 @@ def test_a_job_by_hand_that_waited_until_the_run_was_over_starts_nothing(run, sp
     submitted = time.time() - 5
     before = list(run.read_events())
     if state == "CANCELLED":
-        with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted by hand"):
+        with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted manually"):
             register_job(run, spec, "8", others(submitted_at=submitted))
     else:
         assert register_job(run, spec, "8", others(submitted_at=submitted)) == Exit(0)
@@ -86,7 +86,7 @@ def test_a_job_by_hand_that_waited_until_the_run_was_over_starts_nothing(run, sp
 def test_a_run_whose_supervisor_was_killed_before_it_wrote_of_its_cancellation_is_cancelled_too(run, spec):
     run.cancel_request.touch()
     submitted = time.time() - 5
-    with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted by hand"):
+    with pytest.raises(NotInJob, match="was cancelled after job 8 was submitted manually"):
         register_job(run, spec, "8", others(submitted_at=submitted))
     assert register_job(run, spec, "9", others(submitted_at=time.time() + 5)) == Continue()
     assert newest(run) == "9"
@@ -105,11 +105,11 @@ def test_a_job_by_hand_starts_an_ended_run_again(run, spec, state, after_s):
 @pytest.mark.parametrize("array", [None, "0-1"])
 def test_the_script_of_a_slurm_job_wants_to_be_in_one(run, spec, array):
     spec = replace(spec, array=array)
-    with pytest.raises(NotInJob, match=r"in none .* may still be going, as job 7\. .* sbatch "):
+    with pytest.raises(NotInJob, match=r"not in a Slurm job .* may still be active, as job 7\. .* sbatch "):
         check_in_job(run, spec, {})
     inside = {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "n1"}
     if array is None:
         check_in_job(run, spec, inside)
     else:
-        with pytest.raises(NotInJob, match="no task of it"):
+        with pytest.raises(NotInJob, match="not one of its tasks"):
             check_in_job(run, spec, inside)

@@ -211,7 +211,7 @@ def test_a_script_that_crashes_after_writing_the_same_files_again_is_given_up(ru
 
 def test_ranks_that_never_met_are_remarked(run):
     assert supervise(run, [DONE]) == 0
-    assert "none of the 2 ranks made a process group" in finished(run)["note"]
+    assert "none of the 2 ranks created a process group" in finished(run)["note"]
 
 
 def test_ranks_that_met_at_an_agents_store_are_not(run):
@@ -238,7 +238,7 @@ def test_ranks_that_met_are_not_remarked(run):
 @pytest.mark.parametrize("end", [StepEnded(1), TaskExit(0, 1)])
 def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
     write_exception(run, 0, "Connection closed by peer")
-    nodes = PretendNodes({"n2": "its slurmd does not answer"}, shrinks=shrinks)
+    nodes = PretendNodes({"n2": "its slurmd does not respond"}, shrinks=shrinks)
     ends = [end] if isinstance(end, StepEnded) else [end, StepEnded(1)]
     assert supervise(run, [ends, DONE], PretendJob(nodes=nodes), min_nodes=1) == 0
     assert nodes.kept == [["n1"]]
@@ -247,7 +247,7 @@ def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
     assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
     shrink = next(event for event in run.read_events() if event["kind"] == "shrink")
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (2, 1, ["n2"])
-    assert shrink["cause"] == "n2: its slurmd does not answer"
+    assert shrink["cause"] == "n2: its slurmd does not respond"
 
 
 def test_too_few_nodes_give_the_allocation_back(run):
@@ -295,7 +295,7 @@ def test_stop_requeue_done(run):
 def test_a_refused_requeue_fails_in_the_schedulers_words(run):
     assert supervise(run, [STOPPED], PretendJob(refuses=True), resume_mode="requeue") == 4
     assert (
-        "the state is saved, but the requeue failed: scontrol says: Requeue is disabled"
+        "the checkpoint is saved, but the requeue failed: scontrol says: Requeue is disabled"
         in finished(run)["cause"]
     )
 
@@ -478,7 +478,7 @@ def test_the_same_exception_twice_in_a_row_is_not_tried_a_third_time(run):
     run.log_event("checkpoint", 0, step=1, path="x")
     assert supervise(run, [raised(run), raised(run, 1)]) == 4
     assert finished(run)["cause"] == "rank 1 on n2: KeyError: 'x'"
-    assert finished(run)["note"].startswith("the same python failure 2 times in a row")
+    assert finished(run)["note"].startswith("the same python failure occurred 2 times in a row")
 
 
 def test_the_user_may_have_an_error_tried_again(run):
@@ -508,7 +508,7 @@ def test_nodes_that_were_left_out_before_are_so_after_a_requeue_that_granted_the
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(run):
-    nodes = PretendNodes({"n2": "its slurmd does not answer"})
+    nodes = PretendNodes({"n2": "its slurmd does not respond"})
     assert supervise(run, [KILLED, DONE], PretendJob(nodes=nodes), spares=["n3", "n4"]) == 0
     assert nodes.kept == [["n1", "n3", "n4"]]
     replaced = next(event for event in run.read_events() if event["kind"] == "replace")
@@ -565,7 +565,7 @@ def test_a_check_that_does_not_come_to_an_end_on_one_node_tells_of_it(run):
     job.nodes = PretendNodes(fits=True)
     assert supervise(run, attempts[:1], job, node_check="always") == 75
     assert kinds(run) == ["failure", "excluded", "requeue"]
-    assert "n2: its check did not come to an end" in failure_of(run)["cause"]
+    assert "n2: its check did not finish" in failure_of(run)["cause"]
 
 
 @pytest.mark.parametrize("trouble", [[["no sum"], ["no sum"]], []])
@@ -653,8 +653,8 @@ def test_a_controller_that_stays_out_of_reach_is_not_waited_for_for_ever(run, mo
 @pytest.mark.parametrize(
     ("losses", "note"),
     [
-        (["1.5", "NaN"], "The last loss is nan (step 2)."),
-        (["1.5", '"NaN"'], "The last loss is nan (step 2)."),
+        (["1.5", "NaN"], "The last loss is NaN (step 2)."),
+        (["1.5", '"NaN"'], "The last loss is NaN (step 2)."),
         (["1.5", "-Infinity"], "The last loss is -inf (step 2)."),
         (["NaN", "1.5"], ""),
         (["1.5", "[1]", '"high"', "null"], ""),
@@ -665,7 +665,7 @@ def test_a_last_loss_that_is_not_finite_is_noted(run, losses, note):
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, 1)]
     run.metrics.write_text("".join(lines))
     assert supervise(run, [DONE]) == 0
-    never_met, _, rest = finished(run)["note"].partition("trained on its own.")
+    never_met, _, rest = finished(run)["note"].partition("each trained alone.")
     assert (never_met != "", rest.strip()) == (True, note)
 
 
@@ -704,7 +704,7 @@ def leaves_unsaved(run):
 def test_a_run_that_makes_no_progress_before_the_time_limit_ends_after_three_attempts(run):
     assert supervise(run, [leaves_unsaved(run)] * 3) == 4
     assert finished(run)["cause"].startswith(
-        "3 attempts in a row ended at the time limit without a new checkpoint (restart.time-limit.retries)"
+        "3 consecutive attempts ended at the time limit without a new checkpoint (restart.time-limit.retries)"
     )
     assert finished(run)["state"] == "FAILED"
 

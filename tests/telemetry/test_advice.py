@@ -67,10 +67,10 @@ def test_waiting_for_data_with_workers_to_spare(waiting):
     environment(waiting, num_workers=2)
     node_lines(waiting, 0, "n1", gpu_util=[60, 60], cpu=12.0)
     (advice,) = told(waiting)
-    assert advice.what == "Trainer(num_workers=8) in the place of 2."
+    assert advice.what == "Set Trainer(num_workers=8) instead of 2."
     assert advice.evidence == (
-        "The ranks waited for data in 40.0 % of the time of their steps; the GPUs were idle in 40 % of the "
-        "time; the nodes' processors were in use to 12 %; a rank may use 16 processors."
+        "The ranks spent 40.0 % of their step time waiting for data; the GPUs were idle 40 % of the time; "
+        "the CPU utilization of the nodes was 12 %; each rank has 16 CPUs."
     )
 
 
@@ -79,9 +79,9 @@ def test_waiting_for_data_with_workers_to_spare(waiting):
     [
         (4, 0, 10.0, "num_workers=2"),
         (3, 2, 10.0, "num_workers=3"),
-        (2, 2, 10.0, "more processors (--cpus-per-task) and workers"),
+        (2, 2, 10.0, "more CPUs per rank (--cpus-per-task) and more workers"),
         (64, 8, 10.0, "num_workers=16"),
-        (64, 2, 95.0, "more processors (--cpus-per-task), or do less"),
+        (64, 2, 95.0, "more CPUs per rank (--cpus-per-task), or do less"),
     ],
 )
 def test_waiting_for_data_is_advised_by_what_there_is(waiting, cpus, workers, use, words):
@@ -96,7 +96,7 @@ def test_a_loss_that_is_no_number_any_more(tmp_path):
     facts = facts_of(run := write_run(tmp_path / "run", story))
     (advice,) = told(run)
     assert "learning rate" in advice.what
-    assert advice.evidence == "The loss is infinite or not a number in 21 steps, from step 10 on."
+    assert advice.evidence == "The loss is NaN or infinite in 21 steps, from step 10 on."
     assert ("Loss", "NaN", "since step 10; lowest 0.11111 at step 9") in key_figures(facts)
     assert "The loss is NaN from step 10 on." in " ".join(sentences(facts))
     assert json_report(facts)["loss_is_no_number_since"] == 10
@@ -122,10 +122,10 @@ def gradients(run: RunDir, buckets: int, num_bytes: int, **settings: object) -> 
 def test_gradients_in_small_parts_for_which_the_ranks_wait(communicating):
     gradients(communicating, 100, 100 * 2**20, bucket_cap_mb=1.0)
     (advice,) = told(communicating)
-    assert advice.what == "Send gradients in larger parts: Trainer(bucket_cap_mb=25) in the place of 1."
+    assert advice.what == "Send gradients in larger buckets: Trainer(bucket_cap_mb=25) instead of 1."
     assert advice.evidence == (
-        "The ranks waited for each other in 30.0 % of the time of their steps; gradients of 105 MB went in "
-        "100 parts of 1.05 MB."
+        "The ranks spent 30.0 % of their step time waiting for each other; gradients of 105 MB were sent in "
+        "100 buckets of 1.05 MB."
     )
 
 
@@ -149,9 +149,9 @@ def test_a_node_with_lower_clocks(tmp_path):
         fast = {"gpu_clock_mhz": [1600, 1600], "gpu_throttled": [["power cap"], ["power cap"]]}
         node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
     (advice,) = told(run)
-    assert advice.what == "n1 is slow, and all others wait for it: --exclude n1."
-    assert "1230 MHz, those of the others at 1600: it is 1.3 × slower" in advice.evidence
-    assert "lowered: temperature in 100.0 % of the time" in advice.evidence
+    assert advice.what == "n1 is slow and delays all other nodes: --exclude n1."
+    assert "1230 MHz, those of other nodes at 1600 MHz (1.3 × faster)" in advice.evidence
+    assert "lowered: temperature (100.0 % of the time)" in advice.evidence
 
 
 def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
@@ -164,9 +164,9 @@ def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
 def test_a_straggler_that_the_supervisor_noticed(tmp_path):
     story = submitted(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
     (advice,) = told(write_run(tmp_path / "run", story))
-    assert advice.what == "n7 is slow, and all others wait for it: --exclude n7."
+    assert advice.what == "n7 is slow and delays all other nodes: --exclude n7."
     assert advice.evidence == (
-        "Rank 3 on n7 takes 1.4 × as long as most, computing: 210 ms in a step, most 150 ms."
+        "Rank 3 on n7 takes 1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms."
     )
 
 
@@ -180,7 +180,7 @@ def test_errors_of_the_driver_and_of_memory(tmp_path):
     node_lines(run, 0, "n1", seconds=5, gpu_xids=[[79], [31]], gpu_ecc_errors=[0, 3])
     (advice,) = told(run)
     assert "--exclude n1" in advice.what
-    assert advice.evidence == "The driver reported Xid 31, Xid 79; 3 memory errors could not be corrected."
+    assert advice.evidence == "The driver reported Xid 31, Xid 79; 3 uncorrected memory errors."
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_saves_that_hold_up_the_training(tmp_path, settings, words):
     environment(run, **settings)
     (advice,) = told(run)
     assert words in advice.what
-    assert "3 saves held the training up for 6.0 s" in advice.evidence
+    assert "3 saves paused training for 6.0 s" in advice.evidence
 
 
 def test_much_work_that_was_lost(tmp_path):
@@ -211,7 +211,9 @@ def test_much_work_that_was_lost(tmp_path):
     environment(run, checkpoint_every=100)
     (advice,) = told(run)
     assert "checkpoint_every='auto'" in advice.what
-    assert "% of the work was lost in 1 interruption; it was saved every 100 steps." in advice.evidence
+    assert (
+        "% of the work was lost in 1 interruption; checkpoints were saved every 100 steps." in advice.evidence
+    )
     environment(run, checkpoint_every="auto")
     assert told(run) == []
 
@@ -221,7 +223,7 @@ def test_memory_that_is_left(tmp_path):
     environment(run, micro_batch_size=4)
     node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_memory=[21 * 10**9, 9 * 10**9])
     (advice,) = told(run)
-    assert "micro_batch_size='auto') in the place of 4" in advice.what
+    assert "micro_batch_size='auto') instead of 4" in advice.what
     assert "21 GB of its 80 GB" in advice.evidence
     environment(run, micro_batch_size=None)
     assert told(run) == []

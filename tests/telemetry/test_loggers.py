@@ -252,9 +252,9 @@ def test_the_table_grows_by_a_column_and_is_cut_where_steps_come_again(run):
     [
         ("cvs", "Did you mean 'csv'"),
         (["cvs"], "Did you mean 'csv'"),
-        ([3], "3 is no logger"),
+        ([3], "3 is not a logger"),
         (["csv", "csv"], "2 loggers are named 'csv'"),
-        ([Csv(name="../x")], "cannot be that of a file"),
+        ([Csv(name="../x")], "must be a valid file name"),
     ],
 )
 def test_what_is_no_logger_is_refused(loggers, words):
@@ -315,4 +315,4 @@ def log_all(run: RunDir, name: str, ending: str) -> None:
         timeout=90,
     )
     assert done.returncode == 0
-    assert b"does not take the metrics" not in done.stderr, done.stderr
+    assert b"does not accept metrics" not in done.stderr, done.stderr

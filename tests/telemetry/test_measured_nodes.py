@@ -106,7 +106,7 @@ def test_a_disk_that_takes_no_line_does_not_end_the_training(script):
     run = submit(script, "--backend=local", "--setup", f"touch {script.parent}/run/telemetry")
     (run.path / "go-on").touch()
     assert hpctrain("wait", str(run.path)) == 0
-    assert "is not measured any more" in run.rank_log(0, 0).read_text()
+    assert "node measurements have stopped" in run.rank_log(0, 0).read_text()
 
 
 def test_an_interpreter_that_finds_no_package_by_itself_measures_too(tmp_path):

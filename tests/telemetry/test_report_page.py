@@ -57,7 +57,7 @@ def test_a_stop_for_more_nodes_says_so(tmp_path):
     story = submitted(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
     story.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
     (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
-    assert attempt.cause == "told to stop by SIGUSR2 after step 5, to go on with 2 nodes"
+    assert attempt.cause == "stopped by SIGUSR2 after step 5, to continue on 2 nodes"
 
 
 @pytest.mark.parametrize("signalled", [True, False])
@@ -243,8 +243,8 @@ def test_values_of_another_type_are_told_of(tmp_path, line):
 
 def test_a_folder_with_nothing_in_it(tmp_path):
     facts = facts_of(RunDir(tmp_path))
-    assert "Nothing is on record" in render_run_page(facts)
-    assert "Nothing is on record" in markdown_report(facts)
+    assert "Nothing has been recorded" in render_run_page(facts)
+    assert "Nothing has been recorded" in markdown_report(facts)
 
 
 def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
@@ -259,7 +259,7 @@ def test_a_run_without_metrics(tmp_path):
     run = write_run(tmp_path / "run", submitted(60).after(100, "finished", state="COMPLETED"))
     page = render_run_page(facts_of(run))
     assert data_of(page)["charts"] == []
-    assert "Lost work and productive time are not known: this script reports no steps." in page
+    assert "Lost work and productive time are unknown: this script reports no steps." in page
 
 
 def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
@@ -268,27 +268,27 @@ def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
     run = write_run(tmp_path / "run", story_.after(30, "finished", state="COMPLETED"))
     facts = facts_of(run)
     why = "this script reports no steps"
-    assert key_figures(facts)[0] == ("Steps", "not known", why)
-    assert {("Productive", "not known", why), ("Lost work", "not known", why)} <= set(key_figures(facts))
+    assert key_figures(facts)[0] == ("Steps", "unknown", why)
+    assert {("Productive", "unknown", why), ("Lost work", "unknown", why)} <= set(key_figures(facts))
     text, page = markdown_report(facts), render_run_page(facts)
     for view in (text, page):
-        assert "lost work not known, 1 min 1 s of downtime" in view
+        assert "lost work unknown, 1 min 1 s of downtime" in view
         assert "0 s lost" not in view
-        assert f"not known: {why}" in view
-    assert "| lost work | – | – | not measured, and part of training |" in text
+        assert f"unknown: {why}" in view
+    assert "| lost work | – | – | not measured; included in training |" in text
     document = json_report(facts)
     unknown = ("lost_steps", "ettr", "training", "step")
     assert [document[name] for name in unknown] == [None] * 4
     assert document["reports_steps"] is False
     assert [attempt["lost_us"] for attempt in document["attempts"]] == [None, None]
     assert {row["what"]: row["us"] for row in document["ledger"]}["lost work"] is None
-    assert "| Lost work | not known | not known |" in markdown_comparison([facts, facts])
+    assert "| Lost work | unknown | unknown |" in markdown_comparison([facts, facts])
 
 
 def test_a_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
     run = write_run(tmp_path / "run", submitted(60))
     assert facts_of(run, "RUNNING").reports_steps is None
-    assert "not known: no steps reported." in " ".join(summarize(facts_of(run, "RUNNING")))
+    assert "unknown: no steps reported." in " ".join(summarize(facts_of(run, "RUNNING")))
     assert facts_of(run, "FAILED").reports_steps is None
     run.environment.write_text('{"torch": "2"}\n')
     assert facts_of(run, "FAILED").reports_steps is True
@@ -333,9 +333,9 @@ def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_pat
         write_run(tmp_path / "run", story_.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
     )
     text = " ".join(summarize(facts))
-    assert "with 3 attempts. It was cancelled and submitted again 2 times." in text
+    assert "with 3 attempts. It was cancelled and resubmitted 2 times." in text
     for view in (text, markdown_report(facts), render_run_page(facts)):
-        assert "Nothing interrupted it" not in view
+        assert "There were no interruptions" not in view
 
 
 def losing(values: list[float]) -> Story:

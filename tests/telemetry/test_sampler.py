@@ -188,7 +188,7 @@ def test_a_folder_that_is_gone_ends_it_with_a_sentence(tmp_path, monkeypatch):
         timeout=30,
     )
     assert done.returncode == 1
-    assert "is not measured any more" in done.stderr
+    assert "node measurements have stopped" in done.stderr
 
 
 @pytest.mark.gpu

@@ -130,7 +130,7 @@ def test_checkpoints_in_a_row_are_one_line():
         story.after(1, "checkpoint", step=step, tier="shared")
     lines = text_of(look(story)).splitlines()
     assert [line.split("  ", 1)[1] for line in lines if "checkpoint" in line] == [
-        "checkpoint  step 600, the newest of 60 in a row"
+        "checkpoint  step 600, latest of 60"
     ]
     assert "started" in lines[-2]
     story.after(1, "restart", cause="SIGKILL").after(1, "checkpoint", step=610)
@@ -175,8 +175,8 @@ def test_a_run_without_steps_says_so():
     live = TopView()
     live.take(submitted(0).events, [])
     for reports, words in (
-        (False, "not known: this script reports no steps"),
-        (None, "not known: no steps reported"),
+        (False, "unknown: this script reports no steps"),
+        (None, "unknown: no steps reported"),
         (True, "none so far"),
     ):
         told = live.snapshot("lit", "COMPLETED", "", [], reports_steps=reports)
@@ -188,10 +188,12 @@ def test_who_holds_up_the_others():
     story = submitted(0).steps(1, 20, every=1)
     story.after(0, "straggler", **STRAGGLER)
     text = text_of(look(story))
-    assert "slow   rank 3 on n7: 1.4 × as long as most, computing: 210 ms in a step, most 150 ms" in text
+    assert (
+        "slow   rank 3 on n7: 1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms" in text
+    )
     assert "straggler  rank 3 on n7, 1.4 ×" in text
     assert look(story.after(1, "started").steps(21, 30, every=1)).slowest is None
 
 
 def test_a_run_that_has_written_nothing():
-    assert "nothing has happened yet" in text_of(look(Story()))
+    assert "no events yet" in text_of(look(Story()))

@@ -211,7 +211,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
     [
         ({"keep_every": 0}, "keep_every is 0"),
         ({"keep_best": -1}, "keep_best is -1"),
-        ({"mode": "low"}, "mode is 'low'; give 'min' or 'max'"),
+        ({"mode": "low"}, "mode is 'low'; it must be 'min' or 'max'"),
     ],
 )
 def test_rules_out_of_range_are_refused(settings, words):
@@ -232,13 +232,13 @@ def test_a_fast_folder_takes_the_saves_first_and_is_clean_at_the_end(tmp_path):
 
 def test_a_fast_folder_that_is_not_there_is_not_made_and_the_saves_go_to_the_run_folder(tmp_path, capsys):
     fit(tmp_path / "run", 4, local_checkpoints=tmp_path / "nope" / "deep")
-    assert "there is no such folder on this node" in capsys.readouterr().out
+    assert "no such folder on this node" in capsys.readouterr().out
     assert not (tmp_path / "nope").exists()
     assert steps(tmp_path / "run")[-1] == 4
 
 
 def test_the_best_by_a_validation_that_there_is_not_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"keep_best is 2 .*monitor='val_loss'.* no validation set"):
+    with pytest.raises(UserError, match=r"keep_best=2 .*monitor='val_loss'.* no validation set"):
         fit(tmp_path, keep_best=2)
 
 
@@ -249,9 +249,11 @@ def test_a_changed_learning_rate_is_not_ignored_in_silence(tmp_path, capsys):
     module.rate = 0.5
     fit(tmp_path, 4, module)
     said = capsys.readouterr().out
-    assert re.search(r"lr goes on as [\d.]+, which the checkpoint has, though the script now has 0.5\.", said)
+    assert re.search(
+        r"lr stays [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", said
+    )
     fit(tmp_path, 6)
-    assert "goes on as" not in capsys.readouterr().out
+    assert "the value in the checkpoint" not in capsys.readouterr().out
 
 
 def test_a_schedule_is_no_change_of_the_learning_rate():
@@ -268,9 +270,9 @@ def test_a_schedule_is_no_change_of_the_learning_rate():
     state = old.state_dict()
     assert ignored_hyperparameters([make(0.1)[0]], [state]) == []
     (said,) = ignored_hyperparameters([make(0.2)[0]], [state])
-    assert said.startswith("lr goes on as 0.1, which the checkpoint has, though the script now has 0.2.")
+    assert said.startswith("lr stays 0.1, the value in the checkpoint, although the script now sets 0.2.")
     (said,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
-    assert said.startswith("momentum goes on as 0")
+    assert said.startswith("momentum stays 0")
     assert ignored_hyperparameters([old], None) == []
 
 
@@ -280,7 +282,7 @@ def test_a_run_of_whose_checkpoints_none_is_whole_is_not_trained_again_unasked(t
         (RunDir(tmp_path).checkpoint(step) / "manifest.json").write_text("torn")
     for _ in range(2):
         with pytest.raises(
-            UserError, match=r"No checkpoint in .* is whole.*step-0+4\.broken-0.*To begin anew"
+            UserError, match=r"No checkpoint in .* is complete.*step-0+4\.broken-0.*To start over"
         ):
             fit(tmp_path, 6)
     for path in RunDir(tmp_path).checkpoints.glob("*.broken-0"):
@@ -505,8 +507,8 @@ def test_a_stop_saves_if_that_fits_and_else_says_that_the_last_one_stands(
     assert stop["saved"] is saved
     assert (stop["step"] in steps(tmp_path)) is saved
     out = capsys.readouterr().out
-    assert ("which is saved" in out) is saved
-    assert ("The newest checkpoint stands" in out) is not saved
+    assert ("its checkpoint is saved" in out) is saved
+    assert ("Earlier checkpoints are intact" in out) is not saved
     assert steps(tmp_path), "a checkpoint stands"
     assert fit(tmp_path, 20).seen["steps"] == 20
 

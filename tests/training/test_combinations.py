@@ -45,10 +45,10 @@ REFUSED = {
     ("zero3", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
     ("pipeline", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
     ("horovod", "bf16-true"): "cannot send bfloat16",
-    ("pipeline", "16-mixed"): "before it could be scaled",
-    ("pipeline", "a stream"): "every rank needs all of each batch",
+    ("pipeline", "16-mixed"): "before the loss can be scaled",
+    ("pipeline", "a stream"): "every rank needs the whole of each batch",
     **{
-        (strategy, "optimizers in turns"): "in which all parameters go through a step together"
+        (strategy, "optimizers in turns"): "all parameters are updated together"
         for strategy in ("zero2", "zero3", "horovod", "pipeline")
     },
 }

@@ -150,8 +150,8 @@ def test_a_stream_without_a_state_says_how_many_samples_are_trained_again():
     first = train_leg(make, 2, 7)
     second = train_leg(make, 3, 100, after=7, state=first.state)
     (remark,) = second.remarks
-    assert remark.startswith("train_dataset has no state_dict and load_state_dict to say where it was")
-    assert remark.endswith("it begins epoch 1 anew, and trains 16 samples of it again.")
+    assert remark.startswith("train_dataset has no state_dict and load_state_dict")
+    assert remark.endswith("epoch 1 starts over, which repeats 16 samples.")
     assert [(step["step"], step["epoch"], step["batch_idx"]) for step in second.steps] == [
         (8, 1, 0), (9, 1, 1), (10, 1, 2), (11, 1, 3), (12, 1, 4),
     ]  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_rank_without_samples_goes_through_the_motions(dataset):
 
 
 def test_a_stream_without_samples_is_an_error_and_not_an_endless_loop():
-    with pytest.raises(hpctrain.UserError, match="no sample in epoch 0"):
+    with pytest.raises(hpctrain.UserError, match="no samples in epoch 0"):
         train_leg(maker(lambda: Sharded([0, 0]), 4, StopCondition(None, 2)), 2, 10)
 
 

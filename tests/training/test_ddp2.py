@@ -130,6 +130,6 @@ def test_auto_is_what_the_job_asks_for_and_ddp_otherwise():
     assert find_strategy("auto", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP2
     assert find_strategy("ddp", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP
     with pytest.raises(
-        UserError, match=r"HPCTRAIN_STRATEGY is 'dpp'; known are 'ddp', .*'ddp2'.* Did you mean 'd"
+        UserError, match=r"HPCTRAIN_STRATEGY is 'dpp'; choose from 'ddp', .*'ddp2'.* Did you mean 'd"
     ):
         find_strategy("auto", {"HPCTRAIN_STRATEGY": "dpp"})

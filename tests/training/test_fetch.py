@@ -114,8 +114,8 @@ def test_a_collate_function_gets_samples():
         (torch.empty(0, 3), "train_dataset is empty"),
         (Subset(PerSample(), []), "train_dataset is empty"),
         ((X, Y[:4]), "tensors of different lengths: [10, 4]"),
-        ({"x": X, "name": "x"}, "is a dict, but not of tensors or NumPy arrays only"),
-        (7, "train_dataset is a int without a length"),
+        ({"x": X, "name": "x"}, "is a dict with values other than tensors"),
+        (7, "train_dataset is a int, which has no length"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_words(dataset, words):

@@ -175,12 +175,12 @@ def test_outside_of_a_training_a_generator_is_there_too():
 
 
 def test_wrong_uses_are_refused_in_words():
-    with pytest.raises(hpctrain.UserError, match="known are 'torch', 'numpy' and 'python'"):
+    with pytest.raises(hpctrain.UserError, match="choose from 'torch', 'numpy' and 'python'"):
         hpctrain.sample_generator("jax")
 
     class Forgetful(Noisy):
         def __getitems__(self, indices):
             return [hpctrain.sample_generator() for _ in indices]
 
-    with pytest.raises(hpctrain.UserError, match=r"index=None\) in a __getitems__ of 5 samples"):
+    with pytest.raises(hpctrain.UserError, match=r"index=None\).* 5 samples"):
         samples_of(Forgetful(None), [])

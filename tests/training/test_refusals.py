@@ -20,7 +20,7 @@ from hpctrain.training.data.step_source import StopCondition
 @pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
 def test_early_stopping_without_validations_is_refused(data, settings):
     trainer = hpctrain.Trainer(max_steps=1, callbacks=hpctrain.EarlyStopping("val_f1"), **settings)
-    with pytest.raises(hpctrain.UserError, match="goes by 'val_f1', which a validation measures"):
+    with pytest.raises(hpctrain.UserError, match="monitors 'val_f1', but there is no validation"):
         trainer.fit(Regression(), samples(), *data)
 
 
@@ -65,7 +65,7 @@ class Second(Regression):
     ("module", "words"),
     [
         (nn.Linear(1, 1), "a Linear, which has no configure_optimizers"),
-        (Foreign(), "none of the module's 4 parameters that take a gradient"),
+        (Foreign(), "none of the module's 4 trainable parameters"),
         (Second(), "returned an LBFGS"),
     ],
     ids=["no Module", "foreign", "LBFGS"],
@@ -77,7 +77,7 @@ def test_what_cannot_be_trained_is_refused(module, words):
 
 def test_a_loader_is_no_data_set():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples()), batch_size=5)
-    with pytest.raises(hpctrain.UserError, match=r"train_dataset is a DataLoader\. Give the TensorDataset"):
+    with pytest.raises(hpctrain.UserError, match=r"train_dataset is a DataLoader; pass its TensorDataset"):
         hpctrain.Trainer(max_steps=1).fit(Regression(), loader)
     with pytest.raises(hpctrain.UserError, match="val_dataset is a DataLoader"):
         hpctrain.Trainer(max_steps=1).fit(Regression(), samples(), loader)
@@ -89,15 +89,13 @@ def test_a_checkpoint_of_another_optimizer_is_said_to_be_one(tmp_path):
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
     hpctrain.Trainer(max_steps=1, run_dir=tmp_path).fit(Regression(), samples())
-    with pytest.raises(
-        hpctrain.UserError, match=r"an optimizer with .*momentum.*, and the script one with .*betas"
-    ):
+    with pytest.raises(hpctrain.UserError, match=r"its optimizer has .*momentum.*, the script's has .*betas"):
         hpctrain.Trainer(max_steps=2, run_dir=tmp_path).fit(WithAdam(), samples())
 
 
 @pytest.mark.parametrize("metric", ["", None])
 def test_early_stopping_goes_by_a_name(metric):
-    with pytest.raises(hpctrain.UserError, match="give a name"):
+    with pytest.raises(hpctrain.UserError, match="must be the name of a metric"):
         hpctrain.EarlyStopping(metric)
 
 

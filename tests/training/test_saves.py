@@ -142,7 +142,7 @@ def test_a_disk_that_hangs_does_not_hold_the_training_up_by_a_fake(tmp_path, mon
     monkeypatch.setattr(CheckpointDir, "commit", hang)
     fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: go_on}), keep_last=20)
     (told,) = events(tmp_path, "failure")
-    assert told["cause"].startswith("The checkpoint of step 4 is not done after ")
+    assert told["cause"].startswith("The checkpoint of step 4 is still being written after ")
     assert told["cause"].endswith("the state after step 6 is not saved.")
     assert "Training continues" in capsys.readouterr().out
     assert not {6, 8, 10, 12} & set(steps(tmp_path))
@@ -219,7 +219,7 @@ def test_what_would_change_the_order_of_the_samples_is_refused_and_nothing_is_lo
     before = {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
     settings = {"max_steps": 6, "global_batch_size": 2, "seed": 3, **change}
     data = list(torch.randn(settings.pop("samples", 8), 2))
-    with pytest.raises(UserError, match=words + r".*put them back, or start a new run"):
+    with pytest.raises(UserError, match=words + r".*Restore the old values, or start a new run"):
         hpctrain.Trainer(run_dir=tmp_path, validate_every=None, **settings).fit(Line(), data)
     assert before == {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
     assert fit(tmp_path, 6).seen["steps"] == 6

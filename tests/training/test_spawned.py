@@ -254,4 +254,4 @@ def test_dp_is_refused_among_several_ranks(tmp_path):
         ranks=2,
     )
     (result,) = torch.load(tmp_path / "out")
-    assert "strategy 'dp' is for one process, and there are 2 ranks (torchrun)" in result["error"]
+    assert "strategy 'dp' runs in one process, but there are 2 ranks (torchrun)" in result["error"]

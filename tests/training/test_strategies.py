@@ -473,8 +473,8 @@ def test_ours_others_and_registered_ones_are_found(monkeypatch):
     with pytest.raises(UserError, match="Did you mean 'zero3'"):
         find_strategy("zero33", {})
     for name, words in (
-        ("tpu", "TPUs are not among"),
-        ("deepspeed", "Take 'zero1'"),
+        ("tpu", "does not support TPUs"),
+        ("deepspeed", "Use 'zero1'"),
         ("bagua", "algorithm="),
     ):
         with pytest.raises(UserError, match=words):
@@ -499,7 +499,7 @@ def test_a_strategy_of_an_installed_package_is_found(tmp_path):
     )
     printed = run_command([sys.executable, "-c", code], {"PYTHONPATH": str(tmp_path)}).stdout
     assert printed.startswith("Theirs\n")
-    assert "theirs:nothing: that is no subclass of hpctrain.training.strategies.base.Strategy" in printed
+    assert "theirs:nothing; that is not a subclass of hpctrain.training.strategies.base.Strategy" in printed
 
 
 @pytest.mark.parametrize(
@@ -524,15 +524,15 @@ def test_devices_are_those_that_are_meant(devices, num_gpus, busy, expected):
 @pytest.mark.parametrize(
     ("devices", "num_gpus", "busy", "message"),
     [
-        (0, 4, [], "give a number of devices"),
-        (-2, 4, [], "give a number of devices"),
-        ("all", 4, [], "give a number of devices"),
-        (True, 4, [], "give a number of devices"),
-        ([1, 1], 4, [], "names a device twice"),
+        (0, 4, [], "must be a number of devices"),
+        (-2, 4, [], "must be a number of devices"),
+        ("all", 4, [], "must be a number of devices"),
+        (True, 4, [], "must be a number of devices"),
+        ([1, 1], 4, [], "lists a device twice"),
         ([4], 4, [], "0 to 3"),
         ([0], 0, [], "no GPU is visible"),
-        (3, 4, [0, 1], "2 are free"),
-        ("auto", 2, [0, 1], "others compute on all 2"),
+        (3, 4, [0, 1], "2 of 4 visible GPUs are free"),
+        ("auto", 2, [0, 1], "all 2 visible GPUs are in use"),
     ],
 )
 def test_devices_that_cannot_be_had_are_refused(devices, num_gpus, busy, message):
@@ -576,7 +576,7 @@ def train_with_five_devices() -> int:
     with redirect_stdout(output):
         trainer.fit(Blocks(), samples())
     if trainer.is_main:
-        assert output.getvalue().startswith("hpctrain: devices=5 is not looked at")
+        assert output.getvalue().startswith("hpctrain: devices=5 is ignored")
     return trainer.ranks.world_size
 
 

@@ -199,13 +199,13 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
     ("settings", "words"),
     [
         ({}, "max_steps is None and max_epochs is None"),
-        ({"max_steps": 1, "max_epochs": 1}, "give one of the two"),
+        ({"max_steps": 1, "max_epochs": 1}, "set exactly one of them"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"max_steps": 1, "global_batch_size": -2}, "global_batch_size is -2"),
-        ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; known are 'ddp'"),
-        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp']; give a name, such as 'ddp'"),
-        ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; known are '32', 'bf16-mixed'"),
-        ({"max_steps": 1, "precision": "apex"}, "PyTorch now does natively what apex did: use '16-mixed'"),
+        ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; choose from 'ddp'"),
+        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp']; it must be a name, such as 'ddp'"),
+        ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; choose from '32', 'bf16-mixed'"),
+        ({"max_steps": 1, "precision": "apex"}, "PyTorch has this built in: use '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
         ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
@@ -240,11 +240,11 @@ def test_wrong_settings_are_refused_at_once(settings, words):
     ("module", "words"),
     [
         (Tiny(output=lambda w: w.expand(3)), "'loss' with shape (3,)"),
-        (Tiny(output=lambda w: {"los": w.sum()}), "'loss' is missing"),
+        (Tiny(output=lambda w: {"los": w.sum()}), "must include 'loss'"),
         (Tiny(output=lambda w: None), "training_step returned None as 'loss'"),
         (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "returned ['a'] as 'names'"),
-        (Tiny(output=lambda w: w.item()), "depends on no parameter"),
-        (Tiny(output=lambda w: w.sum().detach()), "depends on no parameter"),
+        (Tiny(output=lambda w: w.item()), "depends on no trainable parameter"),
+        (Tiny(output=lambda w: w.sum().detach()), "depends on no trainable parameter"),
         (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_schedule_that_goes_by_a_metric_is_refused_with_a_way_out():
     module = Tiny()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.optimizer = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(hpctrain.UserError, match="on_validation_end of a callback"):
+    with pytest.raises(hpctrain.UserError, match="in a callback's on_validation_end"):
         fit(module)
 
 

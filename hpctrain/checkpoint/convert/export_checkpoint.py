@@ -36,24 +36,24 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
     """
     suffix = file.suffix.lower()
     if suffix not in (*_SAFETENSORS, *_TORCH):
-        raise UserError(f"{file} ends in {suffix!r}; give a name that ends in .safetensors or .pt.")
+        raise UserError(f"{file} ends in {suffix!r}; use a file name that ends in .safetensors or .pt.")
     if everything and suffix not in _TORCH:
-        raise UserError(f"{file} can hold tensors alone, and --all is more; give a name that ends in .pt.")
+        raise UserError(f"{file} can store only tensors, but --all includes other state; use a .pt file.")
     loaded = load_on_cpu(checkpoint)
     step, state = loaded.step, loaded.state
     if everything:
         _write(file, lambda path: torch.save({"step": step, **state}, path))
-        return [f"{file}: the whole state after step {step}"]
+        return [f"Wrote {file}: the full training state (step {step})"]
     weights = state["module"]
     if suffix in _TORCH:
         _write(file, lambda path: torch.save(weights, path))
-        return [f"{file}: {_count(weights)} of the state after step {step}"]
+        return [f"Wrote {file}: {_count(weights)} (step {step})"]
     tensors = {name: value.contiguous() for name, value in _tensors(weights)}
     _write(file, lambda path: save_file(tensors, path, {"format": "pt", "step": str(step)}))
     left_out = sorted(set(weights) - set(tensors))
     return [
-        f"{file}: {_count(tensors)} of the state after step {step}",
-        *(f"{name} is no tensor, and is left out; a .pt file can hold it" for name in left_out),
+        f"Wrote {file}: {_count(tensors)} (step {step})",
+        *(f"{name} is not a tensor and was left out; a .pt file can store it" for name in left_out),
     ]
 
 
@@ -72,13 +72,13 @@ def _tensors(weights: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _count(weights: dict[str, Any]) -> str:
     numbers = sum(tensor.numel() for _, tensor in _tensors(weights))
-    return f"{len(weights)} tensors, {numbers:,} numbers,"
+    return f"{len(weights)} tensors, {numbers:,} parameters"
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
     """Let `write` create a temporary file, sync it to disk and rename it to `file`."""
     if not file.absolute().parent.is_dir():
-        raise UserError(f"{file} cannot be written: there is no folder {file.parent}.")
+        raise UserError(f"{file} cannot be written: the folder {file.parent} does not exist.")
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -64,15 +64,15 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
         UserError: it contains no weights.
     """
     if not isinstance(content, Mapping):
-        raise UserError(f"{origin} holds a {type(content).__name__}; a dict with a state_dict is needed.")
+        raise UserError(f"{origin} contains a {type(content).__name__}; expected a dict with a state_dict.")
     if _is_state_dict(content):
         weights, remarks = _unwrapped(content)
         return ExternalState("a state_dict", weights, remarks=remarks)
     name = next((name for name in _WEIGHTS if _is_state_dict(content.get(name))), None)
     if name is None:
         raise UserError(
-            f"{origin} has {', '.join(map(repr, content)) or 'nothing'}, and no state_dict among them. It is "
-            f"looked for as {', '.join(map(repr, _WEIGHTS))}, or as the whole file: put it there."
+            f"{origin} contains {', '.join(map(repr, content)) or 'nothing'}, but no state_dict. The file "
+            f"must be a state_dict, or contain one as {', '.join(map(repr, _WEIGHTS))}."
         )
     version = content.get("pytorch-lightning_version")
     weights, remarks = _unwrapped(content[name])
@@ -119,5 +119,5 @@ def _unwrapped(weights: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
         for prefix, wrapper in _WRAPPERS.items():
             if plain and all(name.startswith(prefix) for name in plain):
                 plain, found = {name.removeprefix(prefix): value for name, value in plain.items()}, True
-                remarks.append(f"each name began with {prefix!r}, as {wrapper} has it: that was cut off")
+                remarks.append(f"removed the prefix {prefix!r} (added by {wrapper}) from all names")
     return plain, tuple(remarks)

@@ -52,14 +52,14 @@ def import_checkpoint(
     newest = max((one.step for one in list_checkpoints(run)[0]), default=-1)
     if newest >= step:
         raise UserError(
-            f"{run.checkpoints} has a checkpoint of step {newest}, and {file} would be that of step {step}: "
-            "a run goes on from the newest. Give a higher --step, or another folder."
+            f"{run.checkpoints} already has a checkpoint of step {newest}, but {file} would become step "
+            f"{step}, and runs resume from the newest. Use a higher --step or another run folder."
         )
     make_folder(run.path)
     store = CheckpointStore(run.checkpoints)
     saved = store.save(step, foreign.tree(), {})
     store.close()
-    return [f"{saved.path}: the state after step {step}, from {file} ({foreign.origin})", *_told(foreign)]
+    return [f"Wrote {saved.path}: step {step}, from {file} ({foreign.origin})", *_told(foreign)]
 
 
 def _read(file: Path, allow: Sequence[str]) -> Any:
@@ -72,7 +72,7 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
         try:
             return load_file(file)
         except SafetensorError as error:
-            raise UserError(f"{file} is no safetensors file: {error}.") from error
+            raise UserError(f"{file} is not a safetensors file: {error}.") from error
     with torch.serialization.safe_globals([_class(name) for name in allow]):
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -81,14 +81,12 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
         except Exception as error:
             if others := _other_classes(file):
                 raise UserError(
-                    f"{file} holds objects of {', '.join(others)}, and loading them would run code of the "
-                    "file. If you trust it, name them: "
-                    f"{' '.join(f'--allow {name}' for name in others)}. Or write a file without them where "
-                    "it comes from: torch.save({'state_dict': model.state_dict()}, FILE)."
+                    f"{file} contains objects of {', '.join(others)}; loading them would run code from the "
+                    "file. If you trust it, allow them: "
+                    f"{' '.join(f'--allow {name}' for name in others)}. Otherwise save only the "
+                    "weights: torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
-            raise UserError(
-                f"{file} is no file that torch.save has written: {_first_line(error)}."
-            ) from error
+            raise UserError(f"{file} was not written by torch.save: {_first_line(error)}.") from error
 
 
 def _other_classes(file: Path) -> list[str]:
@@ -109,7 +107,9 @@ def _class(name: str) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{name!r} (--allow) cannot be imported: {error}. Give module and class.") from error
+        raise UserError(
+            f"{name!r} (--allow) cannot be imported: {error}. Use the form MODULE.CLASS."
+        ) from error
 
 
 def _told(foreign: ExternalState) -> Iterator[str]:
@@ -119,20 +119,16 @@ def _told(foreign: ExternalState) -> Iterator[str]:
         "scheduler": foreign.schedulers,
     }
     taken = [f"{len(states)} {name}{'s' * (len(states) != 1)}" for name, states in parts.items() if states]
-    yield "taken over: " + ", ".join([f"{len(foreign.weights)} weights and buffers", *taken])
+    yield "imported: " + ", ".join([f"{len(foreign.weights)} weights and buffers", *taken])
     for name, states in parts.items():
         if not states:
-            yield (
-                f"no state of an {name}: it begins anew"
-                if name == "optimizer"
-                else (f"no state of a {name}: it begins anew, at its first step")
-            )
+            yield f"no {name} state: it starts {'fresh' if name == 'optimizer' else 'at its first step'}"
     if foreign.left_out:
         yield f"left out: {', '.join(foreign.left_out)}"
     yield from foreign.remarks
     yield (
-        "not in such a file: which samples were trained, and the random state. The run goes on in its own "
-        "order of samples, as if it had trained that many steps of it."
+        "not in the file: the position in the data and the random state. The run uses its own "
+        "sample order, as if it had already trained that many steps of it."
     )
 
 

@@ -40,14 +40,14 @@ class FileEntry:
         try:
             found = checksum(path)
         except FileNotFoundError:
-            raise CorruptCheckpoint(f"{path} is missing; the manifest lists it.") from None
+            raise CorruptCheckpoint(f"{path} is missing, but the manifest lists it.") from None
         except OSError as error:
             raise _unreadable(path, error) from error
         if found.bytes != self.bytes:
-            raise CorruptCheckpoint(f"{path} has {found.bytes} bytes; the manifest says {self.bytes}.")
+            raise CorruptCheckpoint(f"{path} has {found.bytes} bytes; the manifest lists {self.bytes}.")
         if found != self:
             raise CorruptCheckpoint(
-                f"{path} has checksum {found.xxh3_128}; the manifest says {self.xxh3_128}."
+                f"{path} has checksum {found.xxh3_128}; the manifest lists {self.xxh3_128}."
             )
 
 
@@ -85,19 +85,19 @@ class Manifest:
         body, _, _ = content.rpartition(_SEAL)
         if not body or content != body + _tail(body):
             raise CorruptCheckpoint(
-                f"{path} is garbled: its last line is not the checksum of those before it."
+                f"{path} is corrupt: its last line is not the checksum of the lines before it."
             )
         try:
             record = json.loads(content)
             if record["format"] != _FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {record['format']!r}; this hpctrain reads format {_FORMAT}. "
-                    "Resume with the hpctrain that wrote it."
+                    f"{path} has format {record['format']!r}, but this version of hpctrain reads format "
+                    f"{_FORMAT}. Resume with the version that wrote it."
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
             return cls(record["step"], record["world_size"], record["time"], record["score"], files)
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpoint(f"{path} is garbled: {type(error).__name__}: {error}.") from error
+            raise CorruptCheckpoint(f"{path} is corrupt: {type(error).__name__}: {error}.") from error
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -112,13 +112,13 @@ class Manifest:
             content = read_regular(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(
-                f"{folder} has no {MANIFEST_NAME}: its writing was never finished."
+                f"{folder} has no {MANIFEST_NAME}: it was never completely written."
             ) from None
         except OSError as error:
             raise _unreadable(path, error) from error
         manifest = cls.decode(content, path)
         if checkpoint_folder_name(manifest.step) != folder.name:
-            raise CorruptCheckpoint(f"{folder} holds the manifest of step {manifest.step}.")
+            raise CorruptCheckpoint(f"{folder} contains the manifest of step {manifest.step}.")
         return manifest
 
     def shares(self, num_ranks: int) -> list[list[FileEntry]]:
@@ -178,5 +178,5 @@ def _tail(body: bytes) -> bytes:
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read: {error.strerror}. Nothing was changed. "
-        "See to the file system, and start again."
+        "Check the file system, then start the run again."
     )

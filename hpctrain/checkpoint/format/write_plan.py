@@ -128,8 +128,8 @@ def _held_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -
         return
     if not all(isinstance(placement, (Replicate, Shard)) for placement in tensor.placements):
         raise CheckpointError(
-            f"{key} is a DTensor with placements {tensor.placements}; only shards and replicas can be "
-            "stored. Call redistribute() on it first."
+            f"{key} is a DTensor with placements {tensor.placements}; only Shard and Replicate can be "
+            "stored. Call redistribute() first."
         )
     alike = tuple(
         slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
@@ -145,7 +145,7 @@ def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
             f"{key} is a tensor of layout {tensor.layout} and type {tensor.dtype} on {tensor.device}, "
-            "which a checkpoint cannot hold. Store a dense one."
+            "which a checkpoint cannot store. Use a dense tensor."
         )
     return tensor.detach()
 

@@ -69,7 +69,7 @@ class IoTask(Generic[T]):
         """True if it is unfinished without disk progress for `patience_s` seconds; then sets `problem`."""
         if self.ended.is_set() or time.monotonic() - self.moved_at < patience_s:
             return False
-        self.problem = f"the disk has taken nothing for {patience_s:g} s"
+        self.problem = f"the disk has accepted no data for {patience_s:g} s"
         return True
 
 

@@ -121,7 +121,7 @@ def write_and_commit(site: CommitTarget, step: int, own: RankWrite[Any]) -> Mani
             if site.private:  # it may contain parts that an earlier attempt wrote for this step
                 place.withdraw(step)
             if not place.commit(place.folder / name, step, files) and site.private:
-                raise CheckpointError(f"{place.folder} has another checkpoint of this step")
+                raise CheckpointError(f"{place.folder} already has another checkpoint of this step")
             return Manifest.decode(files[MANIFEST_NAME], place.folder / name)
 
         try:
@@ -152,5 +152,5 @@ def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
     if of_main == own:
         return None
     if of_main[0] != own[0]:
-        return f"this rank saves step {own[0]}, rank 0 step {of_main[0]}"
-    return "names, types or shapes of this rank's tensors are not those of rank 0"
+        return f"this rank saves step {own[0]}, but rank 0 saves step {of_main[0]}"
+    return "names, types or shapes of this rank's tensors differ from those of rank 0"

@@ -142,8 +142,8 @@ class RankCoordinator:
         except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost = (
-                f"the ranks that save have lost touch with one another (limit {self._limit_s:g} s; at: "
-                f"{waiting_for}): {cause}. Nothing can be saved before the ranks are started again."
+                f"the ranks lost contact while saving ({waiting_for}; limit {self._limit_s:g} s): {cause}. "
+                "Nothing can be saved until the ranks are restarted."
             )
             raise PeerLost(self._lost) from error
 

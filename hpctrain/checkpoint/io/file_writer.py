@@ -133,6 +133,6 @@ def write_on_all_ranks(
         writing.stop.set()
     agreement.raise_alike(writing.problem, failure)
     if given_up:
-        raise SaveAborted(f"{failure}: it was given up.")
+        raise SaveAborted(f"{failure}: it was abandoned.")
     assert writing.result is not None
     return writing.result

@@ -55,7 +55,7 @@ def list_shared_steps(site: CommitTarget) -> Iterator[int]:
         CheckpointError: on all ranks: the folder cannot be read.
     """
     agreement, folder = site.agreement, site.place.folder
-    failure = f"{folder} cannot be looked through"
+    failure = f"{folder} cannot be listed"
     steps = agreement.together(lambda: list_checkpoint_steps(folder) if agreement.is_main else [], failure)
     return reversed(agreement.from_main(steps, failure))
 
@@ -112,8 +112,8 @@ def check_files(
 
     check_on_all(agreement, look_again)
     raise CheckpointError(
-        f"{broken} Rank 0 finds the checkpoint whole, so nothing was changed. "
-        "See to the file system of the other rank's node, and start again."
+        f"{broken} Rank 0 can read the whole checkpoint, so nothing was changed. "
+        "Check the file system of the other rank's node, then start the run again."
     )
 
 

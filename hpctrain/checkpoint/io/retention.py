@@ -33,9 +33,9 @@ class Retention:
             if value is None and name == "every":
                 continue
             if type(value) is not int or value < least:
-                raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+                raise UserError(f"{name} is {value!r}; it must be an integer of at least {least}.")
         if self.mode not in ("min", "max"):
-            raise UserError(f"mode is {self.mode!r}; give 'min' or 'max'.")
+            raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
 
     def kept(self, scores: Mapping[int, float | None]) -> set[int]:
         """Return the steps to keep; the newest is always among them.

@@ -92,13 +92,13 @@ class LocalTier:
         home = shared.place.folder.resolve()
         # Two runs with the same name in different folders must not share a folder.
         folder = base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"
-        token = agreement.from_main(secrets.token_hex(4), f"opening the second tier {base}")
+        token = agreement.from_main(secrets.token_hex(4), f"opening the local tier {base}")
         marker = folder / f".rank-{token}-{agreement.rank}"
-        failure = f"the second tier {base} cannot be used"
+        failure = f"the local tier {base} cannot be used"
 
         def mark() -> None:
             if not base.is_dir():
-                raise FileNotFoundError(errno.ENOENT, "there is no such folder on this node", str(base))
+                raise FileNotFoundError(errno.ENOENT, "no such folder on this node", str(base))
             _make_own(folder)
             marker.touch()
 
@@ -108,7 +108,7 @@ class LocalTier:
             seen = agreement.together(lambda: list(folder.glob(f".rank-{token}-*")), failure)
             agreement.together(marker.unlink, failure)
         except CheckpointError as error:
-            return None, f"{error}. Checkpoints go to {shared.place.folder} directly."
+            return None, f"{error}. Checkpoints are written directly to {shared.place.folder}."
         members = [int(path.name.rpartition("-")[2]) for path in seen]
         tier = cls(
             folder,
@@ -134,7 +134,7 @@ class LocalTier:
     def _check_room(self, num_bytes: int) -> None:
         folder = self.site.place.folder
         if lost := self._copying.lost:
-            raise CheckpointError(f"nothing is copied from {folder} any more: {lost}")
+            raise CheckpointError(f"copying from {folder} has stopped: {lost}")
         if not self.site.leads:
             return
         disk = shutil.disk_usage(folder)
@@ -143,7 +143,7 @@ class LocalTier:
         needed = num_bytes * self._num_members
         if used + needed > limit or needed > disk.free:
             raise CheckpointError(
-                f"second tier {folder} has no room for {needed} bytes: {used} of {limit} are taken, and "
+                f"no space for {needed} bytes in the local tier {folder}: {used} of {limit} are in use, and "
                 f"{disk.free} are free on its disk"
             )
 
@@ -155,7 +155,7 @@ class LocalTier:
             may_skip: if copying is behind, a newer step may replace this one.
         """
         begin = self.site.agreement.is_main and self._copying.request(step, may_skip=may_skip)
-        if self.site.agreement.from_main(begin, f"step {step} in the second tier"):
+        if self.site.agreement.from_main(begin, f"step {step} in the local tier"):
             self._copying.start(step)
         self._drop_superseded(keep_newest=True)
 
@@ -179,9 +179,11 @@ class LocalTier:
             )
         except OSError as error:
             reason = describe_exception(error)
-            return [f"{place.folder} was not removed, for it is not known what was copied: {reason}."]
+            return [
+                f"{place.folder} was kept, because it is unknown which checkpoints were copied: {reason}."
+            ]
         if newest > in_shared:
-            return [f"Step {newest} lies in {place.folder} only; it could not be copied to {shared}."]
+            return [f"Step {newest} exists only in {place.folder}; it could not be copied to {shared}."]
         if self.site.leads:
             for step in place.steps():
                 place.withdraw(step)  # a kill during the removal must not leave an incomplete checkpoint
@@ -216,7 +218,7 @@ class LocalTier:
         in_tier = whole is not None and whole.folder.parent == place.folder
         step = whole.manifest.step if whole is not None else -1
         self._drop_superseded(keep_newest=in_tier)
-        self.site.agreement.all(None, "clearing the second tier")
+        self.site.agreement.all(None, "clearing the local tier")
         if in_tier and not self._is_in_shared(step):
             self.committed(step, may_skip=True)
 
@@ -229,7 +231,7 @@ class LocalTier:
 
     def _drop_superseded(self, *, keep_newest: bool) -> None:
         """Delete all steps except those still to be copied and the newest. All ranks must call this."""
-        needed = self.site.agreement.from_main(sorted(self._copying.needed), "clearing the second tier")
+        needed = self.site.agreement.from_main(sorted(self._copying.needed), "clearing the local tier")
         if not self.site.leads:
             return
         with suppress(OSError):  # a step that stays only takes up space
@@ -255,10 +257,10 @@ def _make_own(folder: Path) -> None:
     elif found.st_uid != me:
         problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Have its owner remove it"
     elif mode & 0o077:
-        problem, remedy = f"has mode {mode:04o}, not 0700: others can get in", "Remove it"
+        problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove it"
     elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
         problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
-        remedy = "Have its sticky bit set (chmod +t)"
+        remedy = "Set the sticky bit of that folder (chmod +t)"
     else:
         return
     raise CheckpointError(f"{folder} {problem}. {remedy}, or choose another folder (local_checkpoints)")

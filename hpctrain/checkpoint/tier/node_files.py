@@ -49,10 +49,10 @@ def gather_node_files(site: CommitTarget) -> dict[int, list[NodeFiles | None]]:
         CheckpointError: on all ranks: a rank cannot read its folder.
     """
     agreement, folder = site.agreement, site.place.folder
-    own = agreement.together(lambda: _own_holdings(folder), f"{folder} cannot be looked through")
+    own = agreement.together(lambda: _own_holdings(folder), f"{folder} cannot be listed")
     told = agreement.all(
         {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
-        "looking through the second tier",
+        "listing the local tier",
     )
     everyone = [
         {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
@@ -88,7 +88,7 @@ def find_complete(site: CommitTarget, step: int, held: list[NodeFiles | None]) -
         seeing = [rank for rank in holders if entry.name in _names(held[rank])]
         if not seeing:
             raise CorruptCheckpoint(
-                f"{path} is not whole: {entry.name} is on no node that is here now, or was cut short."
+                f"{path} is incomplete: {entry.name} is on none of the current nodes, or is truncated."
             )
         rank = min(seeing, key=lambda rank: loads[rank])
         shares[rank].append(entry)

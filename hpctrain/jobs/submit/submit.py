@@ -35,7 +35,7 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
         functions: the pickled calls of the run or of each task; empty if the ranks run a script.
 
     Raises:
-        SpecError: the folder cannot be written, or its run is still going.
+        SpecError: the folder cannot be written, or its run is still active.
         SchedulerError: the scheduler refused or cannot be reached.
     """
     spec = submission.spec
@@ -125,7 +125,7 @@ def _record(spec: JobSpec, job_id: str) -> None:
 
 @contextmanager
 def _claimed(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
-    """Hold the lock of a run folder, creating the folder if needed; fail if its run is still going.
+    """Hold the lock of a run folder, creating the folder if needed; fail if its run is still active.
 
     If the submission fails, new folders are removed, except those of a job that may be queued.
     """
@@ -156,7 +156,7 @@ def _lock(run: Run) -> int:
 
 
 def _refuse_going(runs: Sequence[Run]) -> None:
-    """Fail if a run is still going: our lock rules out a local one, Slurm's queue needs a query."""
+    """Fail if a run is still active: our lock rules out a local one, Slurm's queue needs a query."""
     recorded = [run for run in runs if run.dir.events.exists()]
     if not recorded:
         return

@@ -61,7 +61,7 @@ class SignedBackend(RendezvousBackend):
             return unseal(self._secret, sealed, "rendezvous")
         except Unauthenticated:
             raise ForgedState(
-                f"the state of the rendezvous ({self.name}) was written by a process that does not have the "
+                f"the rendezvous state ({self.name}) was written by a process that does not have the "
                 "secret of this run"
             ) from None
 

@@ -36,10 +36,10 @@ def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:
 
 def _lost(run: RunDir | None) -> str:
     if has_begun():
-        return "No training is under way now: its checkpoints are intact, work outside of it is not saved."
+        return "No training is in progress. Its checkpoints are intact; work outside of it is not saved."
     if "hpctrain.training" in sys.modules:
-        return "The training has not begun; checkpoints of earlier attempts are intact."
-    unused = "This script has not used hpctrain's Trainer, so hpctrain saved nothing."
+        return "Training has not started; checkpoints of earlier attempts are intact."
+    unused = "This script does not use hpctrain's Trainer, so hpctrain saved nothing."
     if run is None:
         return unused
     if (found := newest(run.checkpoints)) is None:

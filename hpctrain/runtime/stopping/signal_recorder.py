@@ -120,8 +120,8 @@ def _code_of(handler: object) -> CodeType | None:
 
 def _leave_stuck(number: signal.Signals) -> NoReturn:
     print(
-        f"hpctrain: the script's own handler of {number.name} has waited for other ranks "
-        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s: leaving. It waits here:",
+        f"hpctrain: the script's own {number.name} handler has been waiting for other ranks "
+        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s; exiting. It is waiting here:",
         file=sys.stderr,
         flush=True,
     )

@@ -46,7 +46,7 @@ class _Agreement:
         stop = self._flag.is_set if self._alone else self._any_rank_told()
         if stop and self._is_main and not self._said:
             self._said = True
-            print(f"hpctrain: told to stop by {self._flag.signal_name or 'a signal to another rank'}")
+            print(f"hpctrain: stop requested by {self._flag.signal_name or 'a signal to another rank'}")
         return stop
 
     def _any_rank_told(self) -> bool:

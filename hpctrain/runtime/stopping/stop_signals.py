@@ -64,7 +64,7 @@ def capture_stop_signals() -> Iterator[StopFlag]:
         # The code that was interrupted swallowed the exception: stop the training instead.
         flag.note(number, None)
     if threading.current_thread() is not threading.main_thread():
-        print("hpctrain: not in the main thread, so a stop signal cannot be noted here.", file=sys.stderr)
+        print("hpctrain: not in the main thread, so stop signals cannot be received here.", file=sys.stderr)
         yield flag
         return
     _mind_forks()
@@ -132,7 +132,7 @@ def _see_it_left() -> None:
     time.sleep(EXIT_TIMEOUT_S)
     if not is_exiting():
         return  # Signals are captured now, and that code got this one.
-    message = f"hpctrain: told to stop {EXIT_TIMEOUT_S:.0f} s ago, and still here: leaving. It is here:\n"
+    message = f"hpctrain: still running {EXIT_TIMEOUT_S:.0f} s after a stop signal; exiting. Current stack:\n"
     os.write(2, message.encode())
     faulthandler.dump_traceback(all_threads=True)
     os._exit(EXIT_CONTINUE)

@@ -151,7 +151,7 @@ class FailureAnalyzer:
             # The loss of the node explains whatever the ranks report.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
         if not failures:
-            cause = "the step ended badly, and no rank said why"
+            cause = "the step failed, and no rank reported a cause"
             return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
         first = root_cause(failures)
         told_to_leave = any(task.ending is TaskResult.CONTINUE for task in exits)
@@ -197,7 +197,7 @@ class FailureAnalyzer:
         try:
             return self.job_control.nodes.lost(hosts)
         except SchedulerError as error:
-            log.warning("Whether a node was lost cannot be told: %s", error)
+            log.warning("cannot determine whether a node was lost: %s", error)
             return {}
 
     def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> AttemptEnd:

@@ -130,14 +130,14 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
                 classes=tuple(record.get("classes", ())),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s cannot be read: %s", path, error)
+            log.warning("cannot read %s: %s", path, error)
 
 
 def _of_task(rank: int, host: str, task: TaskExit, words: CrashOutput) -> RankFailure:
     """Describe a rank, or the first rank of an agent, that ended without a failure file."""
     message = words.message
     if task.out_of_memory:
-        message = "out of memory: it took more than the job has on this node (--mem)"
+        message = "out of memory: it used more than the job's memory on this node (--mem)"
     kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
     return RankFailure(
         rank, host, kind, error, message, str(words.log), None, time.time(), out_of_memory=task.out_of_memory

@@ -45,7 +45,7 @@ def known_seconds_left(job: JobTime) -> float | None:
     try:
         return job.seconds_left()
     except SchedulerError as error:
-        log.warning("%s Taking the time to be enough.", error)
+        log.warning("%s Assuming that there is enough time.", error)
         return None
 
 

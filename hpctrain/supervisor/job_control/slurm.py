@@ -126,7 +126,7 @@ class SlurmSuccessors:
         try:
             return parse_timestamp(query_job(self._job_id, self._environ).submitted_at)
         except SchedulerError as error:
-            log.warning("when this job was submitted cannot be told: %s", error)
+            log.warning("cannot determine when this job was submitted: %s", error)
             return None
 
 
@@ -143,12 +143,14 @@ def start_soon(environ: Mapping[str, str]) -> None:
         delay_s = SOON_S if query_config(outer).has_epilog else _GONE_S
         update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
     except SchedulerError as error:
-        print(f"hpctrain: Slurm delays the next start by two minutes: {error}", file=sys.stderr, flush=True)
+        print(
+            f"hpctrain: Slurm will delay the next start by two minutes: {error}", file=sys.stderr, flush=True
+        )
 
 
 def _leave(claimed_by: LeaseHolder) -> None:
     """Exit at once, which ends the job: another one trains in the folder now."""
-    words = f"Job {claimed_by.job_id} has taken over the run: this one was silent for too long. It ends here."
+    words = f"Job {claimed_by.job_id} has taken over the run because this job was silent for too long. This job ends."
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)
     os._exit(SpecError.exit_code)

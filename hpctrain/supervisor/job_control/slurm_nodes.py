@@ -88,20 +88,20 @@ class SlurmNodes:
                 signal_steps(steps, signal.SIGKILL, self._environ)
                 time.sleep(_LOOK_EVERY_S)
         except SchedulerError as error:
-            log.warning("Ranks of before may still be there: %s", error)
+            log.warning("ranks of an earlier attempt may still be running: %s", error)
 
 
 def node_trouble(node: NodeRecord) -> str | None:
     """Return why nothing can run on a node; None without a known problem."""
     if _DOWN.search(node.state):
-        return f"Slurm says {node.state}"
+        return f"Slurm reports {node.state}"
     try:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
     except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
-        return f"its slurmd does not answer ({type(error).__name__})"
+        return f"its slurmd does not respond ({type(error).__name__})"
     except ValueError:
         return None  # An invalid address is no fault of the node.
     except OSError as error:
         # A name that cannot be resolved is no evidence against the node.
-        return None if isinstance(error, socket.gaierror) else f"it cannot be reached ({error.strerror})"
+        return None if isinstance(error, socket.gaierror) else f"it is unreachable ({error.strerror})"
     return None

@@ -76,7 +76,7 @@ def containerize(
         raise SpecError(
             f"Neither {' nor '.join(APPTAINER_PROGRAMS)} is on the PATH of the job ({path}), so "
             f"{container.image!r} "
-            "(--container-image) cannot be started. Have a module bring it (--module)."
+            "(--container-image) cannot be started. Load a module that provides one of them (--module)."
         )
     words = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
     for mount in _mounts(spec):

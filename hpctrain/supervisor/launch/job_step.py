@@ -50,7 +50,7 @@ class TaskExit:
         return cls(rank, returncode)
 
     def __str__(self) -> str:
-        return f"was ended by {self.signal.name}" if self.signal else f"exited with code {self.code}"
+        return f"was killed by {self.signal.name}" if self.signal else f"exited with code {self.code}"
 
 
 @dataclass(frozen=True)

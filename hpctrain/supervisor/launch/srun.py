@@ -57,7 +57,9 @@ class SrunLauncher:
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if "SLURM_JOB_NODELIST" not in environ:
-            raise SpecError("SLURM_JOB_NODELIST is not set: this is no Slurm job. Hand job.sbatch to sbatch.")
+            raise SpecError(
+                "SLURM_JOB_NODELIST is not set, so this is not a Slurm job. Use: sbatch job.sbatch"
+            )
         granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
         self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
         self._num_granted = len(granted)
@@ -154,7 +156,7 @@ class SrunStep:
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
-            print(f"hpctrain: {error} Ending srun itself.", flush=True)
+            print(f"hpctrain: {error} Killing srun itself.", flush=True)
             self._srun.terminate()
 
     def _insist(self) -> None:

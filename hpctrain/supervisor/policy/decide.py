@@ -104,9 +104,10 @@ class Decision:
     def __str__(self) -> str:
         parts = [f"{self.action.value} the {'run' if self.action in _ENDS_RUN else 'job'}"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
-            parts = [f"{self.action.value} the ranks on {compress_hostlist(self.hosts)}"]
+            prefix = "" if self.action is Action.RESTART else f"{self.action.value}: "
+            parts = [f"{prefix}restart the ranks on {compress_hostlist(self.hosts)}"]
         if self.exclude:
-            parts.append(f"leave out {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
+            parts.append(f"exclude {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
         return "; ".join([*parts, *filter(None, [self.reason])])
 
 
@@ -184,21 +185,21 @@ def _spent(state: RunSituation, kind: EndKind) -> str | None:
             return None
         if kind is EndKind.TIME_LIMIT:
             return (
-                f"{count + 1} attempts in a row ended at the time limit without a new checkpoint "
+                f"{count + 1} consecutive attempts ended at the time limit without a new checkpoint "
                 f"(restart.{kind}.retries); submit with a longer --time, or with a longer "
                 "--stop-before-limit if the last save did not fit"
             )
         return (
-            f"{pluralize(count, 'stop')} in a row ({kind}), each soon after the start and without a new "
+            f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after the start and without a new "
             f"checkpoint (restart.{kind}.retries)"
         )
     if kind is EndKind.OUT_OF_TIME and row.retries == 0:
         return (
-            "the ranks did not save and leave before the time limit; submit with a longer --stop-before-limit"
+            "the ranks did not save and exit before the time limit; submit with a longer --stop-before-limit"
         )
     alike = history.num_alike()
     if row.repeats is not None and alike > row.repeats:
-        return f"the same {kind} failure {alike} times in a row, with no new checkpoint between"
+        return f"the same {kind} failure occurred {alike} times in a row without a new checkpoint"
     if row.retries is None:
         sharing = {other for other, its in policy.rows.items() if its.retries is None}
         most, name = policy.max_failures - 1, "--max-failures"
@@ -207,7 +208,7 @@ def _spent(state: RunSituation, kind: EndKind) -> str | None:
     failures = sum(past.kind in sharing for past in history.failures)
     crashes = sum(past in sharing for past in history.crashes)
     if failures > most:
-        return f"{failures} failures in a row with no new checkpoint ({name})" if failures > 1 else ""
+        return f"{failures} consecutive failures without a new checkpoint ({name})" if failures > 1 else ""
     if crashes >= CRASHES_PER_FAILURE * (most + 1):
-        return f"{pluralize(crashes, 'failure')} with no checkpoint of which the step is known ({name})"
+        return f"{pluralize(crashes, 'failure')}, and no checkpoint with a recorded step ({name})"
     return None

@@ -23,7 +23,7 @@ class JobDisposition(Enum):
 class JobIntent(Enum):
     """Intent of the user and the scheduler for the job."""
 
-    CONTINUE = "go on"
+    CONTINUE = "continue"
     CANCEL = "cancel"
     """The user asked to end it."""
     YIELD = "leave"

@@ -100,18 +100,20 @@ class AttemptMonitor:
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
-                        "all %ss are gone, and the step does not end: ending its launcher", self.process
+                        "all %ss have exited, but the step has not ended: killing its launcher", self.process
                     )
                     self._kill(step)
             case SignalReceived(number):
                 self.signals.append(number)
                 forward = self.job_control.on_signal.get(number)
-                log.info("got %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else "")
+                log.info(
+                    "received %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else ""
+                )
                 if self._killed or forward is None:
                     return
                 cancels = [got for got in self.signals if got in self.job_control.cancel_signals]
                 if len(cancels) > 1 and number in cancels:
-                    log.info("asked to end a second time: ending the step")
+                    log.info("received a second stop request: ending the step")
                     self._kill(step)
                     return
                 self._tell(step, forward)
@@ -123,10 +125,10 @@ class AttemptMonitor:
         name = f"{self.process} {task.rank}"
         log.info("%s %s", name, task)
         if task.ending is TaskResult.FAILED:
-            self._limit(_LAST_WORDS_S, f"the other ranks' last words after {name} failed")
+            self._limit(_LAST_WORDS_S, f"the other ranks to report errors after {name} failed")
         elif task.ending is TaskResult.CONTINUE:
             follow_s = min(_FOLLOW_S, self._left_to_requeue_s())
-            self._limit(follow_s, f"the other ranks to leave as {name} did")
+            self._limit(follow_s, f"the other ranks to exit after {name} did")
 
     def _left_to_requeue_s(self) -> float:
         """Return how long to wait for ranks so that the job can still be requeued before its time limit."""
@@ -150,19 +152,19 @@ class AttemptMonitor:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if self._killed:
-                raise TimeoutError(f"the step was killed, but is still there after {_KILL_LIMIT_S:.0f} s.")
-            log.info("done waiting for %s: ending the step", self._awaited)
+                raise TimeoutError(f"the step was killed, but is still running after {_KILL_LIMIT_S:.0f} s.")
+            log.info("timed out waiting for %s: ending the step", self._awaited)
             self._kill(step)
         elif self.ends_at is not None and now >= self.ends_at - self.stop_before_limit_s:
             if not self._warned:
                 self._warned = True
                 log.info(
-                    "%.0f s are left of the time limit: sending SIGUSR2 to the ranks",
+                    "%.0f s left until the time limit: sending SIGUSR2 to the ranks",
                     self.stop_before_limit_s,
                 )
                 self._tell(step, signal.SIGUSR2)
             elif now >= self.ends_at:
-                log.info("the time limit is reached: ending the step")
+                log.info("time limit reached: ending the step")
                 self.out_of_time = True
                 self._kill(step)
 
@@ -171,7 +173,7 @@ class AttemptMonitor:
         try:
             step.signal(number)
         except SchedulerError as error:
-            log.warning("the ranks cannot be told: %s", error)
+            log.warning("cannot signal the ranks: %s", error)
 
     def _kill(self, step: JobStep) -> None:
         self._killed = True

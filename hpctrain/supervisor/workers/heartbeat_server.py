@@ -166,7 +166,7 @@ class HeartbeatServer:
             try:
                 self._listener.look()
             except Exception:
-                log.exception("looking after the ranks failed")
+                log.exception("the heartbeat check failed")
         return False
 
     def _accept(self) -> None:
@@ -182,7 +182,7 @@ class HeartbeatServer:
         caller = RankConnection(connection, peer[:2])
         if len(self._unproven) >= _MAX_UNPROVEN:
             self._refuse(
-                next(iter(self._unproven)), f"there are {_MAX_UNPROVEN} that did not prove the secret"
+                next(iter(self._unproven)), f"{_MAX_UNPROVEN} connections have not proved the secret"
             )
         with suppress(OSError):
             connection.setblocking(False)
@@ -206,11 +206,11 @@ class HeartbeatServer:
             for line in lines:
                 self._take(caller, bytes(line))
             if len(rest) > (_LONGEST_MESSAGE if caller.is_proven else _UNPROVEN_BYTES):
-                raise Unauthenticated(f"a line of more than {len(rest)} bytes was received")
+                raise Unauthenticated(f"received a line of more than {len(rest)} bytes")
         except Unauthenticated as error:
             self._refuse(caller, str(error))
         except Exception:
-            log.exception("rank %d of attempt %d: its message failed", caller.rank, caller.attempt)
+            log.exception("rank %d of attempt %d: handling its message failed", caller.rank, caller.attempt)
             self._drop(caller)
         else:
             if not data:
@@ -219,7 +219,7 @@ class HeartbeatServer:
     def _take(self, caller: RankConnection, line: bytes) -> None:
         if caller.up is None:
             if len(line) != NONCE_LENGTH:
-                raise Unauthenticated("no rank begins like this")
+                raise Unauthenticated("its first message is not that of a rank")
             caller.up, caller.down = sign_connection(self._secret.encode(), caller.nonce, line)
             return
         message = caller.up.open(line)
@@ -235,9 +235,9 @@ class HeartbeatServer:
         self._num_refused += 1
         if self._num_refused <= _MAX_REPORTS:
             address, port = caller.peer
-            owner = owner_of(port, self._port) or "a user who is not known here"
-            more = "; further ones are not reported" if self._num_refused == _MAX_REPORTS else ""
-            log.warning("a connection from %s, of %s, was refused: %s%s", address, owner, why, more)
+            owner = owner_of(port, self._port) or "an unknown user"
+            more = "; further refusals are not reported" if self._num_refused == _MAX_REPORTS else ""
+            log.warning("a connection from %s (%s) was refused: %s%s", address, owner, why, more)
         self._drop(caller)
 
     def _drop(self, caller: RankConnection) -> None:
@@ -253,4 +253,4 @@ class HeartbeatServer:
         try:
             self._listener.hung_up(caller.attempt, caller.rank)
         except Exception:
-            log.exception("the end of the connection of rank %d was not noted", caller.rank)
+            log.exception("failed to record that rank %d disconnected", caller.rank)

@@ -146,7 +146,7 @@ class RankMonitor:
             self._inquire(self._inquiry, now)
         elif (overdue := self._liveness.overdue(now)) is not None:
             log.warning(
-                "no rank has got anything done for %.0f s (limit %.0f s): asking all of them where they are",
+                "no rank has made progress for %.0f s (limit %.0f s): requesting the position of all ranks",
                 overdue.seconds,
                 overdue.limit_s,
             )
@@ -172,7 +172,7 @@ class RankMonitor:
                 self._conclude(inquiry)
                 return
             log.warning(
-                "no answer from %s: asking by SIGQUIT", format_ranks(sorted(there - inquiry.told.keys()))
+                "no response from %s: sending SIGQUIT", format_ranks(sorted(there - inquiry.told.keys()))
             )
             inquiry.signalled_at = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
@@ -184,7 +184,7 @@ class RankMonitor:
             if not self._step.is_over() or self._is_over:
                 return
         except SchedulerError as error:
-            log.warning("whether the step is over cannot be told: %s", error)
+            log.warning("cannot determine whether the step has ended: %s", error)
             return
         self._emit(LauncherStuck())
 
@@ -192,7 +192,7 @@ class RankMonitor:
         try:
             self._step.signal(signal.SIGQUIT)
         except SchedulerError as error:
-            log.warning("the ranks cannot be asked by a signal: %s", error)
+            log.warning("cannot send SIGQUIT to the ranks: %s", error)
 
     def _conclude(self, inquiry: _Inquiry) -> None:
         self._is_over = True
@@ -222,12 +222,12 @@ class RankMonitor:
             }
 
         log.warning(
-            "rank %d on %s takes %.1f times as long as most (%s)%s",
+            "rank %d on %s takes %.1f times as long as the others (%s)%s",
             slow.rank,
             host,
             slow.ratio,
             slow.part,
-            ", and stays so" if lasting else "",
+            "; this persists" if lasting else "",
         )
         self._run.log_event(
             "straggler",
@@ -250,21 +250,21 @@ def describe_hang(
     host_of: Callable[[int], str],
 ) -> str:
     """Describe a hang in one sentence."""
-    text = f"hung: no rank got anything done for {overdue.seconds:.0f} s (limit {overdue.limit_s:.0f} s)"
+    text = f"hung: no rank made progress for {overdue.seconds:.0f} s (limit {overdue.limit_s:.0f} s)"
     if not missing:
-        places = ", ".join(sorted({one.place for one in told.values()})) or "nobody says where"
-        return f"{text}; which rank the others wait for cannot be told: {places}"
+        places = ", ".join(sorted({one.place for one in told.values()})) or "not reported"
+        return f"{text}; the rank that the others wait for is unknown; positions: {places}"
     first = missing[0]
     where = f"rank {first} on {host_of(first)}"
     if first in silent:
-        text += f"; {where} does not answer"
+        text += f"; {where} does not respond"
     else:
         one = told[first]
         text += f"; {where} is in {one.place}, phase {one.phase}, after {pluralize(one.step, 'step')}"
     if len(missing) > 1:
-        text += f", and with it {format_ranks(missing[1:])}"
+        text += f", like {format_ranks(missing[1:])}"
     others = [one for rank, one in told.items() if rank not in missing]
     if others:
         most = max((one.place for one in others), key=[one.place for one in others].count)
-        text += f", while {len(others)} of {len(told) + len(silent)} ranks wait in {most}"
+        text += f", with {len(others)} of {len(told) + len(silent)} ranks waiting in {most}"
     return text

@@ -87,7 +87,7 @@ class StandbyWorkers:
             else:
                 self._emit = emit
         if self._is_broken:
-            log.warning("attempt %d: a standby worker is gone", self.attempt)
+            log.warning("attempt %d: lost a standby worker", self.attempt)
             self.close()
             return None
         log.info("attempt %d: using %s", self.attempt, pluralize(told, "standby worker"))

@@ -157,7 +157,8 @@ class WorkerGroup:
         self._has_reserve = True
         if changed := contact.changed:
             log.info(
-                "no workers wait: the script itself sets %s, which imports may read; use --env for it",
+                "no standby workers: the script itself sets %s, which imports may read; set it with "
+                "--env instead",
                 ", ".join(changed),
             )
             return
@@ -174,7 +175,7 @@ class WorkerGroup:
                     self._launcher, self._lines, command, variables, modules, ranks
                 )
             except (OSError, HpctrainError) as error:
-                log.warning("no workers wait: %s", error)
+                log.warning("no standby workers: %s", error)
 
     def _dismiss(self) -> None:
         with self._lock:

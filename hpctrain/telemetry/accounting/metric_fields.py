@@ -40,7 +40,7 @@ def describe_step(step: int | None, reports: bool | None) -> str:
     """Return the last step as text for the user."""
     if step is not None:
         return format_count(step)
-    return "none so far" if reports else f"not known: {why_unknown(reports)}"
+    return "none so far" if reports else f"unknown: {why_unknown(reports)}"
 
 
 def metric_values(record: Mapping[str, Any]) -> dict[str, float]:

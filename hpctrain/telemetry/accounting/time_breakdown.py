@@ -12,8 +12,8 @@ from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
 from hpctrain.telemetry.accounting.timeline_events import microseconds, read_timeline_events
 
 NO_STEPS_NOTE = (
-    "Without reported steps all time from the start of the ranks to their end counts as training, and lost "
-    "work is not known."
+    "Without reported steps, all time between the start and the end of the ranks counts as training, and "
+    "lost work is unknown."
 )
 #: Categories that are known without reported steps.
 _WITHOUT_STEPS = frozenset(

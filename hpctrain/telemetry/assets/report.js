@@ -148,7 +148,7 @@
       const row = Math.floor((event.clientY - box.top) / box.height * rows.length);
       const cell = cells[row * columns + column], map = maps[shown];
       if (cell === undefined) return;
-      const value = cell === 255 ? "nothing measured" : number(+(cell / 254 * map.most).toPrecision(3)) + " " + map.unit;
+      const value = cell === 255 ? "not measured" : number(+(cell / 254 * map.most).toPrecision(3)) + " " + map.unit;
       words.textContent = rows[row] + ", " + elapsed((column + 0.5) / columns * drawn.seconds) + " after submission: " + value;
     };
     canvas.addEventListener("mousemove", say);

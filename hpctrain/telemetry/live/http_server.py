@@ -151,13 +151,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, because a URL may contain the token."""
 
     def _refuse_method(self) -> None:
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Pages can be looked at only.", {"Allow": "GET, HEAD"})
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "These pages are read-only.", {"Allow": "GET, HEAD"})
 
     def _answer(self) -> None:
         try:
             self._check_origin()
             if not self.path.startswith("/"):
-                raise _Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
+                raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
             parts = urlsplit(self.path)
             if self._brings_token(parts.query):
                 cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -168,16 +168,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.knows(self.connection)
             run_id = _run_id(parts.path)
             if (tag := self.server.pages.tag(run_id)) is None:
-                raise _Refused(HTTPStatus.NOT_FOUND, "There is no such run.")
+                raise _Refused(HTTPStatus.NOT_FOUND, "Run not found.")
             if self.headers.get("If-None-Match") == f'"{tag}"':
                 return self._send(HTTPStatus.NOT_MODIFIED, "", {"ETag": f'"{tag}"'})
             self._send(HTTPStatus.OK, self.server.pages.page(run_id), {"ETag": f'"{tag}"'}, kind="text/html")
         except _Refused as refused:
             self._send(refused.status, str(refused))
         except ValueError:
-            self._send(HTTPStatus.BAD_REQUEST, "This is no address.")
+            self._send(HTTPStatus.BAD_REQUEST, "Invalid address.")
         except LookupError:
-            self._send(HTTPStatus.NOT_FOUND, "There is no such run any more.")
+            self._send(HTTPStatus.NOT_FOUND, "This run no longer exists.")
         except OSError as error:
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"The run cannot be read: {error.strerror}.")
         except HpctrainError as error:
@@ -187,11 +187,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Accept only requests from our own pages or from direct navigation."""
         host, origin = self.headers.get("Host"), self.headers.get("Origin")
         if host not in self.server.hosts:
-            raise _Refused(HTTPStatus.FORBIDDEN, f"This is not {host!r}: open it as 127.0.0.1 or localhost.")
+            raise _Refused(HTTPStatus.FORBIDDEN, f"Unknown host {host!r}. Use 127.0.0.1 or localhost.")
         if origin is not None and origin != f"http://{host}":
-            raise _Refused(HTTPStatus.FORBIDDEN, "Pages of others may not ask for this one.")
+            raise _Refused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            raise _Refused(HTTPStatus.FORBIDDEN, "Pages of others may not ask for this one.")
+            raise _Refused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
 
     def _brings_token(self, query: str) -> bool:
         given = parse_qs(query, max_num_fields=10).get("token", [""]) if query else [""]
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = None
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
-            raise _Refused(HTTPStatus.FORBIDDEN, "Open the address that hpctrain serve has printed.")
+            raise _Refused(HTTPStatus.FORBIDDEN, "Open the address that hpctrain serve printed.")
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())
@@ -234,5 +234,5 @@ def _run_id(path: str) -> str | None:
         return None
     before, _, word = path.rpartition("/")
     if before != "/run" or not word:
-        raise _Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
+        raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
     return unquote(word)

@@ -199,7 +199,7 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     lines += [("", line) for line in _gpu_lines(snapshot.gpus, width, most=max(4, height // 2))]
     room = max(3, height - len(lines) - 2)
     told = [(_kind(event), _event(event)) for event in snapshot.events[:room]]
-    lines += [("soft", "events"), *told] if told else [("soft", "nothing has happened yet")]
+    lines += [("soft", "events"), *told] if told else [("soft", "no events yet")]
     return [(kind, _cut(line, width)) for kind, line in lines]
 
 
@@ -228,7 +228,7 @@ def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
         value = f"NaN since step {format_count(snapshot.no_number_since)}; before that {value}"
     yield f"loss   {value}  {_spark(snapshot.losses, min(60, width - len(value) - 9))}"
     if snapshot.steps_per_s is not None:
-        yield f"speed  {format_number(snapshot.steps_per_s)} steps a second"
+        yield f"speed  {format_number(snapshot.steps_per_s)} steps/s"
     if snapshot.waiting_for_data is not None:
         yield f"data wait  {format_share(snapshot.waiting_for_data)}"
     if snapshot.slowest is not None:
@@ -290,7 +290,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     if is_finite(event.get("step")):
         yield f"step {event['step']}"
     if is_finite(number := event.get("count")) and number > 1:
-        yield f"the newest of {number} in a row"
+        yield f"latest of {number}"
     if kind == "signal":
         yield "saved" if event.get("saved") is True else "nothing new saved"
     if kind == "requeue":

@@ -57,7 +57,7 @@ class LoggerDispatcher:
             self._tell(error)
             return False
         if self._said:
-            self._say(f"hpctrain: the logger {self._logger.name!r} gets the metrics again, and all of them.")
+            self._say(f"hpctrain: the logger {self._logger.name!r} works again and has received all metrics.")
             self._said = False
         return True
 
@@ -120,9 +120,9 @@ class LoggerDispatcher:
         if not self._said:
             self._said = True
             self._say(
-                f"hpctrain: the logger {self._logger.name!r} does not take the metrics: "
-                f"{type(error).__name__}: {error}. Training goes on; they are kept in {self._metrics} "
-                "and brought once that works again."
+                f"hpctrain: the logger {self._logger.name!r} does not accept metrics: "
+                f"{type(error).__name__}: {error}. Training continues; the metrics are kept in "
+                f"{self._metrics} and sent when the logger works again."
             )
 
 

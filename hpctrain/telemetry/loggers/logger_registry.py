@@ -37,10 +37,10 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
     loggers = [LOGGERS.find(one)() if isinstance(one, str) else _checked(one) for one in given]
     for name, count in Counter(logger.name for logger in loggers).items():
         if count > 1:
-            raise UserError(f"{count} loggers are named {name!r}. Give each a name of its own: name=…")
+            raise UserError(f"{count} loggers are named {name!r}. Give each a different name: name=…")
     for kind, package in _PACKAGES.items():
         if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(package) is None:
-            ended = " Neptune's hosted service has ended." * (kind == "neptune")
+            ended = " Neptune's hosted service has been discontinued." * (kind == "neptune")
             raise UserError(
                 f"The logger {kind!r} needs the package {package.replace('_', '-')}, which is not installed. "
                 f"Install it: pip install 'hpctrain[{kind}]'.{ended}"
@@ -51,10 +51,11 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
 def _checked(logger: object) -> Logger:
     if not isinstance(logger, Logger):
         raise UserError(
-            f"{logger!r} is no logger: a logger has a name and the methods start, log, rewind and finish."
+            f"{logger!r} is not a logger: it needs a name and the methods start, log, rewind and finish."
         )
     if not _NAME.fullmatch(logger.name):
         raise UserError(
-            f"The name {logger.name!r} of a logger cannot be that of a file: take letters, digits, . _ and -"
+            f"The logger name {logger.name!r} must be a valid file name: use only letters, digits, '.', "
+            "'_' and '-'."
         )
     return logger

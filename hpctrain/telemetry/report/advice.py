@@ -61,15 +61,15 @@ def _no_number(facts: RunData) -> Iterator[Advice]:
     """Detect a NaN or infinite loss, after which all steps are worthless."""
     if (since := facts.curves.no_number_since("loss")) is None:
         return
-    what = "Lower the learning rate, or Trainer(gradient_clip_norm=1.0)"
+    what = "Lower the learning rate, or clip gradients with Trainer(gradient_clip_norm=1.0)"
     if saved := [
         one.step for one in facts.checkpoints if one.kept and one.step is not None and one.step < since
     ]:
-        what += f", and go on from the checkpoint of step {max(saved)}"
+        what += f", then resume from the checkpoint of step {max(saved)}"
     number_of = sum(step >= since for step in facts.curves.counting)
     yield Advice(
         f"{what}.",
-        f"The loss is infinite or not a number in {pluralize(number_of, 'step')}, from step {since} on.",
+        f"The loss is NaN or infinite in {pluralize(number_of, 'step')}, from step {since} on.",
     )
 
 
@@ -77,24 +77,24 @@ def _data(facts: RunData) -> Iterator[Advice]:
     part = facts.ledger.totals_us[TimeCategory.DATA] / _steps_us(facts)
     if TimeCategory.DATA not in facts.ledger.measured or part < _MUCH_WAITING:
         return
-    evidence = [f"the ranks waited for data in {format_share(part)} of the time of their steps"]
+    evidence = [f"the ranks spent {format_share(part)} of their step time waiting for data"]
     if (util := facts.devices.mean("gpu_util")) is not None:
-        evidence.append(f"the GPUs were idle in {100 - util:.0f} % of the time")
+        evidence.append(f"the GPUs were idle {100 - util:.0f} % of the time")
     cpu = facts.devices.mean("cpu")
     if cpu is not None:
-        evidence.append(f"the nodes' processors were in use to {cpu:.0f} %")
+        evidence.append(f"the CPU utilization of the nodes was {cpu:.0f} %")
     workers, cpus = _setting(facts, "num_workers"), facts.environment.get("cpus_per_rank")
     if not isinstance(workers, int) or not isinstance(cpus, int):
-        what = "Load data faster: more workers, or less work for each sample."
+        what = "Load data faster: use more workers, or do less work per sample."
     elif cpu is not None and cpu >= 100 * _BUSY:
-        what = "Give the ranks more processors (--cpus-per-task), or do less for each sample beforehand."
+        what = "Request more CPUs per rank (--cpus-per-task), or do less work per sample."
         evidence.append(f"num_workers is {workers}")
     elif (more := min(_MOST_WORKERS, max(2, 4 * workers), cpus)) > workers:
-        what = f"Trainer(num_workers={more}) in the place of {workers}."
-        evidence.append(f"a rank may use {pluralize(cpus, 'processor')}")
+        what = f"Set Trainer(num_workers={more}) instead of {workers}."
+        evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
-        what = f"Give the ranks more processors (--cpus-per-task) and workers: num_workers is {workers}."
-        evidence.append(f"a rank may use only {pluralize(cpus, 'processor')}")
+        what = f"Request more CPUs per rank (--cpus-per-task) and more workers: num_workers is {workers}."
+        evidence.append(f"each rank has only {pluralize(cpus, 'CPU')}")
     yield Advice(what, _sentence(evidence))
 
 
@@ -108,13 +108,14 @@ def _buckets(facts: RunData) -> Iterator[Advice]:
     if number < _MANY_BUCKETS or num_bytes / number > _SMALL_BUCKET_BYTES:
         return
     setting = _setting(facts, "bucket_cap_mb")
-    place = f" in the place of {setting:g}" if is_finite(setting) else ""
+    place = f" instead of {setting:g}" if is_finite(setting) else ""
+    bucket = format_size(num_bytes / number)
     evidence = [
-        f"the ranks waited for each other in {format_share(part)} of the time of their steps",
-        f"gradients of {format_size(num_bytes)} went in {number} parts of {format_size(num_bytes / number)}",
+        f"the ranks spent {format_share(part)} of their step time waiting for each other",
+        f"gradients of {format_size(num_bytes)} were sent in {number} buckets of {bucket}",
     ]
     yield Advice(
-        f"Send gradients in larger parts: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){place}.",
+        f"Send gradients in larger buckets: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){place}.",
         _sentence(evidence),
     )
 
@@ -126,10 +127,11 @@ def _faults(facts: RunData) -> Iterator[Advice]:
         if node.xids:
             evidence.append(f"the driver reported {', '.join(f'Xid {xid}' for xid in node.xids)}")
         if node.ecc_errors:
-            evidence.append(f"{pluralize(node.ecc_errors, 'memory error')} could not be corrected")
+            evidence.append(pluralize(node.ecc_errors, "uncorrected memory error"))
         if evidence:
             yield Advice(
-                f"Have the GPUs of {node.host} looked at, and leave it out meanwhile: --exclude {node.host}.",
+                f"Have the GPUs of {node.host} checked, and exclude the node until then: --exclude "
+                f"{node.host}.",
                 _sentence(evidence),
             )
 
@@ -149,24 +151,24 @@ def _slow_nodes(facts: RunData) -> Iterator[Advice]:
         others = [clock for host, clock in clocks.items() if host != node.host]
         if others and node.clock_mhz and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW:
             evidence.append(
-                f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of the others at "
-                f"{statistics.median(others):.0f}: it is {ratio:.1f} × slower"
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of other nodes at "
+                f"{statistics.median(others):.0f} MHz ({ratio:.1f} × faster)"
             )
         if evidence:
             yield Advice(
-                f"{node.host} is slow, and all others wait for it: --exclude {node.host}.",
+                f"{node.host} is slow and delays all other nodes: --exclude {node.host}.",
                 _sentence([*evidence, *_throttled(node)]),
             )
         elif reasons := _throttled(node):
-            yield Advice(f"Have the cooling and the power of {node.host} looked at.", _sentence(reasons))
+            yield Advice(f"Check the cooling and power supply of {node.host}.", _sentence(reasons))
     for host, told in noticed.items():
-        yield Advice(f"{host} is slow, and all others wait for it: --exclude {host}.", _sentence(told[-1:]))
+        yield Advice(f"{host} is slow and delays all other nodes: --exclude {host}.", _sentence(told[-1:]))
 
 
 def _throttled(node: NodeSeries) -> list[str]:
     """Return the reasons for significant throttling; reaching the power cap is normal."""
     reasons = [
-        f"{reason} in {format_share(part)} of the time"
+        f"{reason} ({format_share(part)} of the time)"
         for reason, part in node.throttled.items()
         if part >= _MUCH_THROTTLED and reason not in ("power cap", "clock setting", "sync boost")
     ]
@@ -179,14 +181,14 @@ def _saving(facts: RunData) -> Iterator[Advice]:
     if part < _MUCH_SAVING or len(facts.checkpoints) < 3:
         return
     if _setting(facts, "checkpoint_async") is False:
-        what = "Trainer(checkpoint_async=True): only the copy of the state then holds the training up."
+        what = "Set Trainer(checkpoint_async=True): training then pauses only while the state is copied."
     elif _setting(facts, "checkpoint_every") == "auto":
-        what = "Save into a fast folder first: Trainer(local_checkpoints='auto')."
+        what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
-        what = "Save more rarely; Trainer(checkpoint_every='auto') weighs a save against the work it spares."
+        what = "Save less often: Trainer(checkpoint_every='auto') chooses the interval."
     saves = pluralize(len(facts.checkpoints), "save")
-    evidence = f"{saves} held the training up for {format_duration(saving_us / 1e6)}"
-    yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of its time"]))
+    evidence = f"{saves} paused training for {format_duration(saving_us / 1e6)}"
+    yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
 
 
 def _lost_work(facts: RunData) -> Iterator[Advice]:
@@ -198,9 +200,9 @@ def _lost_work(facts: RunData) -> Iterator[Advice]:
     steps = [attempt for attempt in facts.interruptions if attempt.lost_us]
     evidence = [f"{format_share(part)} of the work was lost in {pluralize(len(steps), 'interruption')}"]
     if is_finite(every):
-        evidence.append(f"it was saved every {every:g} steps")
+        evidence.append(f"checkpoints were saved every {every:g} steps")
     yield Advice(
-        "Save more often: Trainer(checkpoint_every='auto') finds out how often.", _sentence(evidence)
+        "Save more often: Trainer(checkpoint_every='auto') chooses the interval.", _sentence(evidence)
     )
 
 
@@ -217,8 +219,8 @@ def _memory(facts: RunData) -> Iterator[Advice]:
     used, there = max(known, key=lambda pair: pair[0] / pair[1])
     if used / there < _ROOMY:
         yield Advice(
-            f"Compute more samples at once: Trainer(micro_batch_size='auto') in the place of {micro_batch}.",
-            _sentence([f"no GPU had more than {format_size(used)} of its {format_size(there)} in use"]),
+            f"Use larger micro-batches: Trainer(micro_batch_size='auto') instead of {micro_batch}.",
+            _sentence([f"no GPU used more than {format_size(used)} of its {format_size(there)} of memory"]),
         )
 
 

@@ -93,12 +93,12 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
     elif kind == "resumed":
         last.resumed_step = _whole(event.get("step"))
     elif kind == "failure" and event.get("rank") is not None:
-        cause = str(event.get("cause") or "no cause is on record")
+        cause = str(event.get("cause") or "cause not recorded")
         last.ended, last.end, last.cause = time, "failure", ", ".join(filter(None, [cause, last.stopped_for]))
         last.rank, last.host = _whole(event.get("rank")), _text(event.get("host"))
         last.log = _text(event.get("log"))
     elif kind == "grow":
-        last.stopped_for = f"to go on with {event.get('nodes')} nodes"
+        last.stopped_for = f"to continue on {event.get('nodes')} nodes"
     elif kind == "chaos":
         last.stopped_for = f"by hpctrain chaos ({event.get('fault')})"
     elif kind == "signal":
@@ -106,14 +106,14 @@ def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: fl
         saved = "" if event.get("saved") is True else "; nothing new was saved"
         signal, step = event.get("signal"), event.get("step")
         last.ended, last.end = time, "stop"
-        last.cause = f"told to stop{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"
+        last.cause = f"stopped{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"
     elif kind in ("restart", "shrink", "replace", "requeue"):
         last.followed_by = _text(event.get("by")) or kind
         kind_of_end = _text(event.get("class"))
         if last.end is None:
             last.ended, last.end, last.cause = time, "stop", _text(event.get("cause")) or kind_of_end
         elif last.end == "stop" and kind_of_end == "preempted" and last.cause:
-            last.cause = last.cause.replace("told to stop", kind_of_end, 1)
+            last.cause = last.cause.replace("stopped", kind_of_end, 1)
     elif kind == "seen" and last.followed_by is None:
         state = str(event.get("job_state") or "").partition(" ")[0].rstrip("+")
         if state == "CANCELLED":

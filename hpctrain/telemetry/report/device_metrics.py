@@ -42,7 +42,7 @@ class Quantity:
 
 
 QUANTITIES = (
-    Quantity("gpu_util", "utilisation", "%", 100.0),
+    Quantity("gpu_util", "utilization", "%", 100.0),
     Quantity("gpu_memory", "memory", "GiB", scale=2**-30),
     Quantity("gpu_power_w", "power", "W"),
     Quantity("gpu_temp_c", "temperature", "°C"),
@@ -51,7 +51,7 @@ QUANTITIES = (
 
 
 NODE_QUANTITIES = (
-    Quantity("cpu", "processors", "%", 100.0),
+    Quantity("cpu", "CPUs", "%", 100.0),
     Quantity("memory", "memory", "GiB", scale=2**-30),
     Quantity("disk_read", "disk read", "MB/s", scale=1e-6),
     Quantity("disk_write", "disk written", "MB/s", scale=1e-6),

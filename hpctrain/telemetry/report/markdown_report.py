@@ -44,10 +44,10 @@ def markdown_report(facts: RunData) -> str:
             )
             for one in facts.attempts
         ]
-        parts += ["## What happened", _table(("attempt", "when", "ended", "then", "that cost"), rows)]
+        parts += ["## What happened", _table(("attempt", "when", "ended", "then", "cost"), rows)]
     if advice := advise(facts):
         told = [(one.what, one.evidence) for one in advice]
-        parts += ["## Recommendations", _table(("what to do", "why"), told)]
+        parts += ["## Recommendations", _table(("recommendation", "why"), told)]
     if facts.again:
         # The fence must be longer than any run of backticks inside.
         longest = max(map(len, re.findall(r"`*", "\n".join(facts.again))))
@@ -69,10 +69,10 @@ def _ledger(facts: RunData) -> str:
     rows = [
         (row["name"], row["share"], row["duration"], row["meaning"])
         if row["measured"]
-        else (row["name"], "–", "–", "not measured, and part of training")
+        else (row["name"], "–", "–", "not measured; included in training")
         for row in time_breakdown_rows(facts.ledger)
     ]
-    return _table(("", "share", "time", ""), [*rows, ("all of it", "100 %", _wall(facts), "")])
+    return _table(("", "share", "time", ""), [*rows, ("total", "100 %", _wall(facts), "")])
 
 
 def _wall(facts: RunData) -> str:

@@ -144,7 +144,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         devices=read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
         again=list(state.again),
         reports_steps=reports,
-        notes=[*ledger.notes, *(["Nothing is on record of this run yet."] if not ledger.spans else [])],
+        notes=[*ledger.notes, *(["Nothing has been recorded for this run yet."] if not ledger.spans else [])],
     )
 
 

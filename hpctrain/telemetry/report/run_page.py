@@ -141,7 +141,7 @@ def _loss(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None
     not_finite = facts.curves.not_finite("loss")
     shown = [curve_data("loss", points, _MOST_POINTS, not_finite)]
     if again := facts.curves.points("loss", facts.curves.again):
-        shown.append(curve_data("before it was trained again", again, _MOST_POINTS, faint=True))
+        shown.append(curve_data("repeated later", again, _MOST_POINTS, faint=True))
     marks = _restarts(facts)
     charts.append(
         {
@@ -184,7 +184,7 @@ def _before(attempt: Attempt) -> int | None:
 def _rate(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not facts.rates:
         return None
-    shown = [curve_data("steps a second", facts.rates, _MOST_POINTS)]
+    shown = [curve_data("steps per second", facts.rates, _MOST_POINTS)]
     marks = [
         {"x": attempt.started - facts.start, "label": f"attempt {attempt.number}"}
         for attempt in facts.attempts[1:]
@@ -192,8 +192,8 @@ def _rate(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None
     charts.append({"id": "rate", "axis": "time", "height": 220, "series": shown, "marks": marks})
     return {
         "id": "rate",
-        "title": "Steps a second, by time since the submission",
-        "note": f"the median is {format_number(facts.steps_per_s)}",
+        "title": "Steps per second, by time since submission",
+        "note": f"median {format_number(facts.steps_per_s)}",
     }
 
 
@@ -305,7 +305,7 @@ def _first_and_last(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:
-    words = [*(["kept"] if checkpoint.kept else []), *(["fast folder"] if checkpoint.tier == "local" else [])]
+    words = [*(["kept"] if checkpoint.kept else []), *(["local tier"] if checkpoint.tier == "local" else [])]
     return {
         "step": "–" if checkpoint.step is None else checkpoint.step,
         "when": format_clock(checkpoint.time),
@@ -318,5 +318,5 @@ def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:
 
 def _checkpoint_words(checkpoints: Sequence[CheckpointRecord]) -> str:
     kept = len({one.step for one in checkpoints if one.kept})
-    shown = " The last twelve:" if len(checkpoints) > 12 else ""
-    return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} of them still there.{shown}"
+    shown = " The last twelve are shown." if len(checkpoints) > 12 else ""
+    return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} still on disk.{shown}"

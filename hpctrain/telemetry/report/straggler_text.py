@@ -18,16 +18,19 @@ def describe_rank(event: Mapping[str, Any]) -> str:
 
 
 def describe_slowness(event: Mapping[str, Any]) -> str:
-    """Return e.g. `1.4 × as long as most, computing: 210 ms in a step, most 150 ms`; empty if unknown."""
+    """Return e.g. `1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms`.
+
+    Empty if unknown.
+    """
     ratio, part = event.get("ratio"), str(event.get("part"))
     if not is_finite(ratio):
         return ""
-    words = f"{ratio:.1f} × as long as most"
+    words = f"{ratio:.1f} × as long as other ranks"
     if part in _PARTS:
         words += f", {_PARTS[part]}"
         own, typical = (_seconds(event.get(name), part) for name in ("seconds", "typical"))
         if own is not None and typical is not None:
-            words += f": {format_duration(own)} in a step, most {format_duration(typical)}"
+            words += f": {format_duration(own)} per step, others {format_duration(typical)}"
     return words
 
 

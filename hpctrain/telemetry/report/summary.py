@@ -13,33 +13,33 @@ from hpctrain.text import format_duration, format_number, format_share, pluraliz
 
 #: Short description of each category of the time breakdown.
 CATEGORY_TEXT = {
-    TimeCategory.TRAINING: "steps that count were trained",
-    TimeCategory.COMMUNICATING: "ranks waited for each other's gradients",
-    TimeCategory.DATA: "training waited for the next batch",
-    TimeCategory.VALIDATING: "the validation set was gone through",
-    TimeCategory.SAVING: "a save held up the training",
-    TimeCategory.LOADING: "a checkpoint was read",
-    TimeCategory.STARTING: "ranks were started, up to their first step",
-    TimeCategory.RESTARTING: "ranks had ended, and were to be started again",
-    TimeCategory.LOST: "steps that had to be trained again",
-    TimeCategory.QUEUED: "the run waited for an allocation",
+    TimeCategory.TRAINING: "training steps that were kept",
+    TimeCategory.COMMUNICATING: "waiting for gradients of other ranks",
+    TimeCategory.DATA: "waiting for the next batch",
+    TimeCategory.VALIDATING: "running validation",
+    TimeCategory.SAVING: "training paused for a save",
+    TimeCategory.LOADING: "reading a checkpoint",
+    TimeCategory.STARTING: "starting the ranks, up to their first step",
+    TimeCategory.RESTARTING: "from the end of the ranks to their restart",
+    TimeCategory.LOST: "training steps that were repeated later",
+    TimeCategory.QUEUED: "waiting for an allocation",
     TimeCategory.IDLE: "after the last step, or between submissions",
 }
 _ENDS = {"failure": "failure", "stop": "stop", "vanished": "lost job", "failed": "failure"}
 _FOLLOWED = {
-    "restart": "started again in the same allocation",
-    "shrink": "started again on fewer nodes",
-    "replace": "started again with another node",
-    "requeue": "put back into the queue",
+    "restart": "restarted in the same allocation",
+    "shrink": "restarted on fewer nodes",
+    "replace": "restarted with another node",
+    "requeue": "requeued",
     "successor": "continued by another job",
-    "submission": "submitted again",
+    "submission": "resubmitted",
 }
 
 
 def summarize(facts: RunData) -> list[str]:
     """Return the first paragraph: progress, interruptions and their cost."""
     if not facts.ledger.spans:
-        return ["Nothing is on record yet."]
+        return ["Nothing has been recorded yet."]
     wall = format_duration(facts.ledger.wall_us / 1e6)
     attempts = pluralize(len(facts.attempts), "attempt")
     if facts.ledger.knows_lost_work:
@@ -49,20 +49,20 @@ def summarize(facts: RunData) -> list[str]:
         why = why_unknown(facts.reports_steps)
         sentences = [
             f"{wall} {'so far' if facts.is_going else 'in all'}, with {attempts}.",
-            f"Lost work and productive time are not known: {why}.",
+            f"Lost work and productive time are unknown: {why}.",
         ]
     if facts.cause:
-        sentences.append(f"It failed: {facts.cause.rstrip('.')}.")
+        sentences.append(f"The run failed: {facts.cause.rstrip('.')}.")
     if (since := facts.curves.no_number_since("loss")) is not None:
         sentences.append(f"The loss is {facts.curves.last_text('loss')} from step {since} on.")
     resubmitted = sum(one.end == "cancelled" and one.followed_by is not None for one in facts.attempts)
     if resubmitted:
         times = "once" if resubmitted == 1 else f"{resubmitted} times"
-        sentences.append(f"It was cancelled and submitted again {times}.")
+        sentences.append(f"It was cancelled and resubmitted {times}.")
     if interruptions := facts.interruptions:
         sentences.append(_what_interruptions_cost(facts, interruptions))
     elif len(facts.attempts) == 1 and not facts.is_going:
-        sentences.append("Nothing interrupted it.")
+        sentences.append("There were no interruptions.")
     if (ettr := facts.goodput.ettr) is not None and facts.step is not None:
         sentences.append(f"{format_share(ettr)} of wall-clock time was productive (ETTR).")
     return sentences
@@ -104,7 +104,7 @@ def describe_attempt_cost(attempt: Attempt) -> str:
     if not attempt.interrupted:
         return ""
     lost = (
-        "lost work not known" if attempt.lost_us is None else f"{format_duration(attempt.lost_us / 1e6)} lost"
+        "lost work unknown" if attempt.lost_us is None else f"{format_duration(attempt.lost_us / 1e6)} lost"
     )
     return f"{lost}, {format_duration(attempt.away_us / 1e6)} of downtime"
 
@@ -124,7 +124,7 @@ def key_figures(facts: RunData) -> list[tuple[str, str, str]]:
     )
     if not facts.ledger.knows_lost_work:
         why = why_unknown(facts.reports_steps)
-        steps, productive, lost = ((name, "not known", why) for name in ("Steps", "Productive", "Lost work"))
+        steps, productive, lost = ((name, "unknown", why) for name in ("Steps", "Productive", "Lost work"))
     shown = [
         steps,
         ("Loss", facts.curves.last_text("loss"), at),
@@ -134,12 +134,12 @@ def key_figures(facts: RunData) -> list[tuple[str, str, str]]:
         lost,
     ]
     if facts.goodput.mfu is not None:
-        shown.append(("MFU", format_share(facts.goodput.mfu), "model FLOPs utilisation"))
+        shown.append(("MFU", format_share(facts.goodput.mfu), "model FLOPs utilization"))
     return shown
 
 
 def _rate(facts: RunData) -> str:
-    return "" if facts.steps_per_s is None else f"{format_number(facts.steps_per_s)} a second, the median"
+    return "" if facts.steps_per_s is None else f"{format_number(facts.steps_per_s)} per second (median)"
 
 
 def _until(facts: RunData) -> str:

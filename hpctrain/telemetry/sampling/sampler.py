@@ -159,7 +159,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             sampler.flush()
         except OSError as error:
             # The training must not depend on the measurement.
-            print(f"hpctrain: the node is not measured any more: {error}", file=sys.stderr)
+            print(f"hpctrain: node measurements have stopped: {error}", file=sys.stderr)
             return 1
     return 0
 

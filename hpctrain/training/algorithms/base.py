@@ -52,8 +52,8 @@ class Algorithm:
         """
         if settings.precision == "16-mixed" and not cls.shares_gradients:
             raise UserError(
-                f"precision '16-mixed' does not go with algorithm {settings.algorithm!r}: ranks whose "
-                "gradients differ skip different steps. Take 'bf16-mixed'."
+                f"precision '16-mixed' does not work with algorithm {settings.algorithm!r}: ranks with "
+                "different gradients would skip different steps. Use 'bf16-mixed'."
             )
 
     def begin(self, module: nn.Module, context: DistributedContext) -> None:

@@ -44,13 +44,13 @@ class QAdam(Algorithm):
         for name in ("gradient_clip_norm", "gradient_clip_value"):
             if getattr(settings, name) is not None:
                 raise UserError(
-                    f"{name} is {getattr(settings, name)!r}, but with algorithm 'qadam' ranks exchange "
-                    "momenta, and there is no common gradient to clip."
+                    f"{name} is {getattr(settings, name)!r}, but algorithm 'qadam' exchanges momenta, so "
+                    "there is no common gradient to clip. Remove the setting, or choose another algorithm."
                 )
         if settings.precision == "16-mixed":
             raise UserError(
-                "precision '16-mixed' does not go with algorithm 'qadam', whose momenta would be scaled with "
-                "the loss. Take 'bf16-mixed'."
+                "precision '16-mixed' does not work with algorithm 'qadam': the loss scale would end up in "
+                "the momenta. Use 'bf16-mixed'."
             )
 
     def attach(self, parallel: DistributedDataParallel) -> None:
@@ -63,7 +63,7 @@ class QAdam(Algorithm):
             plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             if not plain or any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
                 raise UserError(
-                    f"algorithm 'qadam' is for Adam and AdamW, without amsgrad and maximize, but "
+                    f"algorithm 'qadam' supports only Adam and AdamW without amsgrad and maximize, but "
                     f"configure_optimizers() returned {type(optimizer).__name__}."
                 )
             for group in optimizer.param_groups:

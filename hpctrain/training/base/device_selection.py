@@ -44,9 +44,9 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
         case Sequence() if all(type(index) is int and index >= 0 for index in devices):
             wanted = [int(index) for index in devices]
     if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
-        raise UserError(f"devices is {devices!r}; give {_FORMS}.")
+        raise UserError(f"devices is {devices!r}; it must be {_FORMS}.")
     if isinstance(wanted, list) and len(set(wanted)) < len(wanted):
-        raise UserError(f"devices is {devices!r}, which names a device twice. Name each once.")
+        raise UserError(f"devices is {devices!r}, which lists a device twice. List each device once.")
     return wanted
 
 
@@ -65,25 +65,26 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
     if num_gpus == 0:
         if isinstance(wanted, list):
             raise UserError(
-                f"devices is {devices!r}, but no GPU is visible here. Give a number of processes."
+                f"devices is {devices!r}, but no GPU is visible. Set devices to a number of processes."
             )
         return [None] * (1 if wanted in (None, -1) else wanted or 1)
     if isinstance(wanted, list):
         if max(wanted) >= num_gpus:
-            raise UserError(f"devices is {devices!r}, but the GPUs that are visible are 0 to {num_gpus - 1}.")
+            raise UserError(f"devices is {devices!r}, but only GPUs 0 to {num_gpus - 1} are visible.")
         return list(wanted)
     free = [index for index in range(num_gpus) if index not in busy]
     if wanted is None:
         if not free:
             raise UserError(
-                f"devices is {devices!r}, but others compute on all {num_gpus} visible GPUs. Wait."
+                f"devices is {devices!r}, but all {num_gpus} visible GPUs are in use. Wait for one, or name "
+                "GPUs to share: devices=[0, …]."
             )
         return list(free)
     if wanted == -1:
         return list(range(num_gpus))
     if wanted > len(free):
         raise UserError(
-            f"devices is {devices!r}, but of the {num_gpus} visible GPUs {len(free)} are free. Give fewer, "
+            f"devices is {devices!r}, but only {len(free)} of {num_gpus} visible GPUs are free. Use fewer, "
             "wait, or name GPUs to share: devices=[0, …]."
         )
     return list(free[:wanted])

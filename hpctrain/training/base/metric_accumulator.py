@@ -31,7 +31,7 @@ class MetricAccumulator:
         """
         if self.values and self.values.keys() != scalars.keys():
             raise UserError(
-                f"training_step returned {sorted(scalars)} for a micro-batch, and {sorted(self.values)} for "
+                f"training_step returned {sorted(scalars)} for a micro-batch, but {sorted(self.values)} for "
                 "the one before. Return the same names every time."
             )
         tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None

@@ -27,11 +27,11 @@ def canonical_precision(precision: str | int) -> str:
     precision = _ALIASES.get(str(precision), str(precision))
     if precision in _APEX:
         raise UserError(
-            f"precision is {precision!r}, a name of apex. PyTorch now does natively what apex did: use "
+            f"precision is {precision!r}, which is an Apex mode. PyTorch has this built in: use "
             "'16-mixed', or 'bf16-mixed' on GPUs that support bfloat16."
         )
     if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r}; known are {', '.join(map(repr, PRECISIONS))}.")
+        raise UserError(f"precision is {precision!r}; choose from {', '.join(map(repr, PRECISIONS))}.")
     return precision
 
 

@@ -37,8 +37,9 @@ def make_step_source(
     if is_stream(dataset):
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
-                "train_dataset is a stream, which the ranks read in parts, and with this strategy every rank "
-                "needs all of each batch. Give a data set with len() and an index."
+                "train_dataset is a stream, which is divided among the ranks, but with this strategy every "
+                "rank needs the whole of each batch. Use a map-style data set, with __len__ and "
+                "__getitem__."
             )
         source = StreamStepSource(dataset, loading, data_rank, context, until)
     else:
@@ -56,8 +57,8 @@ def _refuse_loader(dataset: Any, name: str) -> None:
     """
     if isinstance(dataset, DataLoader):
         raise UserError(
-            f"{name} is a DataLoader. Give the {type(dataset.dataset).__name__} that it loads from, and set "
-            "global_batch_size, num_workers and collate_fn here: which rank trains what follows from a step."
+            f"{name} is a DataLoader; pass its {type(dataset.dataset).__name__} (DataLoader.dataset) "
+            "instead, and set global_batch_size, num_workers and collate_fn on the Trainer."
         )
 
 
@@ -71,8 +72,8 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
     for rank, other in enumerate(others, 1):
         if other != first:
             raise UserError(
-                f"{name} is {first} on rank 0, but {other} on rank {rank}. All ranks of a run need the same: "
-                "see that their nodes have the same copy of the data, and the same settings."
+                f"{name} is {first} on rank 0, but {other} on rank {rank}. It must be the same on all ranks: "
+                "check that all nodes have the same copy of the data and the same settings."
             )
 
 

@@ -52,8 +52,8 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
             num_samples = len(inner)
         except TypeError:
             raise UserError(
-                f"{name} is a {type(inner).__name__} without a length, "
-                "and no IterableDataset: give one or the other."
+                f"{name} is a {type(inner).__name__}, which has no length and is not an IterableDataset. "
+                "Define __len__, or derive it from IterableDataset."
             ) from None
     if (num_samples if subset is None else len(subset)) < 1:
         raise UserError(f"{name} is empty.")
@@ -143,7 +143,7 @@ class _OfSamples:
         return inner
 
     def _note(self, error: Exception, what: str, epoch: int) -> None:
-        error.add_note(f"hpctrain: raised while {self._name} fetched {what} in epoch {epoch}.")
+        error.add_note(f"hpctrain: raised while {self._name} was fetching {what} in epoch {epoch}.")
 
 
 class ItemsFetcher(_OfSamples):
@@ -176,7 +176,7 @@ class SampleFetcher(_OfSamples):
                 return self._collate(samples)
         except Exception as error:
             failed = len(samples) < len(inner)
-            what = f"sample {inner[len(samples)]}" if failed else f"and collated samples {inner}"
+            what = f"sample {inner[len(samples)]}" if failed else f"and collating samples {inner}"
             self._note(error, what, epoch)
             raise
 
@@ -203,11 +203,11 @@ def _columns(dataset: Any, name: str) -> list[Any] | None:
         parts = [dataset]
     if not parts or not all(_is_column(part) for part in parts):
         if isinstance(dataset, Mapping) and parts:
-            raise UserError(f"{name} is a dict, but not of tensors or NumPy arrays only.")
+            raise UserError(f"{name} is a dict with values other than tensors and NumPy arrays.")
         return None
     lengths = [len(part) for part in parts]
     if len(set(lengths)) > 1:
-        raise UserError(f"{name} is made of tensors of different lengths: {lengths}.")
+        raise UserError(f"{name} has tensors of different lengths: {lengths}.")
     return parts
 
 

@@ -60,14 +60,14 @@ class ShardedStream:
         if iter(dataset) is dataset and not hasattr(dataset, "load_state_dict"):
             raise UserError(
                 f"{name} is a {type(dataset).__name__}, which can be read only once. "
-                "Give an IterableDataset, whose __iter__ begins anew in each epoch."
+                "Use an IterableDataset, whose __iter__ starts over in each epoch."
             )
         self._dataset, self.name = dataset, name
         offered = getattr(dataset, "num_shards", None)
         has_shards = callable(getattr(dataset, "shard", None))
         self.num_shards = offered if isinstance(offered, int) and has_shards else 1
         if self.num_shards < 1:
-            raise UserError(f"{name} has {self.num_shards} shards; it must have one at least.")
+            raise UserError(f"{name} has {self.num_shards} shards; it must have at least one.")
 
     def shard(self, index: int) -> Any:
         """Return a shard as an iterable, at its beginning."""
@@ -93,8 +93,8 @@ class _ShardReader:
             return
         if self._holder is None:
             raise UserError(
-                f"{self._name} was read to sample {mark.number} of shard {shard} when the checkpoint was "
-                "written, but has no load_state_dict any more. Put it back, or start a new run."
+                f"{self._name} was at sample {mark.number} of shard {shard} when the checkpoint was "
+                "written, but no longer has load_state_dict. Restore that method, or start a new run."
             )
         self._holder.load_state_dict(copy.deepcopy(mark.state))
         if self._holder is dataset:
@@ -115,8 +115,8 @@ class _ShardReader:
                     ended = True
                 except Exception as error:
                     error.add_note(
-                        f"hpctrain: raised while {self._name} read sample {self._number} of shard {shard} "
-                        f"in epoch {epoch}."
+                        f"hpctrain: raised while {self._name} was reading sample {self._number} of shard "
+                        f"{shard} in epoch {epoch}."
                     )
                     raise
                 else:
@@ -195,8 +195,8 @@ def dump_checkpoints(marks: list[ReaderCheckpoint | None], name: str) -> torch.T
         load_checkpoints(dumped)
     except Exception as error:
         raise UserError(
-            f"the state_dict of {name} holds what a checkpoint cannot keep: {error}. "
-            "Let it return numbers, texts, tensors, and lists and dicts of them."
+            f"the state_dict of {name} contains something that a checkpoint cannot store: {error}. "
+            "Return only numbers, strings, tensors, and lists and dicts of them."
         ) from error
     return dumped
 

@@ -111,9 +111,9 @@ class LoaderWorkers:
             if time.monotonic() >= deadline:
                 places = "; ".join(self._position(i) for i in range(len(self._processes)))
                 raise HpctrainError(
-                    f"no batch of {self._name} came within {self._timeout_s:g} s (dataloader_timeout_s) from "
-                    f"{len(self._processes)} data workers. They are at: {places}. "
-                    "Look at what its __getitem__ waits for, or give it more time."
+                    f"no batch of {self._name} arrived from {len(self._processes)} data workers within "
+                    f"{self._timeout_s:g} s (dataloader_timeout_s). They are at: {places}. "
+                    "Check what its __getitem__ waits for, or increase dataloader_timeout_s."
                 )
 
     def close(self) -> None:
@@ -142,8 +142,8 @@ class LoaderWorkers:
 
     def _death_message(self, number: int) -> str:
         code = self._processes[number].exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = " The kernel kills so when memory runs out." if code == -signal.SIGKILL else ""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        hint = " The kernel does this when memory runs out." if code == -signal.SIGKILL else ""
         return (
             f"data worker {number} (pid {self._processes[number].pid}) {how} "
             f"at {self._position(number)}.{hint}"
@@ -152,7 +152,7 @@ class LoaderWorkers:
     def _position(self, number: int) -> str:
         epoch, index, second = self._progress_boards[number]
         if index < 0:
-            return f"{self._name}, no sample yet"
+            return f"{self._name}, before its first sample"
         if second >= 0:
             return f"sample {second} of shard {index} of {self._name}, epoch {epoch}"
         return f"sample {index} of {self._name}, epoch {epoch}"

@@ -34,7 +34,7 @@ class SampleOrder:
             seed: any integer; the same seed gives the same orders on any machine.
         """
         if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; a data set needs at least one sample.")
+            raise ValueError(f"num_samples is {num_samples}; it must be at least 1.")
         self.num_samples = num_samples
         self.seed = seed
         self._a = math.isqrt(num_samples - 1) + 1
@@ -48,7 +48,7 @@ class SampleOrder:
             IndexError: the positions are not in [0, num_samples].
         """
         if not 0 <= start <= stop <= self.num_samples:
-            raise IndexError(f"positions [{start}, {stop}) do not lie in [0, {self.num_samples}].")
+            raise IndexError(f"positions [{start}, {stop}) are outside of [0, {self.num_samples}].")
         first, last = start // _CHUNK, -(-stop // _CHUNK)
         if last - first == 1:
             return self._chunk(epoch, first)[start - first * _CHUNK : stop - first * _CHUNK]

@@ -139,8 +139,8 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
         seed = sample.seed(kind, (index,))
     else:
         raise UserError(
-            f"sample_generator(index={index!r}) in a __getitems__ of {len(sample.among)} samples: "
-            "give the index of one of them."
+            f"sample_generator(index={index!r}): __getitems__ is fetching {len(sample.among)} samples. "
+            "Pass the index of one of them."
         )
     if kind == "torch":
         return torch.Generator().manual_seed(seed)
@@ -150,7 +150,7 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
         import numpy
 
         return numpy.random.default_rng(seed)
-    raise UserError(f"sample_generator({kind!r}): known are 'torch', 'numpy' and 'python'.")
+    raise UserError(f"sample_generator({kind!r}): choose from 'torch', 'numpy' and 'python'.")
 
 
 def _own_generators() -> tuple[torch.Tensor, Any, Any]:

@@ -109,7 +109,7 @@ class MapStepSource:
         if batch_size > num_samples:
             # Users relate learning rates and throughput to the batch size that they configured.
             remark = f"global_batch_size is {batch_size}, but train_dataset has {num_samples} samples: "
-            self.remarks = [f"{remark}every step trains all of them"]
+            self.remarks = [f"{remark}every step uses all of them"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
         self._step = 0

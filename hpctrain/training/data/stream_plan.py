@@ -75,6 +75,6 @@ class StreamPlan:
             if batch is not None:
                 return batch
             if cursor.batch == 0:
-                raise UserError(f"train_dataset gave no sample in epoch {cursor.epoch}.")
+                raise UserError(f"train_dataset returned no samples in epoch {cursor.epoch}.")
             cursor = StreamCursor(cursor.epoch + 1)
         return None

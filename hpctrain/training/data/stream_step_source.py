@@ -121,8 +121,8 @@ class StreamStepSource:
         if any((mark := marks[shard]) is None or not mark.resumable for shard in begun):
             self._plan.begin_at(StreamCursor(cursor.epoch))
             remark = (
-                "train_dataset has no state_dict and load_state_dict to say where it was: it begins epoch "
-                f"{cursor.epoch} anew, and trains {int(taken.sum())} samples of it again."
+                "train_dataset has no state_dict and load_state_dict to resume from its position: epoch "
+                f"{cursor.epoch} starts over, which repeats {int(taken.sum())} samples."
             )
             return [remark]
         self._plan.begin_at(cursor, lengths)
@@ -238,7 +238,7 @@ class StreamStepSource:
         if not self._plan.coming or all(have):
             self._spare = own
             return
-        given = self._context.broadcast(own, have.index(True), "a sample, for ranks that have none,")
+        given = self._context.broadcast(own, have.index(True), "a sample for ranks that have none")
         self._spare = given if own is None else own
 
     def _open_readers(self) -> ShardReaders:

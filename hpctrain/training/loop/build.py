@@ -136,9 +136,9 @@ def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
     """
     if settings.keep_best and not validates and settings.monitor.startswith("val_"):
         raise UserError(
-            f"keep_best is {settings.keep_best} and goes by monitor={settings.monitor!r}, which "
-            "a validation measures, but fit() was given no validation set. Give one, or a monitor "
-            "that training_step returns, such as 'loss'."
+            f"keep_best={settings.keep_best} needs monitor={settings.monitor!r}, which validation "
+            "measures, but fit() received no validation set. Pass one, or set monitor to a metric that "
+            "training_step returns, such as 'loss'."
         )
 
 

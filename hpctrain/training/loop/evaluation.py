@@ -142,7 +142,7 @@ def pad_to_longest(
     new = next(batches, None)
     while who := [rank for rank, has in enumerate(context.gather(new is not None)) if has]:
         if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
-            held = context.broadcast(new, who[0], "a batch, for ranks that have none,")
+            held = context.broadcast(new, who[0], "a batch for ranks that have none")
         held = new or held
         assert held is not None
         yield (held[0] if new else 0), held[1]
@@ -167,7 +167,7 @@ class _SampleMeans:
         sums = self._sums
         if sums and sums.keys() != scalars.keys():
             raise UserError(
-                f"{self.origin} returned {sorted(scalars)} for a batch, and {sorted(sums)} for those before. "
+                f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(sums)} for earlier ones. "
                 "Return the same names every time."
             )
         for name, mean in scalars.items():
@@ -194,7 +194,7 @@ class _SampleMeans:
             (rank, names) for rank, names in enumerate(self._context.gather(own)) if names is not None
         ]
         if not gathered:
-            raise UserError(f"the data set for {self.origin} gave no sample to any rank.")
+            raise UserError(f"the data set for {self.origin} gave no samples on any rank.")
         first, names = gathered[0]
         for rank, others in gathered:
             if set(others) != set(names):

@@ -64,7 +64,7 @@ def session(
     """
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise UserError(f"session() does not take {unknown[0]!r}; it takes {', '.join(_OPTIONS)}.")
+        raise UserError(f"session() has no option {unknown[0]!r}; choose from {', '.join(_OPTIONS)}.")
     seed_all(seed)
     folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     run = RunDir(Path(folder).absolute()) if folder else None
@@ -130,7 +130,8 @@ class Session:
         """
         if self._loop is not None:
             raise UserError(
-                "prepare() was called after batches(): what it is given has to be loaded by then."
+                "prepare() was called after batches(). Call it first: batches() loads the checkpoint into "
+                "what prepare() was given."
             )
         prepared = [self._prepare(thing) for thing in things]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -158,7 +159,7 @@ class Session:
             )
             yield from self._batches(training, self._loop)
 
-    def end(self, reason: str = "the loop ended it") -> None:
+    def end(self, reason: str = "end() was called") -> None:
         """End the training a step or two later, and save; one rank that calls it is enough.
 
         Steps shorter than 5 ms share messages between ranks, so up to 17 more of them are trained. A `break`
@@ -177,7 +178,7 @@ class Session:
         names. If a name is logged twice, the last value counts.
         """
         if self._loop is None:
-            raise UserError("log() was called outside of the loop over batches().")
+            raise UserError("log() was called outside the loop over batches().")
         self._loop.metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -187,11 +188,12 @@ class Session:
     def _make_loop(self, dataset: Any, **length: Any) -> TrainingLoop:
         if not self._prepared.optimizers:
             raise UserError(
-                "batches() was called before prepare(model, optimizer): there is nothing to train."
+                "batches() was called before prepare(model, optimizer), so there is nothing to train."
             )
         if self._loop is not None:
             raise UserError(
-                "batches() was called twice in one session, whose checkpoints are of the first loop."
+                "batches() was called twice in one session. Use one session per loop: its checkpoints belong "
+                "to the first loop."
             )
         settings = TrainerConfig(**length, **self._options)
         resolve_strategy(settings, os.environ)
@@ -225,8 +227,9 @@ class Session:
     def _warn_of_early_exit(self, step: int) -> None:
         if self.is_main:
             print(
-                f"hpctrain: the loop over batches() was left in step {step}, before its end: what was "
-                "trained since the last checkpoint is not kept. To end it early, call end() and go on.",
+                f"hpctrain: the loop over batches() was left early, in step {step}: work since the last "
+                "checkpoint is lost. To end training early, call end() and keep iterating until the loop "
+                "stops.",
                 flush=True,
             )
 
@@ -247,8 +250,8 @@ class Session:
             self._prepared.schedulers.append(thing)
             return thing
         raise UserError(
-            f"prepare() was given a {type(thing).__name__}; it takes modules, optimizers and "
-            "learning-rate schedules."
+            f"prepare() received a {type(thing).__name__}; it accepts modules, optimizers and "
+            "learning-rate schedulers."
         )
 
 

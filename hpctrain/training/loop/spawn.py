@@ -165,7 +165,7 @@ def _write_result(folder: Path, result: SpawnResult) -> None:
     others = {name: value for name, value in result.weights.items() if name not in tensors}
     torch.save(tensors, folder / "tensors")
     rest = replace(result, weights=others)
-    (folder / "result").write_bytes(dumps(rest, "Trainer.fit", [("what it returns", rest)]))
+    (folder / "result").write_bytes(dumps(rest, "Trainer.fit", [("its return value", rest)]))
 
 
 def _read_result(folder: Path) -> SpawnResult:
@@ -185,11 +185,11 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
         rank = failures[0].name.partition("-")[2]
         failure: _Failure = pickle.loads(failures[0].read_bytes())
         kind = UserError if failure.is_users else HpctrainError
-        raise kind(f"Rank {rank} of {len(processes)} has failed:\n{failure.text}")
+        raise kind(f"Rank {rank} of {len(processes)} failed:\n{failure.text}")
     lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))
     raise HpctrainError(
-        f"Rank {lost} of {len(processes)} ended with exit code {code} and without a word: it was killed, or "
-        "left by itself."
+        f"Rank {lost} of {len(processes)} exited with code {code} without reporting an error. It was killed, "
+        "or it called os._exit()."
     )
 
 

@@ -172,10 +172,10 @@ class StepSync:
                 if other != first:
                     raise UserError(
                         f"The metrics of step {step.step} are {first} on rank 0, but {other} on rank {rank}. "
-                        "Give the same names on every rank, also where there is nothing to tell."
+                        "Use the same metric names on every rank."
                     )
         if taken := sorted(set(own[-1]).intersection(RESERVED_FIELDS)):
-            raise UserError(f"A metric is called {taken[0]!r}, which is a field of metrics.jsonl. Rename it.")
+            raise UserError(f"A metric is named {taken[0]!r}, which is reserved in metrics.jsonl. Rename it.")
         return own[-1]
 
 

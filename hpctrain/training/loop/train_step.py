@@ -127,11 +127,11 @@ class TrainStep:
         """
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
-            raise UserError(f"{self._origin} returned {sorted(scalars)}; 'loss' is missing among them.")
+            raise UserError(f"{self._origin} returned {sorted(scalars)}; it must include 'loss'.")
         if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(
-                f"{self._origin} returned a loss that depends on no parameter which takes a gradient. Return "
-                "it as it was computed, without item() or detach(), and leave something to be trained."
+                f"{self._origin} returned a loss that depends on no trainable parameter. Return the loss "
+                "tensor itself, without item() or detach(), and leave at least one parameter unfrozen."
             )
         return scalars
 

@@ -45,7 +45,7 @@ class LoggerProcess:
         if loggers and run is None:
             names = ", ".join(logger.name for logger in loggers)
             print_message(
-                f"hpctrain: without a run folder there are no metrics for {names}. Set Trainer(run_dir=…)."
+                f"hpctrain: no run folder, so these loggers receive no metrics: {names}. Set Trainer(run_dir=…)."
             )
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
@@ -60,7 +60,7 @@ class LoggerProcess:
                 self._process = Sidecar("hpctrain.telemetry.loggers.process")
             except OSError as error:
                 self._print_message(
-                    f"hpctrain: the loggers get nothing, for no process can be started: {error}"
+                    f"hpctrain: cannot start a process for the loggers, so they receive nothing: {error}"
                 )
             else:
                 self._process.tell(self._order)
@@ -76,6 +76,6 @@ class LoggerProcess:
         )
         if not self._process.end(_LIMITS_S[ending], ending):
             self._print_message(
-                f"hpctrain: the loggers did not end within {_LIMITS_S[ending]:g} s, and may lack the last "
-                "steps; metrics.jsonl has them all."
+                f"hpctrain: the loggers did not finish within {_LIMITS_S[ending]:g} s and may be missing "
+                "the last steps; metrics.jsonl has all of them."
             )

@@ -70,14 +70,16 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         found = [name for name in named if _matches(name, pattern)]
         if not found:
             raise UserError(
-                f"recompute names {pattern!r}, but no submodule of {type(module).__name__} is called so; "
+                f"recompute contains {pattern!r}, but {type(module).__name__} has no such submodule; "
                 f"it has {', '.join(map(repr, list(named)[:20]))}."
             )
         chosen |= {name: named[name] for name in found}
     for name in chosen:
         outer = [other for other in chosen if name.startswith(f"{other}.")]
         if outer:
-            raise UserError(f"recompute names {name!r}, which is part of {outer[0]!r}: name one of them.")
+            raise UserError(
+                f"recompute matches {name!r} and {outer[0]!r}, which contains it. Choose one of them."
+            )
     return chosen
 
 

@@ -28,7 +28,7 @@ def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
         if _part(share, parts) == 1:
             raise UserError(
                 "micro_batch_size is 'auto', but a training step does not fit into memory even with one "
-                "sample. Make the model or its input smaller."
+                "sample. Use a smaller model or smaller inputs."
             )
         too_few, parts = parts, min(2 * parts, share)
     while parts - too_few > 1:
@@ -65,7 +65,7 @@ def find_micro_batch_size(
     if context.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise UserError(
             "micro_batch_size is 'auto', but the module has SyncBatchNorm layers, in which ranks wait for "
-            "each other, and one of them may run out of memory while it is tried. Give a number."
+            "each other, so the search could deadlock when a rank runs out of memory. Set a number."
         )
 
     def fits(count: int) -> bool:
@@ -128,8 +128,8 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
 def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) -> None:
     """Add advice for the user to `error`."""
     error.add_note(
-        f"hpctrain: this rank computed with {num_samples} samples at once (micro_batch_size={setting!r}). "
-        "A smaller micro_batch_size takes less memory and gives the same gradient; "
+        f"hpctrain: this rank processed {num_samples} samples at once (micro_batch_size={setting!r}). "
+        "A smaller micro_batch_size needs less memory and gives the same gradient; "
         "micro_batch_size='auto' finds the largest that fits."
     )
 

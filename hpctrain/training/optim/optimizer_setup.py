@@ -49,20 +49,20 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
         are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
         if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in schedulers):
             raise UserError(
-                f"{origin} returned a ReduceLROnPlateau, which steps by a metric; schedules step after every "
-                "optimizer step here, without one. Keep it to yourself and call its step() in the "
-                "on_validation_end of a callback, whose state_dict() and load_state_dict() pass on its own."
+                f"{origin} returned a ReduceLROnPlateau, which needs a metric; schedulers here step after "
+                "every optimizer step, without one. Call its step() yourself in a callback's "
+                "on_validation_end, and save it in that callback's state_dict() and load_state_dict()."
             )
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise UserError(
-                f"{origin} returned an LBFGS, which computes the loss anew several times in a step: that is "
-                "not done here. Take another optimizer."
+                f"{origin} returned an LBFGS, which recomputes the loss several times per step; this is not "
+                "supported. Use another optimizer."
             )
         if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
             _check_disjoint(optimizers, module, origin)
             return OptimizerSetup(optimizers, schedulers)
     raise UserError(
-        f"{origin} returned {answer!r}. Return an optimizer, (optimizer, scheduler), "
+        f"{origin} returned {answer!r}. It must return an optimizer, (optimizer, scheduler), "
         "{'optimizer': …, 'lr_scheduler': …}, several optimizers, or ([optimizers], [schedulers])."
     )
 
@@ -77,9 +77,9 @@ def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
     given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
     if own and given and not own & given:
         raise UserError(
-            f"{type(module).__name__}.configure_optimizers() gives its optimizers none of the module's "
-            f"{len(own)} parameters that take a gradient, so nothing would be trained. Make them from "
-            "self.parameters() as they are then: a layer that is replaced has others."
+            f"{type(module).__name__}.configure_optimizers() returned optimizers with none of the module's "
+            f"{len(own)} trainable parameters, so nothing would be trained. Create them from "
+            "self.parameters() inside the method: layers replaced later have other parameters."
         )
 
 
@@ -132,8 +132,8 @@ def _unwrapped(scheduler: Any, origin: str) -> Any:
     for key, only in _SCHEDULER_KEYS.items():
         if (value := scheduler.get(key, only)) != only:
             raise UserError(
-                f"{origin} asks for a scheduler with {key}={value!r}. A scheduler advances with every "
-                f"optimizer step here, on any number of ranks: count steps in it, and give {key}={only!r}."
+                f"{origin} returned a scheduler with {key}={value!r}. Schedulers advance once per optimizer "
+                f"step, on any number of ranks: set {key}={only!r} and count in steps."
             )
     return scheduler["scheduler"]
 
@@ -145,8 +145,9 @@ def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Modul
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if seen.setdefault(id(parameter), i) != i:
                 raise UserError(
-                    f"{origin} gives {names.get(id(parameter), 'a parameter')} to optimizer "
-                    f"{seen[id(parameter)]} and to optimizer {i}: each would step it. Give it to one of them."
+                    f"{origin} assigns {names.get(id(parameter), 'a parameter')} to optimizer "
+                    f"{seen[id(parameter)]} and to optimizer {i}; both would update it. Assign it to one of "
+                    "them."
                 )
 
 
@@ -166,9 +167,9 @@ def ignored_hyperparameters(
             for name, saved, asked in _differences(new, old):
                 which = f" of optimizer {number}" if len(optimizers) > 1 else ""
                 found[
-                    f"{name}{which} goes on as {saved!r}, which the checkpoint has, though the script now "
-                    f"has {asked!r}. To change it in a run that goes on, set it after the load, in a "
-                    "callback's on_fit_start."
+                    f"{name}{which} stays {saved!r}, the value in the checkpoint, although the script now "
+                    f"sets {asked!r}. To change it in a resumed run, set it after the checkpoint is loaded, "
+                    "in a callback's on_fit_start."
                 ] = None
     return list(found)
 
@@ -183,8 +184,7 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):
         raise ValueError(
-            f"it has an optimizer with {', '.join(sorted(more))}, and the script one with "
-            f"{', '.join(sorted(less))}."
+            f"its optimizer has {', '.join(sorted(more))}, the script's has {', '.join(sorted(less))}."
         )
 
 

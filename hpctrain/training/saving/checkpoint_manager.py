@@ -112,12 +112,12 @@ class CheckpointManager:
         if self._overdue != self._in_flight.step:
             self._overdue = self._in_flight.step
             cause = (
-                f"The checkpoint of step {self._overdue} is not done after {self.in_flight_s:.0f} s: "
-                f"the state after step {self._state.step} is not saved"
+                f"The checkpoint of step {self._overdue} is still being written after "
+                f"{self.in_flight_s:.0f} s: the state after step {self._state.step} is not saved"
             )
             self._log.write_event("failure", cause=f"{cause}.")
             self._progress.print_message(
-                f"hpctrain: {cause}, nor are those after it until it is. Training continues."
+                f"hpctrain: {cause}, nor are later ones until it is done. Training continues."
             )
         return False
 
@@ -170,7 +170,8 @@ class CheckpointManager:
             self._store.add_score(self._state.step, score)
         except (CheckpointError, OSError) as error:
             self._progress.print_message(
-                f"hpctrain: the checkpoint of step {self._state.step} is not among the best: {error}"
+                f"hpctrain: cannot record step {self._state.step} as a candidate for the best "
+                f"checkpoint: {error}"
             )
 
     def finish(self, timeout_s: float = MAX_SAVE_S) -> bool:
@@ -214,7 +215,7 @@ class CheckpointManager:
         try:
             os.stat(self.folder)
         except FileNotFoundError:
-            cause = f"{self.folder} has vanished, with the checkpoints in it. It is made anew."
+            cause = f"{self.folder} has vanished, along with its checkpoints. It will be created again."
             self._log.write_event("failure", cause=cause)
             self._progress.print_message(f"hpctrain: {cause}")
         except OSError:
@@ -263,8 +264,8 @@ class CheckpointManager:
             return None
         if settings.monitor not in state.latest and state.validated_step == state.step:
             raise UserError(
-                f"monitor is {settings.monitor!r}, by which keep_best={settings.keep_best} is to go, "
-                f"but step {state.step} has {', '.join(map(repr, sorted(state.latest)))}. "
-                "Give one of these as monitor, or let validation_step return it."
+                f"monitor is {settings.monitor!r} (for keep_best={settings.keep_best}), but step "
+                f"{state.step} has only {', '.join(map(repr, sorted(state.latest)))}. Set monitor to one of "
+                "these, or return it from validation_step."
             )
         return state.latest.get(settings.monitor)

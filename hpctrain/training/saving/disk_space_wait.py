@@ -41,7 +41,7 @@ class DiskSpaceWait:
         """
         if not self._is_reported:
             self._is_reported = True
-            cause = f"{self._words()}. Free space there: the ranks wait for it, and then save."
+            cause = f"{self._words()}. Training waits until space is freed there, then saves."
             self._log.write_event("failure", cause=cause, **{"class": "disk-full"})
             self._progress.print_message(f"hpctrain: {cause}")
         tried = time.monotonic()
@@ -61,15 +61,15 @@ class DiskSpaceWait:
         """Return the error for a wait without success."""
         waited = time.monotonic() - self._begun
         return DiskFull(
-            f"{self._words()}, and {waited:.0f} s of waiting have not changed that. Earlier checkpoints are "
-            "intact. Free space there, and resume the run in the same --run-dir"
+            f"{self._words()}; no space was freed in {waited:.0f} s. Earlier checkpoints are "
+            "intact. Free space there, then resume the run"
         )
 
     def _words(self) -> str:
         free = self._context.from_main(_free_bytes(self._folder))
         return (
-            f"no room for the state of step {self._step} in {self._folder}: "
-            f"it needs {format_size(self._needed)}, and {format_size(free)} are free"
+            f"no space for the checkpoint of step {self._step} in {self._folder}: "
+            f"it needs {format_size(self._needed)}, but only {format_size(free)} are free"
         )
 
 

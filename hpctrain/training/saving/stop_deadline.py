@@ -73,5 +73,6 @@ def _parse(text: str) -> dict[str, float]:
         return {name.strip(): float(seconds) for name, _, seconds in pairs}
     except ValueError:
         raise UserError(
-            f"{STOP_GRACE_VARIABLE} is {text!r}; give signals and seconds, such as 'SIGTERM=30,SIGUSR2=120'."
+            f"{STOP_GRACE_VARIABLE} is {text!r}; it must list signals and seconds, e.g. "
+            "'SIGTERM=30,SIGUSR2=120'."
         ) from None

@@ -174,10 +174,10 @@ class TrainingCheckpoints:
         aside = self._context.from_main(sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else [])
         if broken or aside:
             raise UserError(
-                f"No checkpoint in {folder} is whole, and training would begin anew, at step 0. "
-                f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Put back what is missing and "
-                "take '.broken-N' off the folder's name, or bring in a checkpoint from elsewhere (hpctrain "
-                "checkpoints import). To begin anew, delete those folders, or use another --run-dir."
+                f"No checkpoint in {folder} is complete, so training would start over at step 0. "
+                f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Restore the missing files and "
+                "remove '.broken-N' from the folder's name, or import a checkpoint (hpctrain checkpoints "
+                "import). To start over, delete those folders, or use another --run-dir."
             )
 
     def add_score(self) -> None:
@@ -199,12 +199,14 @@ class TrainingCheckpoints:
         gathered = self._context.gather(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
         if self._manager is None:
-            self._progress.print_message(f"stopping after step {step}; nothing is saved without a run folder")
+            self._progress.print_message(
+                f"stopping after step {step}; nothing is saved because there is no run folder"
+            )
         else:
             saved = self._save_within_deadline(self._manager, signal_name)
             self._log.write_event("signal", signal=signal_name, step=step, saved=saved)
             if saved:
-                self._progress.print_message(f"stopping after step {step}, which is saved")
+                self._progress.print_message(f"stopping after step {step}; its checkpoint is saved")
         raise SystemExit(EXIT_CONTINUE)
 
     def _save_within_deadline(self, manager: CheckpointManager, signal_name: str | None) -> bool:
@@ -223,8 +225,8 @@ class TrainingCheckpoints:
             manager.begin()
         elif write_s is not None:
             self._progress.print_message(
-                f"hpctrain: {signal_name} leaves {max(0.0, left_s):.0f} s, and saving takes {write_s:.0f} s: "
-                f"the state after step {self._state.step} is not saved. The newest checkpoint stands."
+                f"hpctrain: {signal_name} leaves {max(0.0, left_s):.0f} s, but saving takes {write_s:.0f} s: "
+                f"the state after step {self._state.step} is not saved. Earlier checkpoints are intact."
             )
         finished = manager.finish(ends_at - time.monotonic())
         saved, disk_wait = manager.settle(), None
@@ -237,8 +239,8 @@ class TrainingCheckpoints:
             saved += manager.settle()
         if not finished:
             self._progress.print_message(
-                f"hpctrain: the time that {signal_name} leaves is over, and saving has not ended: "
-                "it is given up. The newest checkpoint stands."
+                f"hpctrain: the time after {signal_name} ran out before the save finished; the save was "
+                "abandoned. Earlier checkpoints are intact."
             )
             manager.abandon()
         # Copy the local tier to the run folder now, because the next attempt may use other nodes.
@@ -254,6 +256,7 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise UserError(
-            f"{NODE_MTBF_VARIABLE} is {text!r}; give the seconds between two interruptions of a node."
+            f"{NODE_MTBF_VARIABLE} is {text!r}; it must be the mean number of seconds between failures "
+            "of a node."
         )
     return seconds

@@ -65,8 +65,8 @@ class Strategy:
         ):
             raise UserError(
                 f"strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
-                f"{', '.join(sorted(_SHARING))}, so that each of the {context.ranks.world_size} ranks would "
-                "train alone. Override what brings their gradients together, or derive it from one of ours."
+                f"{', '.join(sorted(_SHARING))}, so each of the {context.ranks.world_size} ranks would "
+                "train alone. Override one that synchronizes gradients, or subclass a built-in strategy."
             )
         self.module, self.context, self.settings = module, context, settings
         self.algorithm: Algorithm | None = None
@@ -124,9 +124,9 @@ class Strategy:
         """
         if self.context.is_distributed and not self.has_turns:
             raise UserError(
-                f"training_step takes optimizer_idx, but optimizers cannot take turns with strategy "
-                f"{self.settings.strategy!r}, in which all parameters go through a step together. "
-                "Take 'ddp' or 'zero1', or return one loss for all optimizers."
+                f"training_step takes optimizer_idx, but with strategy {self.settings.strategy!r} optimizers "
+                "cannot take turns: all parameters are updated together. "
+                "Use 'ddp' or 'zero1', or return one loss for all optimizers."
             )
         self._turns = parameters
 

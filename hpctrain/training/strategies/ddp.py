@@ -196,7 +196,7 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
     raise UserError(
-        f"{type(module).__name__}.training_step did not use {', '.join(names)}, and ranks would wait for "
-        "their gradients. Take them out of the module, or freeze them (requires_grad_(False)); if steps "
-        "differ in what they use, set find_unused_parameters=True."
+        f"{type(module).__name__}.training_step did not use {', '.join(names)}, so the ranks would wait for "
+        "their gradients forever. Remove them from the module, or freeze them (requires_grad_(False)). If "
+        "different steps use different parameters, set find_unused_parameters=True."
     ) from error

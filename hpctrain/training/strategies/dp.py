@@ -31,7 +31,7 @@ class DP(Strategy):
     """
 
     one_process = True
-    remarks = ("strategy 'dp' copies the module to every device in every step: 'ddp' is faster",)
+    remarks = ("strategy 'dp' copies the module to every device in every step; 'ddp' is faster",)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Move the module to the first device.
@@ -41,8 +41,8 @@ class DP(Strategy):
         """
         if context.is_distributed:
             raise UserError(
-                f"strategy 'dp' is for one process, and there are {context.ranks.world_size} ranks "
-                f"({context.ranks.environment}). Take 'ddp', which is faster besides, or 'ddp2'."
+                f"strategy 'dp' runs in one process, but there are {context.ranks.world_size} ranks "
+                f"({context.ranks.environment}). Use 'ddp', which is also faster, or 'ddp2'."
             )
         super().__init__(module, context, settings)
         self._devices = context.devices

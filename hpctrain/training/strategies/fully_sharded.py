@@ -53,8 +53,8 @@ class FullyShardedBase(Strategy):
         if settings.micro_batch_size == "auto":
             raise UserError(
                 f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
-                "each other in every forward pass, and one of them may run out of memory while it is tried. "
-                "Give a number."
+                "each other in every forward pass, so the search could deadlock when a rank runs out of "
+                "memory. Set a number."
             )
 
     def place(self) -> None:
@@ -148,8 +148,8 @@ class FullyShardedBase(Strategy):
             return None
         if self.context.lowest(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
-                "the whole module does not fit into the memory of one device: after the training it is left "
-                "in parts. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
+                "the whole module does not fit into the memory of one device, so it stays sharded after "
+                "training. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
             )
         unshard_module(self.module)
         return None
@@ -195,9 +195,9 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "hpctrain: a parameter was used while it was in parts. What stands in a Sequential, "
-                "ModuleList or ModuleDict has its parameters whole only while it is called itself: call the "
-                "block, and not what is inside of it."
+                "hpctrain: a parameter was used while it was sharded. Blocks of a Sequential, ModuleList or "
+                "ModuleDict have their full parameters only during their own forward call: call the block "
+                "itself, not its submodules."
             )
         raise
 

@@ -39,14 +39,14 @@ class Horovod(Strategy):
     def check(cls, settings: TrainerConfig) -> None:
         if find_spec("horovod") is None:
             raise UserError(
-                f"strategy is {settings.strategy!r}, and Horovod is not installed here. It has no builds to "
-                "download for current versions of PyTorch: scripts/install_horovod.sh in hpctrain's source "
-                "builds and installs it. Strategy 'ddp' does the same without it."
+                f"strategy is {settings.strategy!r}, but Horovod is not installed. There are no prebuilt "
+                "packages for current versions of PyTorch: run scripts/install_horovod.sh in hpctrain's "
+                "source to build and install it. Strategy 'ddp' does the same without Horovod."
             )
         if settings.precision == "bf16-true":
             raise UserError(
-                "precision 'bf16-true' does not go with strategy 'horovod': Horovod cannot send bfloat16. "
-                "Take 'bf16-mixed', whose gradients are in float32, or strategy 'ddp'."
+                "precision 'bf16-true' does not work with strategy 'horovod': Horovod cannot send bfloat16. "
+                "Use 'bf16-mixed', whose gradients are float32, or strategy 'ddp'."
             )
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -132,7 +132,7 @@ def _imported() -> Any:
     except ImportError as error:
         raise UserError(
             f"Horovod is installed, but does not load with PyTorch {torch.__version__}: {error}. "
-            "scripts/install_horovod.sh in hpctrain's source builds it for this one."
+            "Run scripts/install_horovod.sh in hpctrain's source to build it for this version."
         ) from error
 
 

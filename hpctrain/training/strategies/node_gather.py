@@ -90,9 +90,9 @@ class NodeGather:
                 for rank, (count, shape) in zip(self.members, shapes, strict=True)
             ]
             raise UserError(
-                "training_step returned outputs that cannot be joined into the batch of the node:\n"
+                "training_step returned outputs that cannot be concatenated into the batch of the node:\n"
                 + "\n".join(lines)
-                + "\nReturn tensors whose first dimension counts samples; the others have to be the same."
+                + "\nThe first dimension of each tensor must count samples; the other dimensions must match."
             )
         return [int(count) for count, _ in gathered]
 
@@ -101,7 +101,7 @@ def _rows(length: int, num_samples: int) -> str:
     """Describe the first dimension of a tensor in units of samples."""
     if length % num_samples:
         return f"[{length}, not a multiple of {num_samples} samples]"
-    return f"[{length // num_samples} a sample]"
+    return f"[{length // num_samples} per sample]"
 
 
 class _Gather(torch.autograd.Function):

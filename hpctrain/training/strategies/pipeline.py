@@ -50,13 +50,13 @@ class Pipeline(Strategy):
     def check(cls, settings: TrainerConfig) -> None:
         if settings.precision == "16-mixed":
             raise UserError(
-                "precision '16-mixed' does not go with strategy 'pipeline', whose schedule takes the loss "
-                "into the backward pass before it could be scaled. Take 'bf16-mixed'."
+                "precision '16-mixed' does not work with strategy 'pipeline': its schedule starts the "
+                "backward pass before the loss can be scaled. Use 'bf16-mixed'."
             )
         if settings.micro_batch_size == "auto":
             raise UserError(
                 "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other in "
-                "every pass, and one of them may run out of memory while it is tried. Give a number."
+                "every pass, so the search could deadlock when a rank runs out of memory. Set a number."
             )
 
     @classmethod
@@ -163,8 +163,8 @@ class Pipeline(Strategy):
             )
             if TOKENS_FIELD in scalars:
                 raise UserError(
-                    f"training_step returned {TOKENS_FIELD!r}, but with strategy 'pipeline' a loss "
-                    "counts samples."
+                    f"training_step returned {TOKENS_FIELD!r}, but strategy 'pipeline' averages the loss "
+                    "over samples, not tokens. Do not return it, or choose another strategy."
                 )
             weight = part.num_samples / num_samples
             ended.append({name: value.detach() * weight for name, value in scalars.items()})

@@ -75,7 +75,7 @@ class PipelineStages:
             return end.output
         raise UserError(
             f"{type(self._module).__name__}.training_step did not call the Sequential that strategy "
-            "'pipeline' has cut into stages."
+            "'pipeline' splits into stages."
         )
 
     def end(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
@@ -92,8 +92,8 @@ class PipelineStages:
             if calls > 1:
                 raise UserError(
                     f"{type(self._module).__name__}.training_step calls the Sequential that strategy "
-                    "'pipeline' has cut into stages more than once, and a micro-batch goes through them "
-                    "once. Call it once with all its inputs joined (torch.cat), or take 'zero3'."
+                    "'pipeline' splits into stages more than once, but it can run only once per "
+                    "micro-batch. Concatenate its inputs (torch.cat) and call it once, or use 'zero3'."
                 )
             return output
 
@@ -110,9 +110,10 @@ class PipelineStages:
         for name, parameter in self._module.named_parameters():
             if parameter in others and parameter.grad is not None:
                 raise UserError(
-                    f"{type(self._module).__name__}.training_step uses {name} outside of the Sequential that "
-                    "strategy 'pipeline' has cut into stages, as a penalty on all weights does. Only the "
-                    "rank of its stage knows it: take an optimizer's weight_decay, or strategy 'zero3'."
+                    f"{type(self._module).__name__}.training_step uses {name} outside of the Sequential "
+                    "that strategy 'pipeline' splits into stages (a penalty on all weights does this). "
+                    "Only the rank of its stage has it. Use the optimizer's weight_decay instead, or "
+                    "strategy 'zero3'."
                 )
 
     @contextmanager
@@ -128,9 +129,9 @@ def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
     rows = [part for part in module.modules() if isinstance(part, nn.Sequential) and len(part) >= num_stages]
     if not rows:
         raise UserError(
-            f"strategy 'pipeline' cuts a torch.nn.Sequential into {num_stages} stages, one a rank, and "
-            f"{type(module).__name__} has none with so many blocks. Put the blocks into one, or start fewer "
-            "ranks."
+            f"strategy 'pipeline' splits a torch.nn.Sequential into {num_stages} stages, one per rank, but "
+            f"no Sequential in {type(module).__name__} has that many blocks. Put the blocks into one "
+            "Sequential, or start fewer ranks."
         )
     return max(rows, key=lambda row: sum(parameter.numel() for parameter in row.parameters()))
 

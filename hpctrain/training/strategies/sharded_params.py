@@ -40,8 +40,8 @@ class ShardedParameters:
         """
         if optimizer.state:
             raise UserError(
-                f"configure_optimizers() returned a {type(optimizer).__name__} that has made steps already, "
-                "and what it keeps cannot be cut into parts any more. Make a new one there."
+                f"configure_optimizers() returned a {type(optimizer).__name__} that has already made steps, "
+                "so its state can no longer be sharded. Create a new optimizer there."
             )
         for group in optimizer.param_groups:
             group["params"] = [
@@ -155,8 +155,8 @@ def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Opt
                 raise UserError(
                     f"{type(module).__name__}.configure_optimizers() returned a {type(optimizer).__name__} "
                     f"with a parameter of shape {tuple(parameter.shape)} that the module does not have. "
-                    "Parameters are cut into parts before that is called: make the optimizer there, of "
-                    "self.parameters()."
+                    "Parameters are sharded before this method is called: create the optimizer inside it, "
+                    "from self.parameters()."
                 )
 
 

@@ -28,11 +28,10 @@ STRATEGIES: Registry[Strategy] = Registry(
         "fsdp": "fully_sharded:ZeRO3",
     },
     refused={
-        "tpu": "hpctrain is for clusters of GPUs, and TPUs are not among what it trains on. "
-        "Take PyTorch/XLA for them.",
-        "ddp_find_unused_parameters_true": "take 'ddp' with find_unused_parameters=True.",
-        "bagua": "its algorithms are there natively. Take 'ddp' with algorithm='bytegrad' or another one.",
-        "deepspeed": "its stages are there natively. Take 'zero1', 'zero2' or 'zero3'.",
+        "tpu": "hpctrain does not support TPUs. Use PyTorch/XLA.",
+        "ddp_find_unused_parameters_true": "use 'ddp' with find_unused_parameters=True.",
+        "bagua": "its algorithms are built in. Use 'ddp' with an algorithm, e.g. algorithm='bytegrad'.",
+        "deepspeed": "its ZeRO stages are built in. Use 'zero1', 'zero2' or 'zero3'.",
     },
 )
 

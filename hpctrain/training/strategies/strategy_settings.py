@@ -23,19 +23,19 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     strategy.check(settings)
     if settings.bucket_cap_mb is not None and not strategy.has_buckets:
         raise UserError(
-            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, which is for strategies 'ddp', 'ddp_spawn', "
-            f"'ddp2' and 'zero1', but strategy is {settings.strategy!r}: it sends gradients in its own way."
+            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, but strategy is {settings.strategy!r}. The setting "
+            "applies only to 'ddp', 'ddp_spawn', 'ddp2' and 'zero1'; remove it."
         )
     if settings.static_graph and (not strategy.has_buckets or settings.find_unused_parameters):
         raise UserError(
-            f"static_graph is True, strategy is {settings.strategy!r} and find_unused_parameters is "
-            f"{settings.find_unused_parameters}: it is for 'ddp', 'ddp_spawn', 'ddp2' and 'zero1', where no "
-            "step leaves parameters out."
+            f"static_graph is True, but strategy is {settings.strategy!r} and find_unused_parameters is "
+            f"{settings.find_unused_parameters}. It needs strategy 'ddp', 'ddp_spawn', 'ddp2' or 'zero1', "
+            "and find_unused_parameters=False."
         )
     algorithm = find_algorithm(settings.algorithm)
     if type(algorithm) is not AllReduce and not strategy.has_algorithms:
         raise UserError(
-            f"algorithm is {settings.algorithm!r}, which is for strategies 'ddp' and 'ddp_spawn', but "
-            f"strategy is {settings.strategy!r}: it has its own way to bring gradients together."
+            f"algorithm is {settings.algorithm!r}, but strategy is {settings.strategy!r}. Algorithms work only "
+            "with 'ddp' and 'ddp_spawn'."
         )
     algorithm.check(settings)
