@@ -150,7 +150,10 @@ def start_soon(environ: Mapping[str, str]) -> None:
 
 def _leave(claimed_by: LeaseHolder) -> None:
     """Exit at once, which ends the job: another one trains in the folder now."""
-    words = f"Job {claimed_by.job_id} has taken over the run because this job was silent for too long. This job ends."
+    words = (
+        f"Job {claimed_by.job_id} has taken over the run because this job was silent for too long. "
+        "This job ends."
+    )
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)
     os._exit(SpecError.exit_code)

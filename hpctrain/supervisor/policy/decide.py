@@ -103,6 +103,8 @@ class Decision:
 
     def __str__(self) -> str:
         parts = [f"{self.action.value} the {'run' if self.action in _ENDS_RUN else 'job'}"]
+        if self.action is Action.LEAVE:
+            parts = ["leave the job to the scheduler"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
             prefix = "" if self.action is Action.RESTART else f"{self.action.value}: "
             parts = [f"{prefix}restart the ranks on {compress_hostlist(self.hosts)}"]

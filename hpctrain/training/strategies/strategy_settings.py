@@ -23,7 +23,7 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     strategy.check(settings)
     if settings.bucket_cap_mb is not None and not strategy.has_buckets:
         raise UserError(
-            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, but strategy is {settings.strategy!r}. The setting "
+            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, but strategy is {settings.strategy!r}. It "
             "applies only to 'ddp', 'ddp_spawn', 'ddp2' and 'zero1'; remove it."
         )
     if settings.static_graph and (not strategy.has_buckets or settings.find_unused_parameters):
@@ -35,7 +35,7 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     algorithm = find_algorithm(settings.algorithm)
     if type(algorithm) is not AllReduce and not strategy.has_algorithms:
         raise UserError(
-            f"algorithm is {settings.algorithm!r}, but strategy is {settings.strategy!r}. Algorithms work only "
-            "with 'ddp' and 'ddp_spawn'."
+            f"algorithm is {settings.algorithm!r}, but strategy is {settings.strategy!r}. Algorithms work "
+            "only with 'ddp' and 'ddp_spawn'."
         )
     algorithm.check(settings)
