@@ -7,7 +7,8 @@ import re
 import sys
 
 import pytest
-from helpers import REPOSITORY, run_command
+from helpers import REPOSITORY
+from helpers.commands import run_command
 
 SCRIPTS = REPOSITORY / "examples" / "porting"
 SPEC = importlib.util.spec_from_file_location("diffs", REPOSITORY / "scripts" / "write_porting_diffs.py")
