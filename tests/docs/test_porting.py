@@ -7,7 +7,8 @@ import re
 import sys
 
 import pytest
-from helpers import REPOSITORY, run_command
+from helpers import REPOSITORY
+from helpers.commands import run_command
 
 SCRIPTS = REPOSITORY / "examples" / "porting"
 SPEC = importlib.util.spec_from_file_location("diffs", REPOSITORY / "scripts" / "write_porting_diffs.py")
@@ -23,6 +24,7 @@ def test_the_guide_shows_the_present_diffs():
 
 
 @pytest.mark.long
+@pytest.mark.ranks
 @pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
 def test_both_sides_train_on_two_ranks(script, tmp_path):
     if script.startswith("huggingface"):

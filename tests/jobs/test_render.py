@@ -184,6 +184,7 @@ def ranks_view(prepared, script, python, environ=None, **options):
     return json.loads(run.dir.rank_log(0, 0).read_text())
 
 
+@pytest.mark.ranks
 def test_a_virtual_environment_is_that_of_the_ranks(prepared, script, tmp_path):
     venv = tmp_path / "my env"
     run_command([sys.executable, "-m", "venv", "--without-pip", venv])
