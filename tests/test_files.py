@@ -79,6 +79,7 @@ def test_a_last_line_without_an_end_may_be_about_to_be_written(tmp_path, caplog)
     assert caplog.messages == []
 
 
+@pytest.mark.ranks
 def test_a_run_whose_record_is_torn_goes_on_at_once(tmp_path):
     run = RunDir(tmp_path / "run")
     script = tmp_path / "script.py"

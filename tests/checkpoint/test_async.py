@@ -181,6 +181,7 @@ def test_a_value_that_cannot_be_saved_is_told_of_as_every_failure(tmp_path):
     assert "state/x is a builtins.object" in str(store.finished()[0])
 
 
+@pytest.mark.ranks
 def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_path):
     """By an error of the script, say, while a save is in flight; the exit code stays the script's own."""
     script = f"""if True:

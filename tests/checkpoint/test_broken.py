@@ -44,6 +44,7 @@ def test_broken_newest_is_named_and_set_aside_and_the_one_before_is_used(tmp_pat
     assert store.load_newest()[0].step == 10
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_every_file_is_noticed(tmp_path):
     """Each byte in turn, one bit of it; the manifest included."""
     folder = CheckpointStore(tmp_path).save(1, {"x": torch.zeros(3), "lr": 0.1}, {}).path

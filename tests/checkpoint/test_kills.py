@@ -97,6 +97,7 @@ def check_restart(folder: Path, mode: str) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("call", "n"), [("write", 1), ("rename", 1), ("fsync", 3), ("unlinkat", 1), ("rmdir", 1)]
@@ -124,6 +125,7 @@ def test_killed_at_every_system_call(server, tmp_path):
     assert kills > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
 def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
     """Every such call takes four seconds, and a save is told to have failed before that is over."""
@@ -160,6 +162,7 @@ def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
     assert [path.name for path in (tmp_path / "checkpoints").glob(".*")] == []
 
 
+@pytest.mark.slow
 def test_a_process_that_nobody_kills_saves_all(server, tmp_path):
     assert not killed_at(server, tmp_path / "run", "async", "reboot", 1)
     assert re.findall(r"\d+", " ".join(said(tmp_path / "run"))) == [str(s) for s in range(1, LAST_STEP + 1)]

@@ -220,6 +220,7 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
     assert next(RunDir(Path("new")).read_events())["kind"] == "resumed"
 
 
+@pytest.mark.slow
 def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command, monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and leaves it
     import lightning

@@ -181,6 +181,7 @@ def test_an_array_names_its_tasks_and_each_script_its_number(hpctrain, tmp_path)
     assert_no_process_left(tmp_path / "r")
 
 
+@pytest.mark.ranks
 def test_a_failure_ends_with_4_and_the_cause_comes_first(hpctrain, tmp_path):
     (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
     done = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "bad.py")

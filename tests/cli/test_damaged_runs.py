@@ -219,6 +219,7 @@ def damages(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 # A failing example is not shrunk: each takes seconds, and what fails is told by the exception.
+@pytest.mark.slow
 @settings(
     max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
 )

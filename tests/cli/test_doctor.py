@@ -53,6 +53,7 @@ def broken_torch(tmp_path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path)}
 
 
+@pytest.mark.slow
 def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(hpctrain, broken_torch):
     done = hpctrain("doctor", env=broken_torch)
     assert done.returncode == 1

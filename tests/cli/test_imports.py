@@ -50,6 +50,7 @@ def test_no_command_imports_torch(hpctrain, tmp_path, args):
         assert not MOST_OF_ALL & imported
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_the_start_runs():
     # No limit: a busy machine must not fail the tests.
     done = run_command(

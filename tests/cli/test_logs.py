@@ -96,6 +96,7 @@ def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
 
 
+@pytest.mark.ranks
 def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, tmp_path):
     (tmp_path / "still.py").write_text("import time\ntime.sleep(60)\n")
     options = ("--backend", "local", "--array", "0-1%1", "--run-dir", "r")

@@ -84,6 +84,7 @@ def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):
     assert done.stderr == ""
 
 
+@pytest.mark.ranks
 def test_a_script_that_reports_no_steps_is_said_to(hpctrain, tmp_path):
     """The script of the fixture prints a line and trains nothing that hpctrain knows of."""
     assert hpctrain("submit", "--backend", "local", "--run-dir", "runs/plain", "train.py").returncode == 0

@@ -119,6 +119,7 @@ def served(folder) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.slow
 def test_all_runs_and_the_page_of_each(served):
     status, headers, text = served.ask("/")
     assert status == 200
@@ -338,6 +339,7 @@ def test_a_port_that_is_taken(hpctrain, served):
     assert f"port {served.port} (--port)" in done.stderr
 
 
+@pytest.mark.ranks
 def test_a_page_in_a_browser_follows_the_run(served, folder, tmp_path):
     if chromium.find() is None:
         pytest.skip("needs a Chromium: scripts/install_for_tests.sh installs one")

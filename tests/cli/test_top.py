@@ -25,6 +25,7 @@ def submit(hpctrain, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ranks
 def test_a_terminal_is_shown_the_run_to_its_end(hpctrain, tmp_path):
     submit(hpctrain, tmp_path)
     argv = [sys.executable, "-m", "hpctrain", "top", "r", "--interval", "0.2"]
@@ -36,6 +37,7 @@ def test_a_terminal_is_shown_the_run_to_its_end(hpctrain, tmp_path):
     assert "\x1b[31m" not in shown
 
 
+@pytest.mark.ranks
 def test_without_a_terminal_one_look_is_printed(hpctrain, tmp_path):
     submit(hpctrain, tmp_path)
     assert hpctrain("wait", "r").returncode == 0

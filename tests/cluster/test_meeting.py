@@ -141,6 +141,7 @@ def test_a_process_that_is_alone_gets_a_port_at_once(key):
         assert 20_000 <= held.number < 32_000
 
 
+@pytest.mark.slow
 def test_more_of_them_than_there_are_candidates_have_a_port_each():
     alone = (
         "from hpctrain.cluster import detect; from hpctrain.cluster.rendezvous import rendezvous\n"
@@ -160,6 +161,7 @@ def test_more_of_them_than_there_are_candidates_have_a_port_each():
     assert len(set(ports)) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [
@@ -178,12 +180,14 @@ def test_a_foreign_server_on_the_port_is_passed_over(key, answer):
         assert agreed_port(gather(*world(key, 3))) == second
 
 
+@pytest.mark.slow
 def test_a_foreign_server_on_one_address_of_the_host_is_enough_to_pass_the_port_over(key):
     first, second, *_ = candidates(key)
     with contextlib.closing(socket.create_server(("127.0.0.1", first))):
         assert agreed_port(gather(*world(key, 2))) == second
 
 
+@pytest.mark.slow
 def test_two_jobs_with_the_same_candidates_do_not_mix(key):
     first = next(port_candidates(key))
     other = next(text for i in count() if next(port_candidates(text := f"{key} {i}")) == first)
@@ -297,6 +301,7 @@ def test_fake_resolver_that_hangs_is_not_waited_for(key, monkeypatch):
     assert "the name n1: the name was not resolved within" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_with_the_same_rank_are_both_named(key, rank):
     """As many as there should be, so that one is missing."""
@@ -309,6 +314,7 @@ def test_two_processes_with_the_same_rank_are_both_named(key, rank):
         assert "hpctrain env" in text
 
 
+@pytest.mark.slow
 def test_who_comes_after_the_failure_is_told_of_it_at_once(key):
     with ThreadPoolExecutor(4) as pool:
         ends = [pool.submit(rendezvous, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S) for rank in (0, 1, 1)]

@@ -24,6 +24,7 @@ def test_the_guide_shows_the_present_diffs():
 
 
 @pytest.mark.long
+@pytest.mark.ranks
 @pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
 def test_both_sides_train_on_two_ranks(script, tmp_path):
     if script.startswith("huggingface"):

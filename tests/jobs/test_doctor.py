@@ -289,6 +289,7 @@ folder_probe.main()
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_answer_is_ended():
     start = time.monotonic()
     with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):

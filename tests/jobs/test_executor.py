@@ -203,6 +203,7 @@ def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_batch_is_submitted_when_its_block_ends(executor, tmp_path):
     with executor.batch():
         jobs = [executor.submit(add, i) for i in range(3)]
@@ -225,6 +226,7 @@ def test_a_batch_is_submitted_when_its_block_ends(executor, tmp_path):
     wait_for_array(jobs)
 
 
+@pytest.mark.slow
 def test_functions_of_a_batch_may_differ(executor):
     executor.update_parameters(array_parallelism=2)
     jobs = executor.submit_array([lambda: 1, partial(add, 1)])
@@ -263,6 +265,7 @@ def test_a_folder_under_a_job_that_may_be_queued_stays(executor, tmp_path, monke
     assert (folder / "function.pkl").exists()
 
 
+@pytest.mark.slow
 def test_jobs_of_many_programs_in_one_folder_never_mix(executor, monkeypatch):
     # Whoever draws the same name in the same second has to draw again.
     monkeypatch.setattr(os, "urandom", lambda n: bytes(n - 1) + bytes([threading.get_native_id() % 2]))
@@ -295,6 +298,7 @@ def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
         job.result()
 
 
+@pytest.mark.slow
 def test_one_look_serves_all_jobs(executor, monkeypatch):
     looks = []
     look = LocalBackend.look

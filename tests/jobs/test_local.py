@@ -68,6 +68,7 @@ def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_
         run.requeue()
 
 
+@pytest.mark.ranks
 def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, script):
     """The signal would end a job script that still readies things, and the run with it."""
     script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
@@ -76,6 +77,7 @@ def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, scri
     assert run.wait(timeout=60).attempt == 1
 
 
+@pytest.mark.ranks
 def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
     run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
@@ -83,6 +85,7 @@ def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
 
 
+@pytest.mark.ranks
 def test_what_a_job_script_leaves_in_the_background_ends_with_the_run(prepared):
     run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
     assert run.wait(timeout=60).state is RunState.COMPLETED

@@ -144,6 +144,7 @@ def ranks_view(prepared, script, python, environ=None, **options):
     return json.loads(run.dir.rank_log(0, 0).read_text())
 
 
+@pytest.mark.ranks
 def test_a_virtual_environment_is_that_of_the_ranks(prepared, script, tmp_path):
     venv = tmp_path / "my env"
     run_command([sys.executable, "-m", "venv", "--without-pip", venv])
@@ -154,23 +155,27 @@ def test_a_virtual_environment_is_that_of_the_ranks(prepared, script, tmp_path):
     assert (prefix, variables["VIRTUAL_ENV"]) == (str(venv), str(venv))
 
 
+@pytest.mark.ranks
 def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
     lines = ["export A=1", 'export B="$A $((1 + 1))"', "if true; then\n  export C='#SBATCH --x'\nfi"]
     _, variables = ranks_view(prepared, script, sys.executable, setup=lines)
     assert [variables[name] for name in "ABC"] == ["1", "1 2", "#SBATCH --x"]
 
 
+@pytest.mark.ranks
 def test_a_setup_line_that_fails_ends_the_job(prepared):
     with pytest.raises(RunFailed, match=r"ended without reporting a result.*slurm\.log"):
         submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=20)
 
 
+@pytest.mark.ranks
 def test_modules_are_loaded_in_order_by_a_function_that_only_pretends(prepared, script):
     module = {"BASH_FUNC_module%%": '() { [ "$1" = load ]; export LOADED="$LOADED[$2]"; }'}
     _, variables = ranks_view(prepared, script, sys.executable, module, module=["cuda/12", "a b"])
     assert variables["LOADED"] == "[cuda/12][a b]"
 
 
+@pytest.mark.ranks
 def test_an_environment_is_activated_by_a_conda_that_only_pretends(prepared, script, tmp_path):
     conda = tmp_path / "conda"
     hook = f'conda() {{ export ASKED="$*" PATH="{os.path.dirname(sys.executable)}:$PATH"; }}'

@@ -182,6 +182,7 @@ def test_a_continued_run_gets_a_copy_of_its_own(prepared, repo):
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
 
 
+@pytest.mark.slow
 def test_tasks_of_an_array_share_one_copy(prepared, repo):
     run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
     run.wait(timeout=20)
@@ -293,6 +294,7 @@ if attempt == 0:
 """
 
 
+@pytest.mark.ranks
 def test_a_requeued_run_runs_the_code_that_was_submitted(prepared, repo):
     sources = {
         "train.py": SCRIPT,

@@ -293,6 +293,7 @@ def test_what_was_seen_of_an_end_outlasts_slurms_memory(run, fake_slurm):
     assert run.status().state is UNKNOWN
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_sure_answer_in_one_watch(run, fake_slurm):
     silence(run, 5000)
     fake_slurm.answer("squeue", queued("17", "RUNNING"))

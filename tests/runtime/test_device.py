@@ -133,6 +133,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         assign_device(ranks(0, 3), {}, store)
 
 
+@pytest.mark.ranks
 def test_both_of_two_processes_at_one_place_learn_of_it_before_either_leaves(tmp_path):
     """Rank 0 hosts the store, so it must not leave first."""
     script = (

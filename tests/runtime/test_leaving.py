@@ -17,6 +17,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "leave", ["atexit.register(shut_down_process_group)", "atexit.register(drain_gloo_threads)"]
 )

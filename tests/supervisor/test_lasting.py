@@ -133,6 +133,7 @@ def test_a_disks_errors_are_told_from_others(number):
     assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
 
 
+@pytest.mark.slow
 def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceback(disk, tmp_path):
     """The job's own log, too, is on the disk, which was full before it began."""
     run = RunDir(disk)

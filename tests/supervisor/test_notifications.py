@@ -88,6 +88,7 @@ def submit(tmp_path: Path, *options: str) -> RunDir:
     return run
 
 
+@pytest.mark.ranks
 def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_path):
     told = tmp_path / "told.txt"
     line = f"cat >> '{told}'; echo >> '{told}'; touch here; test -n \"$HPCTRAIN_TEXT\""

@@ -26,6 +26,7 @@ def test_ranks_of_this_host_alone_are_out_of_reach_of_others():
             socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
+@pytest.mark.slow
 def test_a_low_limit_of_open_files_is_raised_to_what_the_store_needs(tmp_path: Path):
     script = tmp_path / "limit.py"
     script.write_text("import resource; print('soft limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0])")

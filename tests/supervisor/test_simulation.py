@@ -37,6 +37,7 @@ def check(conditions: SimulationConfig):
     return report
 
 
+@pytest.mark.slow
 def test_a_month_on_10000_gpus():
     report = check(SimulationConfig())
     assert report.conditions.num_nodes * report.conditions.gpus_per_node == 10_000
@@ -50,6 +51,7 @@ def test_a_month_on_10000_gpus():
     assert report.lost_s < 0.05 * report.trained_s
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     gpus=st.integers(8, 200),

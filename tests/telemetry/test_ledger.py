@@ -254,6 +254,7 @@ METRICS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(EVENTS, max_size=25),

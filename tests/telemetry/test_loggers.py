@@ -281,6 +281,7 @@ CLIENTS = {
 OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT": "a/b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_real_client_has_each_step_once_in_one_run(run, name):
     package = CLIENTS[name]

@@ -39,6 +39,7 @@ def test_a_loss_that_is_no_number_is_not_passed_over():
     assert look(story.steps(13, 13, every=1)).no_number_since is None
 
 
+@pytest.mark.slow
 def test_a_million_lines_are_taken_in_and_the_newest_losses_kept():
     live = TopView()
     # Dropping old losses one by one from a plain dict would take minutes.

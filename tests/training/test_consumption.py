@@ -96,6 +96,7 @@ def test_of_a_data_set_every_sample_is_trained_once_an_epoch_through_all_stops(s
     assert_every_epoch_is_whole(steps, dict.fromkeys(range(3), size), batch)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(any),
     st.integers(1, 16),
@@ -166,6 +167,7 @@ def test_ranks_stop_to_exchange_ends_only_where_a_shard_ends():
     assert sum(step["collectives"] > 0 for step in leg.steps) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_read_the_same_stream(num_workers):
     lengths = [9, 2, 0, 14, 5]

@@ -123,6 +123,7 @@ def test_what_is_no_data_set_is_refused_in_words(dataset, words):
         fetcher(dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [torch.arange(11), Sharded([4, 0, 7]), Sharded([11])])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):

@@ -481,6 +481,7 @@ def test_ours_others_and_registered_ones_are_found(monkeypatch):
             find_strategy(name, {})
 
 
+@pytest.mark.slow
 def test_a_strategy_of_an_installed_package_is_found(tmp_path):
     (tmp_path / "theirs.py").write_text(
         "from hpctrain.training.strategies import Strategy\nclass Theirs(Strategy):\n    pass\nnothing = 3\n"
