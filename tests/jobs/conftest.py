@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from helpers import environment
 
-from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.spec.job_spec import JobSpec
 from jobs.fake_slurm import FakeSlurm
 
