@@ -17,7 +17,8 @@ from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.option import Option
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def command(
     if dry_run:
         _say(submission.prospects)
         click.echo(submission.script, nl=False)
-        if words := submission.refusal():
+        if words := submission.outlook.refusal():
             raise SchedulerError(f"Slurm would reject this job: {words}. Change the options that it names.")
         return
     from hpctrain.jobs.submit.submit import submit_prepared

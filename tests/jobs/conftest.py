@@ -11,7 +11,8 @@ import pytest
 from helpers.commands import environment
 from helpers.fake_slurm import FakeSlurm
 
-from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.validation import check_spec
 

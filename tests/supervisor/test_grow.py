@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from helpers import wait_for
+from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir

@@ -33,40 +33,49 @@ _EARLY_S = 60.0
 
 
 @dataclass
-class SubmissionDraft:
-    """A job under check. `JobSpec` has already checked its own values (`spec/validation.py`)."""
+class PreparedSubmission:
+    """A job, and the findings of its checks. `JobSpec` has checked its own values (`spec/validation.py`)."""
 
     spec: JobSpec
-    settings: ResolvedOptions
+    settings: ResolvedOptions = field(repr=False)
     backend: Backend
-    environ: Mapping[str, str]
+    #: Environment variables of the submission. Some may be secret.
+    environ: Mapping[str, str] = field(repr=False)
     code: Path | None
     """A folder of the working tree to copy, if the script is not in it."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, one line each."""
     script: str = ""
-    """The batch script; set by `check_template`."""
+    """The batch script, exactly as it will be submitted; set by `check_template`."""
     snapshot: CodeSnapshot | None = None
-    """Code to copy into the run folder; set by `check_code`."""
+    """Code to copy into the run folder, if any; set by `check_code`."""
     outlook: PreflightResult = field(default_factory=PreflightResult)
     """Findings of the backend; set by `check_backend`."""
 
+    @property
+    def prospects(self) -> tuple[str, ...]:
+        """Expected start and cost; waits for the scheduler's answer."""
+        return self.outlook.foretell()
 
-def run_preflight(draft: SubmissionDraft) -> list[str]:
-    """Run all checks and return their notes for the user.
+
+def run_preflight(job: PreparedSubmission) -> None:
+    """Run all checks, and add their notes.
 
     Raises:
         SpecError: the job cannot run as requested.
     """
-    return [note for check in CHECKS for note in check(draft) or ()]
+    for check in CHECKS:
+        job.notes += tuple(check(job) or ())
 
 
-def check_options(draft: SubmissionDraft) -> list[str]:
+def check_options(job: PreparedSubmission) -> list[str]:
     """Check that each option has an effect."""
-    return check_unused_options(draft.settings.given, draft.settings.options, draft.spec)
+    return check_unused_options(job.settings.given, job.settings.options, job.spec)
 
 
-def check_time_left(draft: SubmissionDraft) -> list[str]:
+def check_time_left(job: PreparedSubmission) -> list[str]:
     """Return a warning if the ranks get the stop signal within five minutes of the job's start."""
-    spec, settings = draft.spec, draft.settings.given
+    spec, settings = job.spec, job.settings.given
     if spec.time_limit_s is None:
         return []
     early_s = _EARLY_S if spec.backend == "slurm" else 0.0
@@ -103,9 +112,9 @@ def _check_syntax(script: Path) -> None:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
-def check_script(draft: SubmissionDraft) -> None:
+def check_script(job: PreparedSubmission) -> None:
     """Check that the script is a readable Python file."""
-    script = Path(draft.spec.script)
+    script = Path(job.spec.script)
     try:
         mode = script.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -141,29 +150,29 @@ def _check_shebang(script: Path) -> None:
         )
 
 
-def check_environment(draft: SubmissionDraft) -> None:
+def check_environment(job: PreparedSubmission) -> None:
     """Check interpreter, conda or virtual environment, and container.
 
     A bare name of an interpreter is looked up where the job runs.
     """
-    spec, python = draft.spec, Path(draft.spec.python)
+    spec, python = job.spec, Path(job.spec.python)
     is_given = spec.shell.python is None and python.is_absolute()
     if is_given and not (python.is_file() and os.access(python, os.X_OK)):
         raise SpecError(
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with another."
         )
-    spec.shell.check_files(draft.environ)
+    spec.shell.check_files(job.environ)
     if spec.container is not None:
         spec.container.check_files()
 
 
-def check_run_folder(draft: SubmissionDraft) -> None:
+def check_run_folder(job: PreparedSubmission) -> None:
     """Check that the run folder can be written, and that it is new or that of the same kind of run."""
     try:
-        _check_run_folder(RunDir(Path(draft.spec.run_dir)), is_array=draft.spec.array is not None)
+        _check_run_folder(RunDir(Path(job.spec.run_dir)), is_array=job.spec.array is not None)
     except OSError as error:
         raise SpecError(
-            f"The run folder {draft.spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
+            f"The run folder {job.spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
             "Choose another."
         ) from error
 
@@ -223,32 +232,32 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
         )
 
 
-def check_code(draft: SubmissionDraft) -> Iterable[str]:
+def check_code(job: PreparedSubmission) -> Iterable[str]:
     """Choose the code to copy; check its size, and that git can list it."""
-    asked = draft.settings.options
+    asked = job.settings.options
     if not asked.get("code_snapshot", True):
         return ()
     # Imported only if needed, because importing what runs git is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
-    script, limit_mb = draft.spec.script, asked["code_snapshot_limit"]
-    draft.snapshot, notes = plan_snapshot(script, limit_mb, draft.environ, folder=draft.code)
+    script, limit_mb = job.spec.script, asked["code_snapshot_limit"]
+    job.snapshot, notes = plan_snapshot(script, limit_mb, job.environ, folder=job.code)
     return notes
 
 
-def check_template(draft: SubmissionDraft) -> None:
+def check_template(job: PreparedSubmission) -> None:
     """Render the batch script; a user's own template must still start the supervisor."""
-    draft.script = render(draft.spec)
+    job.script = render(job.spec)
 
 
-def check_backend(draft: SubmissionDraft) -> Iterable[str]:
+def check_backend(job: PreparedSubmission) -> Iterable[str]:
     """Check the job against this machine (`backends/local.py`) or its Slurm site (`site/site_check.py`)."""
-    draft.outlook = draft.backend.check(draft.spec, draft.script, draft.settings.site)
-    return draft.outlook.notes
+    job.outlook = job.backend.check(job.spec, job.script, job.settings.site)
+    return job.outlook.notes
 
 
 #: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
-CHECKS: tuple[Callable[[SubmissionDraft], Iterable[str] | None], ...] = (
+CHECKS: tuple[Callable[[PreparedSubmission], Iterable[str] | None], ...] = (
     check_options,
     check_time_left,
     check_script,

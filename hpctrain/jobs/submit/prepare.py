@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
-from hpctrain.jobs.backends.base import Backend
 from hpctrain.jobs.options.option_value import OptionSource
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.submit.preflight import SubmissionDraft, run_preflight
+from hpctrain.jobs.submit.preflight import PreparedSubmission, run_preflight
 from hpctrain.spec.container import Container
-from hpctrain.spec.job_spec import BackendName, JobSpec
-
-if TYPE_CHECKING:
-    from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
-
-
-@dataclass(frozen=True)
-class PreparedSubmission:
-    """A job that has passed every check."""
-
-    spec: JobSpec
-    #: The batch script, exactly as it will be submitted.
-    script: str
-    #: Notes for the user, one line each.
-    notes: tuple[str, ...]
-    #: See `prospects`.
-    foretell: Callable[[], tuple[str, ...]]
-    #: See `PreflightResult.refusal`.
-    refusal: Callable[[], str]
-    backend: Backend
-    #: Environment variables of the submission. Some may be secret.
-    environ: Mapping[str, str] = field(repr=False)
-    #: Code to copy into the run folder; None if the script itself is run.
-    snapshot: CodeSnapshot | None = None
-
-    @property
-    def prospects(self) -> tuple[str, ...]:
-        """Expected start and cost; waits for the scheduler's answer."""
-        return self.foretell()
-
+from hpctrain.spec.job_spec import BackendName
 
 #: Types of a script's arguments; the script receives strings.
 _ARGUMENTS = (str, int, float, os.PathLike)
@@ -109,18 +77,9 @@ def _prepare(
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     container = _container(settings, backend.name, cwd, environ)
     spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python, container=container)
-    draft = SubmissionDraft(spec, settings, backend, environ, code)
-    notes += run_preflight(draft)
-    return PreparedSubmission(
-        spec=spec,
-        script=draft.script,
-        notes=tuple(notes),
-        foretell=draft.outlook.foretell,
-        refusal=draft.outlook.refusal,
-        backend=backend,
-        environ=environ,
-        snapshot=draft.snapshot,
-    )
+    submission = PreparedSubmission(spec, settings, backend, environ, code, tuple(notes))
+    run_preflight(submission)
+    return submission
 
 
 def _container(

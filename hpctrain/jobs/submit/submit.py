@@ -17,7 +17,8 @@ from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import named_as_in_python
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
-from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
+from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
@@ -54,7 +55,7 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
                 _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
             write_atomic(folder.git_ignore, "*\n", durable=False)
             # Slurm's forecast must be complete by now: it would count this job as a pending one.
-            submission.foretell()
+            submission.outlook.foretell()
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")
