@@ -6,7 +6,7 @@
 On some ranks over gloo, all measured in turn in each round, for a state of so many megabytes on every rank:
 
 - copy: the state into memory that was allocated before, which is the least that any background save can do
-- begin: `CheckpointStore.begin`, after which training may go on
+- begin: `CheckpointStore.async_save`, after which training may go on
 - dcp.async_save: torch's own, which must have finished before it is called again here, as ours
 - in each case until it is on disk; and the same saved by one, two and four ranks, and for growing states: on
   one disk, and with each rank held to --link megabytes a second, as by a network of its own
@@ -87,11 +87,11 @@ class Measurement:
             time.sleep(2.0)  # a first training step, say
         dist.barrier()
         begun = time.perf_counter()
-        self.store.begin(self.step, self.state, {})
+        self.store.async_save(self.step, self.state, {})
         stall = slowest(time.perf_counter() - begun)
-        self.store.finish(600)
+        self.store.wait(600)
         on_disk = slowest(time.perf_counter() - begun)
-        (ended,) = self.store.finished()
+        (ended,) = self.store.collect_outcomes()
         assert isinstance(ended, CommittedSave), ended
         return stall, on_disk
 

@@ -34,17 +34,17 @@ def empty(steps: int) -> None:
 
 def told(steps: int) -> None:
     for _ in range(steps):
-        activity.enter("data")
-        activity.enter("step")
-        activity.trained()
+        activity.set_phase("data")
+        activity.set_phase("step")
+        activity.step_done()
 
 
 def timed(steps: int) -> None:
     module = torch.nn.Linear(1, 1)
     clock = ComputeTimer(module, torch.optim.SGD(module.parameters()), torch.device("cpu"))
     for _ in range(steps):
-        activity.enter("data")
-        activity.enter("step")
+        activity.set_phase("data")
+        activity.set_phase("step")
         with clock.step():
             clock._record_last_gradient(module.weight)
             clock._record_update()

@@ -134,11 +134,11 @@ def measure(folder: Path, step_s: float, loggers: list[str], in_turn: InTurn) ->
                 loggers=loggers,
                 callbacks=[in_turn],
             )
-            awaited = [run.logger_memory(name) for name in loggers]
+            awaited = [run.logger_state(name) for name in loggers]
             trainer.fit(Net(step_s, awaited), TensorDataset(torch.randn(64, WIDTH)))
     finally:
         signal_all(signal.SIGCONT)
-        sampler.end()
+        sampler.stop()
     return in_turn.ratios(list(read_json_lines(run.metrics)))
 
 

@@ -27,7 +27,7 @@ def new_secret() -> dict[str, str]:
     return {SECRET_VARIABLE: secrets.token_hex(32)}
 
 
-def secret_of(environ: Mapping[str, str]) -> bytes:
+def read_secret(environ: Mapping[str, str]) -> bytes:
     """Return the secret in `environ`, or empty bytes if there is none."""
     return environ.get(SECRET_VARIABLE, "").encode()
 

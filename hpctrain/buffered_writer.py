@@ -17,7 +17,7 @@ from hpctrain.files import append_lines
 ReportMessage = Callable[[str], None]
 
 #: Maximum number of buffered lines; the oldest are dropped first.
-_KEPT = 100_000
+_MAX_PENDING = 100_000
 _RETRY_AFTER_S = 1.0
 
 
@@ -26,23 +26,23 @@ class BufferedLineWriter:
 
     def __init__(self, path: Path, say: ReportMessage) -> None:
         """Append to the file at `path`; report to `say` when writing fails and when it works again."""
-        self._path, self._say = path, say
-        self._waiting: deque[str] = deque(maxlen=_KEPT)
+        self._path, self._report = path, say
+        self._pending: deque[str] = deque(maxlen=_MAX_PENDING)
         self._retry_at = 0.0
         self._writing = threading.RLock()
-        self.trouble: OSError | None = None
+        self.last_error: OSError | None = None
         """Why the file cannot be written; None if it can."""
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending(self) -> bool:
         """True if lines are buffered that could not be written so far."""
-        return bool(self._waiting)
+        return bool(self._pending)
 
     @contextmanager
-    def waiting(self) -> Iterator[list[str]]:
+    def pending(self) -> Iterator[list[str]]:
         """Yield the lines that could not be written so far; none is written during the block."""
         with self._writing:
-            yield list(self._waiting)
+            yield list(self._pending)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append `record` as JSON after the buffered lines, now or later."""
@@ -50,13 +50,13 @@ class BufferedLineWriter:
 
     def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append all `records` after the buffered lines. Opens the file only once."""
-        self._waiting.extend(json.dumps(record) for record in records)
+        self._pending.extend(json.dumps(record) for record in records)
         if time.monotonic() >= self._retry_at:
             self.flush()
 
     def append_line(self, line: str) -> None:
         """Append `line` after the buffered lines, now or later."""
-        self._waiting.append(line)
+        self._pending.append(line)
         if time.monotonic() >= self._retry_at:
             self.flush()
 
@@ -67,16 +67,16 @@ class BufferedLineWriter:
 
     def _flush(self) -> None:
         try:
-            append_lines(self._path, self._waiting)
+            append_lines(self._path, self._pending)
         except OSError as error:
-            said, self.trouble = self.trouble is not None, error
+            said, self.last_error = self.last_error is not None, error
             self._retry_at = time.monotonic() + _RETRY_AFTER_S
             if not said:
-                self._say(
+                self._report(
                     f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues; "
                     "lines are buffered and written later."
                 )
         else:
-            if self.trouble is not None:
-                self.trouble = None
-                self._say(f"hpctrain: {self._path} is writable again; all buffered lines are written.")
+            if self.last_error is not None:
+                self.last_error = None
+                self._report(f"hpctrain: {self._path} is writable again; all buffered lines are written.")

@@ -24,7 +24,7 @@ _TRACEBACK = re.compile(
     re.MULTILINE,
 )
 # Slurm's own messages can appear within a traceback.
-_OF_SLURM = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
+_SLURM_LINES = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
 
 
 #: Failure kind of a rank that exited with code 0 during a training.
@@ -65,7 +65,7 @@ def find_crash_output(
     return CrashOutput(outer_log if file_size(outer_log) > since or not log.exists() else log, message)
 
 
-def words_of_unfinished(what: str, step: int | None, last_step: int | None) -> str:
+def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:
     """Return a clause with the step of the training at which the script exited with code 0.
 
     Args:
@@ -93,4 +93,4 @@ def _newest_traceback(path: Path, since: int) -> re.Match[str] | None:
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    return max(_TRACEBACK.finditer(_OF_SLURM.sub("", text)), key=re.Match.start, default=None)
+    return max(_TRACEBACK.finditer(_SLURM_LINES.sub("", text)), key=re.Match.start, default=None)

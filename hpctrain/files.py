@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 #: Modes of a run's files. The umask decides who can read; only the owner can write, whatever the umask.
 _SHARED, _PRIVATE = 0o644, 0o600
 #: A check with `is_locked` takes microseconds, but several may come in a row.
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 
 def make_folder(path: Path, *, private: bool = False) -> None:
@@ -184,7 +184,7 @@ def append_lines(path: Path, lines: deque[str]) -> None:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, _SHARED)
     try:
         _check_regular(fd, path)
-        end_before = b"\n" if _is_torn(fd) else b""
+        end_before = b"\n" if _has_partial_line(fd) else b""
         while lines:
             data = end_before + f"{lines[0]}\n".encode(errors="backslashreplace")
             if (written := os.write(fd, data)) != len(data):
@@ -203,13 +203,13 @@ def terminate_partial_line(path: Path) -> None:
         return
     try:
         _check_regular(fd, path)
-        if _is_torn(fd):
+        if _has_partial_line(fd):
             os.write(fd, b"\n")
     finally:
         os.close(fd)
 
 
-def _is_torn(fd: int) -> bool:
+def _has_partial_line(fd: int) -> bool:
     """True if the last line of an open file has no line end."""
     size = os.fstat(fd).st_size
     return size > 0 and os.pread(fd, 1, size - 1) not in (b"\n", b"")
@@ -289,11 +289,11 @@ def try_lock(path: Path) -> int | None:
 
     The file is private, because any process that can read it could lock it (flock(2)).
     """
-    fd = _beyond_standard_streams(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE))
+    fd = _dup_above_stdio(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE))
     try:
         if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:
             os.fchmod(fd, _PRIVATE)
-        _take(fd)
+        _lock_fd(fd)
     except BlockingIOError:
         os.close(fd)
         return None
@@ -309,37 +309,37 @@ def lock_folder(folder: Path) -> int:
     Raises:
         OSError: the file system has no locks, or another process holds this one.
     """
-    fd = _beyond_standard_streams(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
-        _take(fd)
+        _lock_fd(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _beyond_standard_streams(fd: int) -> int:
+def _dup_above_stdio(fd: int) -> int:
     """Move `fd` to a number above 2, which a child never uses as stdin, stdout or stderr."""
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(fd)
     return moved
 
 
-def _take(fd: int) -> None:
+def _lock_fd(fd: int) -> None:
     """Lock the open file `fd`. Waits a moment, because `is_locked` in other processes takes the lock briefly.
 
     Raises:
         BlockingIOError: another process holds it.
         OSError: the file system has no locks.
     """
-    deadline = time.monotonic() + _LOOK_S
+    deadline = time.monotonic() + _POLL_INTERVAL_S
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(_LOOK_S / 20)
+        time.sleep(_POLL_INTERVAL_S / 20)
 
 
 def is_locked(path: Path) -> bool:

@@ -43,22 +43,22 @@ _sessions: WeakKeyDictionary[dist.ProcessGroup, _Session] = WeakKeyDictionary()
 #: The secret for all groups. Global like torch's default group.
 _secret = b""
 #: Describes the store of the ranks, for errors.
-_store_in_words: Callable[[], str] = str
+_describe_store: Callable[[], str] = str
 
 
-def prove_world(secret: bytes, store_in_words: Callable[[], str] = str) -> None:
+def prove_world(secret: bytes, describe_store: Callable[[], str] = str) -> None:
     """Prove `secret` to all ranks of the default group; later groups use it, too. All ranks must call this.
 
     Args:
         secret: the secret of the attempt.
-        store_in_words: describes the store of the ranks, for errors.
+        describe_store: describes the store of the ranks, for errors.
 
     Raises:
         RendezvousError: a rank did not answer in time, or closed a connection.
         Unauthenticated: a rank did not prove the secret.
     """
-    global _secret, _store_in_words
-    _secret, _store_in_words = secret, store_in_words
+    global _secret, _describe_store
+    _secret, _describe_store = secret, describe_store
     prove(dist.group.WORLD)
 
 
@@ -109,7 +109,7 @@ def _forming(members: Sequence[int], step: str) -> Iterator[None]:
 
 
 def _with_store(text: str) -> str:
-    return f"{text} ({words})" if (words := _store_in_words()) else text
+    return f"{text} ({words})" if (words := _describe_store()) else text
 
 
 def _proven(group: dist.ProcessGroup) -> _Session:

@@ -232,7 +232,7 @@ class RunDir:
         return self.path / "function.pkl"
 
     @property
-    def continuation(self) -> Path:
+    def resume_call(self) -> Path:
         """The call, returned by the function's `checkpoint` method, that replaces it in later attempts."""
         return self.path / "continuation.pkl"
 
@@ -249,7 +249,7 @@ class RunDir:
         """The environment of each attempt, and the settings of its training."""
         return self.path / "environment.jsonl"
 
-    def logger_memory(self, name: str) -> Path:
+    def logger_state(self, name: str) -> Path:
         """Return the file with a logger's progress and the tracker's id of the run."""
         return self.path / "loggers" / f"{name}.json"
 
@@ -273,7 +273,7 @@ class RunDir:
         return self.path / "supervisor.lock"
 
     @property
-    def pace(self) -> Path:
+    def phase_durations(self) -> Path:
         """The longest durations seen in the run, from which the time limits for hangs follow."""
         return self.path / "pace.json"
 
@@ -294,7 +294,7 @@ class RunDir:
         except OSError:
             return False
 
-    def succession(self, job_id: str) -> Path:
+    def successor_claim(self, job_id: str) -> Path:
         """Return the file with the id of the successor of `job_id`. Only the first writer creates it."""
         return self.path / "chain" / f"after-{job_id}"
 
@@ -314,13 +314,13 @@ class RunDir:
     def failures(self) -> Path:
         return self.path / "failures"
 
-    def check(self, attempt: int, rank: int) -> Path:
+    def node_check_result(self, attempt: int, rank: int) -> Path:
         """Return the file with a rank's check of its node before the attempt."""
         return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
 
-    def checks(self, attempt: int) -> list[Path]:
+    def node_check_results(self, attempt: int) -> list[Path]:
         """Return the existing files of all ranks."""
-        return sorted(self.check(attempt, 0).parent.glob("rank-*.json"))
+        return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
 
     def memory_errors(self, host: str, local_rank: int) -> Path:
         """Return the file with the GPU memory errors that existed when the job first checked: not its own."""
@@ -340,11 +340,11 @@ class RunDir:
         """Return the ranks that have started a log in this attempt, ascending."""
         return _numbered(self.attempt_logs(attempt), _RANK_LOG)
 
-    def log_times(self, attempt: int, node: int) -> Path:
+    def log_index(self, attempt: int, node: int) -> Path:
         """Return the file with the lengths over time of the logs of a node's ranks."""
         return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
 
-    def all_log_times(self, attempt: int) -> list[Path]:
+    def all_log_indexes(self, attempt: int) -> list[Path]:
         """Return the existing files of all nodes."""
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
 
@@ -363,11 +363,11 @@ class RunDir:
         """Return the file with the state of a node's GPUs at a hang."""
         return self.failures / f"attempt-{attempt:03d}-gpus-{node:03d}.json"
 
-    def raised(self, attempt: int, rank: int) -> Path:
+    def exception_pickle(self, attempt: int, rank: int) -> Path:
         """Return the file with the pickled exception of a failure, if it could be pickled."""
         return self.failure(attempt, rank).with_suffix(".pkl")
 
-    def unfinished(self, attempt: int, rank: int, key: str) -> Path:
+    def unfinished_marker(self, attempt: int, rank: int, key: str) -> Path:
         """Return a file that exists during a training of a rank; `key` represents its output folder."""
         return self.path / "unfinished" / f"attempt-{attempt:03d}-rank-{rank:05d}-{key}.json"
 

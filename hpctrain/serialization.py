@@ -63,20 +63,20 @@ class CallPayload:
     """The pickled call."""
     sys_path: tuple[str, ...]
     """Module search path of the program that submitted the call."""
-    again: bool = False
+    retry_on_exception: bool = False
     """True if the function is called again after it has raised an exception."""
 
     @classmethod
-    def pack(cls, call: FunctionCall, *, again: bool = False) -> Self:
+    def serialize(cls, call: FunctionCall, *, retry_on_exception: bool = False) -> Self:
         """Pack `call` with the module search path of this program.
 
         Raises:
             UserError: a part of it cannot be pickled.
         """
         paths = tuple(os.path.realpath(path) for path in sys.path)
-        return cls(call.to_bytes(), paths, again)
+        return cls(call.to_bytes(), paths, retry_on_exception)
 
-    def open(self) -> FunctionCall:
+    def deserialize(self) -> FunctionCall:
         """Unpickle the call. Imports the modules that it needs.
 
         Raises:
@@ -88,7 +88,7 @@ class CallPayload:
 
     def to_bytes(self) -> bytes:
         """Return the content of a file that `read` reads."""
-        return pickle.dumps((self.call, self.sys_path, self.again))
+        return pickle.dumps((self.call, self.sys_path, self.retry_on_exception))
 
     def write(self, path: Path) -> None:
         """Write the payload to `path` atomically.
@@ -124,7 +124,7 @@ def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 (pickling runs code of the value)
-        name, culprit, told = _blame(parts) or ("it", value, error)
+        name, culprit, told = _find_unpicklable(parts) or ("it", value, error)
         raise UserError(
             f"{whose}(): {name} is a {_type_name(culprit)}, which cannot be pickled: {told}. "
             "Pass or return plain data instead, or create it inside the function."
@@ -132,14 +132,14 @@ def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
     return data
 
 
-def _blame(parts: list[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
+def _find_unpicklable(parts: list[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
     """Return the innermost of `parts` and their contents that cannot be pickled: name, value, error."""
     found: tuple[str, Any, Exception] | None = None
     seen: set[int] = set()
     queue = iter(parts)
     while (hit := next(_failures(queue, seen), None)) is not None:
         found = hit
-        queue = _inside(*hit[:2])
+        queue = _children(*hit[:2])
     return found
 
 
@@ -156,7 +156,7 @@ def _failures(parts: Iterator[tuple[str, Any]], seen: set[int]) -> Iterator[tupl
             yield name, value, error
 
 
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the visible contents of `value`, each with a name."""
     match value:
         case dict():
@@ -173,8 +173,8 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"the object of {name}", value.__self__
         case functools.partial():
             yield f"the function of {name}", value.func
-            yield from _inside(f"the arguments of {name}", value.args)
-            yield from _inside(f"the arguments of {name}", value.keywords)
+            yield from _children(f"the arguments of {name}", value.args)
+            yield from _children(f"the arguments of {name}", value.keywords)
     yield from ((f"{name}.{attribute}", part) for attribute, part in _attributes(value).items())
 
 

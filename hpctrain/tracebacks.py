@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hpctrain.text import pluralize
 
-_HERE = f"{Path(__file__).parent}/"
-_OF_OTHERS = re.compile(r"<frozen |.*/(?:site|dist)-packages/(?:hpctrain|torch)/")
+_HPCTRAIN_FOLDER = f"{Path(__file__).parent}/"
+_LIBRARY_FILES = re.compile(r"<frozen |.*/(?:site|dist)-packages/(?:hpctrain|torch)/")
 _FRAME = re.compile(r' +File "(?P<path>[^"]*)", line \d+')
 
 #: torch errors on a rank whose peer is gone: consequences of a failure, not causes.
@@ -29,7 +29,7 @@ def fold(traceback: str) -> str:
     folded, inside, has_own = 0, False, False
     for line in traceback.splitlines():
         if frame := _FRAME.match(line):
-            inside = frame["path"].startswith(_HERE) or bool(_OF_OTHERS.match(frame["path"]))
+            inside = frame["path"].startswith(_HPCTRAIN_FOLDER) or bool(_LIBRARY_FILES.match(frame["path"]))
             has_own |= not inside
             folded += inside
         elif not line.startswith("  "):  # the code of a frame, and a note that it repeats, are indented

@@ -66,7 +66,7 @@ def local_function():
 )
 def test_the_argument_that_cannot_be_pickled_is_named(args, kwargs, culprit):
     with pytest.raises(UserError) as caught:
-        CallPayload.pack(FunctionCall(add, tuple(args), kwargs))
+        CallPayload.serialize(FunctionCall(add, tuple(args), kwargs))
     assert str(caught.value).startswith(f"add(): {culprit}, which cannot be pickled: cannot pickle ")
 
 
@@ -80,7 +80,7 @@ def test_the_argument_that_cannot_be_pickled_is_named(args, kwargs, culprit):
 )
 def test_what_the_function_brings_along_is_named(function, culprit):
     with pytest.raises(UserError) as caught:
-        CallPayload.pack(FunctionCall(function))
+        CallPayload.serialize(FunctionCall(function))
     assert str(caught.value).startswith(culprit)
 
 
@@ -102,11 +102,13 @@ def test_an_object_that_refuses_in_its_own_words_is_named_itself():
 
 def test_a_parcel_is_read_without_opening_it(tmp_path):
     path = tmp_path / "p.pkl"
-    path.write_bytes(CallPayload.pack(FunctionCall(add, (1,), {"b": 2}), again=True).to_bytes())
+    path.write_bytes(
+        CallPayload.serialize(FunctionCall(add, (1,), {"b": 2}), retry_on_exception=True).to_bytes()
+    )
     parcel = CallPayload.read(path)
-    assert parcel.again
+    assert parcel.retry_on_exception
     assert parcel.sys_path == tuple(map(os.path.realpath, sys.path))
-    assert parcel.open()() == 3
+    assert parcel.deserialize()() == 3
 
 
 def test_a_parcel_can_be_read_where_the_functions_module_is_not_found(tmp_path):
@@ -115,13 +117,13 @@ def test_a_parcel_can_be_read_where_the_functions_module_is_not_found(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import mine, pathlib; from "
         "hpctrain.serialization import *; "
-        "CallPayload.pack(FunctionCall(mine.f)).write(pathlib.Path('p.pkl'))"
+        "CallPayload.serialize(FunctionCall(mine.f)).write(pathlib.Path('p.pkl'))"
     )
     run_command([sys.executable, "-c", code, tmp_path], cwd=tmp_path)
     parcel = CallPayload.read(tmp_path / "p.pkl")
     assert str(tmp_path) in parcel.sys_path
     with pytest.raises(ModuleNotFoundError, match="mine"):
-        parcel.open()
+        parcel.deserialize()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class InterruptionHistory:
     node_seconds: float = 0.0
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]]) -> InterruptionHistory:
+    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> InterruptionHistory:
         """Count over a run's events, oldest first.
 
         An attempt was interrupted if another one followed, and it neither saved on a stop signal nor

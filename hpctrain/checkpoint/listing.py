@@ -51,13 +51,13 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Checkpo
         verify: compare every file with its checksum, which reads all of them.
     """
     events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
-    rule = _rule(events)
-    found = list(_look(run.checkpoints, "shared", verify=verify))
-    for folder in _fast_folders(events):
-        found += _look(folder, "local", verify=verify)
+    rule = _best_metric(events)
+    found = list(_inspect(run.checkpoints, "shared", verify=verify))
+    for folder in _local_tier_folders(events):
+        found += _inspect(folder, "local", verify=verify)
     # If a step is in both tiers, a run would load the copy on its own host.
     found.sort(key=lambda one: (one.step, one.tier == "local"))
-    return _marked(found, rule), rule
+    return _mark_newest_and_best(found, rule), rule
 
 
 def list_quarantined(run: RunDir) -> list[Path]:
@@ -65,7 +65,7 @@ def list_quarantined(run: RunDir) -> list[Path]:
     return sorted(run.checkpoints.glob("step-*.broken-*"))
 
 
-def _look(folder: Path, tier: TierName, *, verify: bool) -> Iterator[CheckpointInfo]:
+def _inspect(folder: Path, tier: TierName, *, verify: bool) -> Iterator[CheckpointInfo]:
     for step in list_checkpoint_steps(folder):
         path = folder / checkpoint_folder_name(step)
         manifest: Manifest | None = None
@@ -87,12 +87,12 @@ def _problems(manifest: Manifest, path: Path) -> Iterator[str]:
             yield str(error)
 
 
-def _fast_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
+def _local_tier_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
     folders = {Path(event["path"]).parent for event in events if event.get("tier") == "local"}
     return sorted(folder for folder in folders if folder.is_dir())
 
 
-def _rule(events: list[dict[str, Any]]) -> BestMetric | None:
+def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
     """Return the rule of the newest event; a run may have been resumed with another one."""
     for event in reversed(events):
         if (metric := event.get("metric")) is not None:
@@ -100,7 +100,7 @@ def _rule(events: list[dict[str, Any]]) -> BestMetric | None:
     return None
 
 
-def _marked(found: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
+def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
     whole = [one for one in found if one.manifest is not None and not one.problems]
     newest = whole[-1] if whole else None
     scores = {

@@ -22,7 +22,7 @@ class CommittedSave:
     path: Path
     total_bytes: int
     seconds: float
-    """From the call of `begin` or `save` to the commit, on this rank."""
+    """From the call of `async_save` or `save` to the commit, on this rank."""
     score: float | None = None
     world_size: int = 1
     notes: tuple[str, ...] = ()
@@ -35,30 +35,32 @@ class PendingSave:
 
     step: int
     score: float | None
-    begun: float
-    captured: StagedState | None
+    started_at: float
+    staged: StagedState | None
     problem: str | None
     """The reason why this rank has nothing to write."""
     direct: bool
     """True if the save bypasses the local tier."""
     time: float = field(default_factory=time.time)
-    give_up: threading.Event = field(default_factory=threading.Event)
+    abort: threading.Event = field(default_factory=threading.Event)
     outcome: CommittedSave | CheckpointError | None = None
     thread: threading.Thread | None = None
 
 
-def describe_save(place: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]) -> CommittedSave:
+def describe_save(
+    directory: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]
+) -> CommittedSave:
     """Return the record of a checkpoint that was just committed.
 
     Args:
-        place: the folder of checkpoints that contains it.
+        directory: the folder of checkpoints that contains it.
         manifest: its manifest.
         begun: start of the save, by the monotonic clock.
         notes: problems that did not prevent the checkpoint.
     """
     return CommittedSave(
         step=manifest.step,
-        path=place.folder / checkpoint_folder_name(manifest.step),
+        path=directory.folder / checkpoint_folder_name(manifest.step),
         total_bytes=manifest.total_bytes,
         seconds=time.monotonic() - begun,
         score=manifest.score,

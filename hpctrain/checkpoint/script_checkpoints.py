@@ -22,7 +22,7 @@ class ScriptCheckpointWatcher:
     def __init__(self, folder: Path) -> None:
         """Record the files that exist now."""
         self._folder = folder
-        self._before = dict(_look(folder, _DEPTH))
+        self._before = dict(_iter_files(folder, _DEPTH))
 
     def newest_since(self) -> Path | None:
         """Return the newest file that was added or changed since; None if there is none.
@@ -30,20 +30,20 @@ class ScriptCheckpointWatcher:
         Each file is compared with its earlier state, not with the host's clock: the file system may use
         another one.
         """
-        changed = {path: at for path, at in _look(self._folder, _DEPTH) if self._before.get(path) != at}
+        changed = {path: at for path, at in _iter_files(self._folder, _DEPTH) if self._before.get(path) != at}
         return max(changed, key=lambda path: changed[path]) if changed else None
 
 
-def newest(folder: Path) -> tuple[Path, float] | None:
+def newest_file(folder: Path) -> tuple[Path, float] | None:
     """Return the file that changed last, and the time in seconds since the epoch; None if there is none."""
-    files = dict(_look(folder, _DEPTH))
+    files = dict(_iter_files(folder, _DEPTH))
     if not files:
         return None
     path = max(files, key=lambda path: files[path])
     return path, files[path][0] / 1e9
 
 
-def _look(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:
+def _iter_files(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:
     """Yield each file below `folder`, with its modification time in ns and its size in bytes."""
     try:
         entries = list(os.scandir(folder))
@@ -57,6 +57,6 @@ def _look(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:
                 status = entry.stat()
                 yield Path(entry.path), (status.st_mtime_ns, status.st_size)
             elif depth > 1:
-                yield from _look(Path(entry.path), depth - 1)
+                yield from _iter_files(Path(entry.path), depth - 1)
         except OSError:
             continue  # It was removed during the scan.

@@ -21,42 +21,42 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator
 class StagedState:
     """A snapshot of a state, which later steps do not change."""
 
-    image: StagedFile
+    staged_file: StagedFile
     ready: Any
     """Object to `synchronize()` with before the image is read."""
     plain: Any
     """The state tree, with references in place of its tensors."""
-    alike: str
+    fingerprint: str
     """Hash that is equal on ranks whose states have the same names, types and shapes."""
 
 
 #: The properties that determine the write plan of a tensor.
-_Look = tuple[str, type, torch.Size, torch.dtype, torch.layout, bool]
+_TensorSignature = tuple[str, type, torch.Size, torch.dtype, torch.layout, bool]
 #: Tensor types of which each rank holds the whole.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_UNSHARDED_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _look_of(key: str, tensor: torch.Tensor) -> _Look:
+def _signature_of(key: str, tensor: torch.Tensor) -> _TensorSignature:
     return key, type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta
 
 
-class _Known(NamedTuple):
+class _CachedPlan(NamedTuple):
     """Cached write plan of a state; computing it takes longer than copying small tensors."""
 
-    looks: list[_Look]
-    pieces: tuple[WriteItem, ...]
-    alike: str
+    signatures: list[_TensorSignature]
+    items: tuple[WriteItem, ...]
+    fingerprint: str
 
 
 class StateStager:
     """Capture of states, one at a time: each capture overwrites the previous one."""
 
-    def __init__(self, agreement: RankCoordinator) -> None:
-        self._agreement = agreement
-        self._image: StagedFile | None = None
+    def __init__(self, coordinator: RankCoordinator) -> None:
+        self._coordinator = coordinator
+        self._staged_file: StagedFile | None = None
         self._memory: mmap.mmap | None = None
         self._preparing: threading.Thread | None = None
-        self._known: _Known | None = None
+        self._cached_plan: _CachedPlan | None = None
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
         """Allocate the memory in the background.
@@ -64,68 +64,71 @@ class StateStager:
         Raises:
             CheckpointError: a value cannot be stored.
         """
-        _, pieces, data, _ = self._look(state, rank_state)
+        _, items, data, _ = self._plan(state, rank_state)
         self._join()
-        if self._image is not None and self._image.pieces == pieces:
+        if self._staged_file is not None and self._staged_file.items == items:
             return
         self._preparing = threading.Thread(
-            target=self._lay_out, args=(pieces, _gpu_of(data)), name="hpctrain-checkpoint-memory"
+            target=self._allocate, args=(items, _gpu_of(data)), name="hpctrain-checkpoint-memory"
         )
         self._preparing.start()
 
-    def capture(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> StagedState:
+    def stage(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> StagedState:
         """Copy the state into the staging memory.
 
         Raises:
             CheckpointError: a value cannot be stored.
         """
-        plain, pieces, data, alike = self._look(state, rank_state)
+        plain, items, data, alike = self._plan(state, rank_state)
         self._join()
-        if self._image is None or self._image.pieces != pieces:
-            self._lay_out(pieces, _gpu_of(data))
-        image = self._image
-        assert image is not None
-        return StagedState(image, image.fill(data), plain, alike)
+        if self._staged_file is None or self._staged_file.items != items:
+            self._allocate(items, _gpu_of(data))
+        staged_file = self._staged_file
+        assert staged_file is not None
+        return StagedState(staged_file, staged_file.fill(data), plain, alike)
 
-    def _look(
+    def _plan(
         self, state: Any, rank_state: Mapping[str, torch.Tensor]
     ) -> tuple[Any, tuple[WriteItem, ...], list[torch.Tensor], str]:
         plain, tensors = split_tree(state, STATE_KEY)
-        prefix = rank_key(self._agreement.rank)
+        prefix = rank_key(self._coordinator.rank)
         own = {prefix + name: tensor for name, tensor in rank_state.items()}
-        looks = [_look_of(key, tensor) for key, tensor in (*tensors.items(), *own.items())]
-        known = self._known
-        if known is None or known.looks != looks:
-            known, data = self._share_out(tensors, own, looks)
+        looks = [_signature_of(key, tensor) for key, tensor in (*tensors.items(), *own.items())]
+        known = self._cached_plan
+        if known is None or known.signatures != looks:
+            known, data = self._plan_writes(tensors, own, looks)
             # The properties of a distributed tensor do not show which part this rank holds, so it is not
             # cached.
-            are_plain = all(type(tensor) in _PLAIN for tensor in (*tensors.values(), *own.values()))
-            self._known = known if are_plain else None
+            are_plain = all(type(tensor) in _UNSHARDED_TYPES for tensor in (*tensors.values(), *own.values()))
+            self._cached_plan = known if are_plain else None
         else:
             everything = {**tensors, **own}
-            data = [slice_item(piece, everything[piece.key]) for piece in known.pieces]
-        return plain, known.pieces, data, known.alike
+            data = [slice_item(item, everything[item.key]) for item in known.items]
+        return plain, known.items, data, known.fingerprint
 
-    def _share_out(
-        self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], looks: list[_Look]
-    ) -> tuple[_Known, list[torch.Tensor]]:
+    def _plan_writes(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        own: Mapping[str, torch.Tensor],
+        looks: list[_TensorSignature],
+    ) -> tuple[_CachedPlan, list[torch.Tensor]]:
         """Return the write plan of this rank, and the data for it."""
-        agreement = self._agreement
-        found = list(plan_writes(tensors, agreement.rank, agreement.world_size, agreement.rank_of))
+        coordinator = self._coordinator
+        found = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
         found += plan_writes(own, 0, 1)
         common = ";".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
         alike = xxhash.xxh3_64_hexdigest(common.encode())
-        return _Known(looks, tuple(piece for piece, _ in found), alike), [data for _, data in found]
+        return _CachedPlan(looks, tuple(item for item, _ in found), alike), [data for _, data in found]
 
-    def _lay_out(self, pieces: Sequence[WriteItem], gpu: torch.device | None) -> None:
+    def _allocate(self, items: Sequence[WriteItem], gpu: torch.device | None) -> None:
         """Build a new image, in the existing memory if it is large enough."""
-        self._image = None
-        image = StagedFile(pieces)
-        if self._memory is None or len(self._memory) < image.num_bytes:
+        self._staged_file = None
+        staged_file = StagedFile(items)
+        if self._memory is None or len(self._memory) < staged_file.num_bytes:
             self._memory = None  # frees the old memory before the new is allocated
-            self._memory = allocate_memory(image.num_bytes, gpu)
-        image.lie_in(self._memory)
-        self._image = image
+            self._memory = allocate_memory(staged_file.num_bytes, gpu)
+        staged_file.bind_memory(self._memory)
+        self._staged_file = staged_file
 
     def _join(self) -> None:
         if self._preparing is not None:

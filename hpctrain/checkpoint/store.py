@@ -50,7 +50,7 @@ _EXIT_LIMIT_S = 10.0
 class CheckpointStore:
     """The checkpoints in one folder.
 
-    All ranks of `group` must call the constructor, `begin`, `save`, `bring_home`, `load_newest` and `close`
+    All ranks of `group` must call the constructor, `async_save`, `save`, `drain`, `load_newest` and `close`
     in the same order; each rank may call the other methods alone.
     """
 
@@ -77,50 +77,50 @@ class CheckpointStore:
             patience_s: time without disk progress after which a save is given up, in seconds.
             records: files that rank 0 writes; see `CheckpointDir`.
         """
-        self._agreement = RankCoordinator(group, patience_s + _MARGIN_S)
-        self._site = CommitTarget(
-            self._agreement,
+        self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
+        self._target = CommitTarget(
+            self._coordinator,
             CheckpointDir(folder, records=records),
-            leads=self._agreement.is_main,
-            patience_s=patience_s,
+            is_leader=self._coordinator.is_main,
+            io_timeout_s=patience_s,
         )
-        self._saving = Saver(self._site, retention or Retention())
+        self._saver = Saver(self._target, retention or Retention())
         self._tier: LocalTier | None = None
         if second_tier is not None:
             self._tier, problem = LocalTier.open(
                 second_tier,
-                self._site,
+                self._target,
                 RankCoordinator(group, patience_s + _MARGIN_S),
                 limit_bytes=second_tier_bytes,
-                on_copied=self._saving.reached_shared,
-                on_failure=self._saving.failed_to_reach_shared,
+                on_copied=self._saver.on_copied,
+                on_failure=self._saver.on_copy_failed,
             )
-            self._saving.tier, self._saving.notes = self._tier, [problem] if problem else []
-        self._camera = StateStager(self._agreement)
+            self._saver.local_tier, self._saver.notes = self._tier, [problem] if problem else []
+        self._stager = StateStager(self._coordinator)
         self._in_flight: PendingSave | None = None
         #: Size of this rank's share of the latest state, in bytes.
         self.state_bytes = 0
-        self._at_exit = functools.partial(_leave, weakref.ref(self))
+        self._at_exit = functools.partial(_abandon_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)  # runs before the earlier registered exit handler of the process group
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate, in the background, the memory into which `begin` copies a state of these shapes.
+        """Allocate, in the background, the memory into which `async_save` copies a state of these shapes.
 
-        Without this call, the first `begin` allocates it. Does nothing while a save is in flight.
+        Without this call, the first `async_save` allocates it. Does nothing while a save is in flight.
 
         Raises:
             CheckpointError: a value cannot be stored.
         """
-        if self.finish(0.0):
-            self._camera.prepare(state, rank_state)
+        if self.wait(0.0):
+            self._stager.prepare(state, rank_state)
 
-    def begin(
+    def async_save(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
     ) -> None:
         """Copy the state and return; write and commit it in the background. All ranks must call this.
 
-        If an earlier save is still being written, this waits for it first. Raises nothing; `finished` reports
-        the outcome.
+        If an earlier save is still being written, this waits for it first. Raises nothing; `collect_outcomes`
+        reports the outcome.
 
         Args:
             step: number of completed optimizer steps.
@@ -129,35 +129,35 @@ class CheckpointStore:
             rank_state: tensors of this rank alone.
             score: quality of the state, if the best checkpoints are to be kept.
         """
-        self._begin(step, state, rank_state, score, direct=False)
+        self._start_save(step, state, rank_state, score, direct=False)
 
     def save(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
     ) -> CommittedSave:
         """Write and commit the state after `step` steps. All ranks must call this.
 
-        On return it is in `folder`, not only in the local tier. The arguments are those of `begin`.
+        On return it is in `folder`, not only in the local tier. The arguments are those of `async_save`.
 
         Raises:
             CheckpointError: on all ranks, if any rank could not write its part. Nothing was committed, and
                 earlier checkpoints are unchanged.
         """
-        save = self._begin(step, state, rank_state, score, direct=True)
+        save = self._start_save(step, state, rank_state, score, direct=True)
         self._join(save)
-        self._saving.forget(save.outcome)
+        self._saver.drop_outcome(save.outcome)
         if isinstance(save.outcome, CheckpointError):
             raise save.outcome
         assert save.outcome is not None
         return save.outcome
 
-    def finished(self) -> list[CommittedSave | CheckpointError]:
+    def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
         """Return the outcomes of saves since the last call. Never waits.
 
         With a local tier, a checkpoint is reported again when it has reached `folder`.
         """
-        return self._saving.ended()
+        return self._saver.collect_outcomes()
 
-    def finish(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` seconds for the save in flight; return True if none is left."""
         save = self._in_flight
         if save is None or save.thread is None:
@@ -168,7 +168,7 @@ class CheckpointStore:
     def abandon(self) -> None:
         """Have all ranks give up the save in flight, unless it is already being committed. Does not wait."""
         if self._in_flight is not None:
-            self._in_flight.give_up.set()
+            self._in_flight.abort.set()
 
     def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
         """Finish the background work. All ranks must call this, with the same arguments.
@@ -189,7 +189,7 @@ class CheckpointStore:
         atexit.unregister(self._at_exit)
         return notes
 
-    def bring_home(self, timeout_s: float) -> list[str]:
+    def drain(self, timeout_s: float) -> list[str]:
         """Copy missing checkpoints from the local tier, delete it, and close. All ranks must call this.
 
         Args:
@@ -203,7 +203,7 @@ class CheckpointStore:
         """
         if self._tier is None:
             return self.close()
-        _, broken = find_latest_valid(self._site, self._tier)
+        _, broken = find_latest_valid(self._target, self._tier)
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
@@ -227,8 +227,8 @@ class CheckpointStore:
         """
         if self._in_flight is not None:
             self._join(self._in_flight)
-        found, broken = find_latest_valid(self._site, self._tier)
-        return load(self._agreement, found, like) if found else None, broken
+        found, broken = find_latest_valid(self._target, self._tier)
+        return load(self._coordinator, found, like) if found else None, broken
 
     def add_score(self, step: int, score: float) -> None:
         """Record the score of a committed checkpoint in `folder`. Call this on rank 0 only.
@@ -237,9 +237,9 @@ class CheckpointStore:
             CheckpointError: it cannot be read.
             OSError: its manifest cannot be written and is unchanged.
         """
-        self._site.place.add_score(step, score)
+        self._target.directory.add_score(step, score)
 
-    def _begin(
+    def _start_save(
         self,
         step: int,
         state: Any,
@@ -251,17 +251,17 @@ class CheckpointStore:
         begun = time.monotonic()
         if self._in_flight is not None:
             self._join(self._in_flight)
-        captured, problem = None, None
+        staged, problem = None, None
         try:
-            if self._saving.hanging:
+            if self._saver.hung_writer:
                 raise CheckpointError("the disk is still hanging on an earlier save")
-            captured = self._camera.capture(state, rank_state)
-            self.state_bytes = captured.image.num_bytes
+            staged = self._stager.stage(state, rank_state)
+            self.state_bytes = staged.staged_file.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
             problem = describe_exception(error)
-        save = PendingSave(step, score, begun, captured, problem, direct)
+        save = PendingSave(step, score, begun, staged, problem, direct)
         save.thread = threading.Thread(
-            target=self._saving.run, args=(save,), name="hpctrain-checkpoint", daemon=True
+            target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
         self._in_flight = save
         save.thread.start()
@@ -272,20 +272,20 @@ class CheckpointStore:
         assert save.thread is not None
         save.thread.join(timeout_s)
         if save.thread.is_alive():
-            save.give_up.set()
+            save.abort.set()
             save.thread.join()
 
 
-def _leave(reference: weakref.ref[CheckpointStore]) -> None:
+def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
     """Give up a save in flight when a process exits without closing its store; wait only briefly."""
     store = reference()
     if store is not None:
         store.abandon()
-        store.finish(_EXIT_LIMIT_S)
+        store.wait(_EXIT_LIMIT_S)
 
 
 def find_latest_valid(
-    site: CommitTarget, tier: LocalTier | None
+    target: CommitTarget, tier: LocalTier | None
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Find the newest valid checkpoint; set broken newer ones aside. All ranks must call this.
 
@@ -296,35 +296,35 @@ def find_latest_valid(
     Raises:
         CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
     """
-    shared, held = set(list_shared_steps(site)), {} if tier is None else tier.holdings()
+    shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
     found: VerifiedCheckpoint | None = None
     for step in sorted(shared | held.keys(), reverse=True):
         if step in shared:
             try:
-                found = check_shared(site, step)
+                found = check_shared(target, step)
                 break
             except CorruptCheckpoint as error:
-                broken.append(_set_aside(site, site.place, step, str(error)))
+                broken.append(_set_aside(target, target.directory, step, str(error)))
         if tier is not None and step in held:
             try:
                 found = tier.find(step, held[step])
                 break
             except CorruptCheckpoint as error:
-                broken.append(_set_aside(tier.site, tier.site.place, step, str(error)))
+                broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
     if tier is not None:
-        tier.start_from(found)
+        tier.reset_to(found)
     return found, broken
 
 
-def _set_aside(site: CommitTarget, place: CheckpointDir, step: int, problem: str) -> str:
+def _set_aside(target: CommitTarget, directory: CheckpointDir, step: int, problem: str) -> str:
     def rename() -> str | None:
         # A node that has no part of it has nothing to rename.
-        if not site.leads or step not in place.steps():
+        if not target.is_leader or step not in directory.steps():
             return None
-        return place.set_aside(step).name
+        return directory.quarantine(step).name
 
-    name = site.agreement.together(rename, f"{problem} It cannot be set aside")
-    names = site.agreement.all(name, "setting a checkpoint aside")
+    name = target.coordinator.run_on_all(rename, f"{problem} It cannot be set aside")
+    names = target.coordinator.all_gather(name, "setting a checkpoint aside")
     aside = next(filter(None, names), None)
     return f"{problem} It was set aside as {aside}." if aside else f"{problem} It has been deleted since."

@@ -55,7 +55,7 @@ def command(
         seed = random.SystemRandom().randrange(1 << 32)
     tell = partial(click.echo, err=as_json)
     tell(f"Run {found.run_id}: {', '.join(faults)}; --seed {seed}")
-    done = ChaosRunner(found, faults, seed, tell).go_on(times, every, dry_run=dry_run)
+    done = ChaosRunner(found, faults, seed, tell).inject_faults(times, every, dry_run=dry_run)
     if as_json:
         echo_json({"run_id": found.run_id, "faults": 0 if dry_run else done, "seed": seed})
     elif done < times:

@@ -182,7 +182,7 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
             f"Run {status.run_id} is {status.state}, but a checkpoint can only be imported into a run that "
             "has ended, or into a new folder."
         )
-    if not folder.spec.exists() and not folder.checkpoints.exists() and _holds_anything(folder.path):
+    if not folder.spec.exists() and not folder.checkpoints.exists() and _is_nonempty(folder.path):
         raise UserError(
             f"{short_path(folder.path)} is not a run folder, and it is not empty. "
             "Name a run, or a folder that does not exist yet."
@@ -190,7 +190,7 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
     return folder
 
 
-def _holds_anything(path: Path) -> bool:
+def _is_nonempty(path: Path) -> bool:
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 

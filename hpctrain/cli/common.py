@@ -149,10 +149,10 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
 
 def _traceback(run: RunDir) -> list[str]:
     """Return the traceback of the rank that failed first."""
-    from hpctrain.jobs.runs.error_report import failures_since_submission, traceback_of
+    from hpctrain.jobs.runs.error_report import failures_since_submission, rank_traceback
 
     failures = [its for its in failures_since_submission(run.read_events()) if its.get("rank") is not None]
-    return traceback_of(run, failures[-1]) if failures else []
+    return rank_traceback(run, failures[-1]) if failures else []
 
 
 def exit_for(status: RunStatus) -> None:

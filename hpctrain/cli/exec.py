@@ -55,7 +55,7 @@ def command(program: tuple[str, ...], timeout: float) -> None:
     if note := _forgotten_srun(ranks, os.environ):
         click.echo(note, err=True)
     try:
-        meeting = rendezvous(ranks, os.environ, timeout_s=timeout)
+        rendezvous_info = rendezvous(ranks, os.environ, timeout_s=timeout)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except RendezvousError as error:
@@ -63,16 +63,16 @@ def command(program: tuple[str, ...], timeout: float) -> None:
             f"{str(error).rstrip('.')}. If ranks merely start late, wait longer than {timeout:g} s "
             "(--timeout)."
         ) from None
-    if ranks.is_main and (note := _unknown_master(meeting.address, os.environ)):
+    if ranks.is_main and (note := _unknown_master(rendezvous_info.address, os.environ)):
         click.echo(note, err=True)
     environ = {
-        **apply_env_defaults(os.environ, meeting.gloo_variables(os.environ)),
+        **apply_env_defaults(os.environ, rendezvous_info.gloo_variables(os.environ)),
         **ranks.torch_variables(),
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
+        "MASTER_ADDR": rendezvous_info.address,
+        "MASTER_PORT": str(rendezvous_info.port),
     }
-    if meeting.held:
-        meeting.held.reserve()
+    if rendezvous_info.reserved_port:
+        rendezvous_info.reserved_port.reserve()
     _become(program, environ)
 
 

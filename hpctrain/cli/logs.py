@@ -61,7 +61,7 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
 
     attempts = run.dir.attempts()
     if not attempts:
-        _say_that_nothing_is_there(run, shown)
+        _print_no_logs(run, shown)
         return
     attempt = attempts[-1] if shown.attempt is None else shown.attempt
     if attempt not in attempts:
@@ -82,10 +82,10 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
             echo_log(text, nl=False)
             anything = True
     if not anything:
-        _say_that_nothing_is_there(run, shown, attempt)
+        _print_no_logs(run, shown, attempt)
 
 
-def _say_that_nothing_is_there(run: Run, shown: LogFilter, attempt: int = 0) -> None:
+def _print_no_logs(run: Run, shown: LogFilter, attempt: int = 0) -> None:
     status = run.status()
     whose = "the selected ranks" if shown.ranks else "its ranks"
     if attempt != (status.attempt or 0):

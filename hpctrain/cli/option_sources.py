@@ -29,9 +29,9 @@ def _rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
     """Return the rows in order; an option that is not set has its default as text, and no value."""
     rows = []
     for name, option in all_options().items():
-        keys = [key for key in settings.given if key == name or key.startswith(f"{name}.")]
+        keys = [key for key in settings.values if key == name or key.startswith(f"{name}.")]
         for key in sorted(keys):
-            given = settings.given[key]
+            given = settings.values[key]
             rows.append(
                 {
                     "option": key,

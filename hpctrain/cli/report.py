@@ -131,7 +131,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         state = RunContext()
         if place < len(known):
             state = RunContext(str(known[place].state), known[place].words, known[place].cause)
-        facts = read_run_data(run.dir, state, now=now)
-        facts.again = resubmit_command(facts.spec)
-        told.append(facts)
+        run_data = read_run_data(run.dir, state, now=now)
+        run_data.resubmit_command = resubmit_command(run_data.spec)
+        told.append(run_data)
     return told

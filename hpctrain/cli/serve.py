@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from hpctrain.rundir import RunDir
 
 #: Seconds between two polls of a page, and between two queries to the scheduler.
-_LIVE_S, _ASK_S = 3, 10.0
+_LIVE_S, _QUERY_INTERVAL_S = 3, 10.0
 #: A page is reused for this multiple of its rendering time, so that a large run takes at most a fifth of a
 #: core of the login node. The second value is the number of cached pages.
-_REST, _MOST_KEPT = 4.0, 8
+_CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
 
 
 @click.command("serve")
@@ -77,7 +77,7 @@ class RunPages:
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
         self._lock = threading.Lock()
-        self._asked = -_ASK_S
+        self._asked = -_QUERY_INTERVAL_S
         self._known: dict[str, RunStatus] = {}
         self._left_out = 0
         self._pages: OrderedDict[str, _Page] = OrderedDict()
@@ -111,7 +111,7 @@ class RunPages:
         with self._lock:
             kept = self._pages.setdefault(run_id, _Page())
             self._pages.move_to_end(run_id)
-            while len(self._pages) > _MOST_KEPT:
+            while len(self._pages) > _MAX_CACHED_PAGES:
                 self._pages.popitem(last=False)
         with kept.lock:
             tag = _tag_of(status)
@@ -119,7 +119,7 @@ class RunPages:
                 begun = time.monotonic()
                 kept.text, kept.tag = self._render(status), tag
                 made = time.monotonic()
-                kept.good_until = made + _REST * (made - begun)
+                kept.good_until = made + _CACHE_FACTOR * (made - begun)
             return kept.text
 
     def _render(self, status: RunStatus) -> str:
@@ -137,7 +137,7 @@ class RunPages:
         from hpctrain.jobs.runs.run import list_runs, query_statuses
 
         with self._lock:
-            if time.monotonic() - self._asked >= _ASK_S or not self._known:
+            if time.monotonic() - self._asked >= _QUERY_INTERVAL_S or not self._known:
                 here = self._runs_dir.resolve()
                 found = list_runs(self._runs_dir, os.environ)
                 found += [task for run in found for task in run.tasks()]

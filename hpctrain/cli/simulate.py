@@ -55,7 +55,9 @@ def command(
         seed=seed,
     )
     report = Simulation(conditions).run()
-    reasons = Counter(str(run.why).partition(": ")[2] or str(run.why) for run in report.runs if run.why)
+    reasons = Counter(
+        str(run.reason).partition(": ")[2] or str(run.reason) for run in report.runs if run.reason
+    )
     if as_json:
         echo_json(
             {

@@ -183,21 +183,21 @@ def command(
         print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
     submission = prepare_submission(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
-    _say(submission.notes)
+    _print_lines(submission.notes)
     if dry_run:
-        _say(submission.prospects)
+        _print_lines(submission.forecast)
         click.echo(submission.script, nl=False)
-        if words := submission.outlook.refusal():
+        if words := submission.preflight.refusal():
             raise SchedulerError(f"Slurm would reject this job: {words}. Change the options that it names.")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
     run = submit_prepared(submission)
-    _say(submission.prospects)
+    _print_lines(submission.forecast)
     _report(run, submission, follow=follow, as_json=as_json)
 
 
-def _say(lines: Sequence[str]) -> None:
+def _print_lines(lines: Sequence[str]) -> None:
     for line in lines:
         click.echo(line, err=True)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.telemetry.live.top_view import TopSnapshot
 
 #: Seconds between two queries to the scheduler; files are read more often.
-_ASK_S = 10.0
+_QUERY_INTERVAL_S = 10.0
 
 
 @click.command("top")
@@ -66,12 +66,12 @@ def _looks(run: Run) -> Iterator[TopSnapshot]:
 
     live = TopView()
     events, metrics = RecordTail(run.dir.events), RecordTail(run.dir.metrics)
-    asked, status = -_ASK_S, None
+    asked, status = -_QUERY_INTERVAL_S, None
     while True:
         # The state is queried before the files are read, so that no record before the end is missed.
-        if status is None or time.monotonic() - asked >= _ASK_S:
+        if status is None or time.monotonic() - asked >= _QUERY_INTERVAL_S:
             status, asked = run.status(), time.monotonic()
-        live.take(events.read_in_parts(), metrics.read_in_parts())
+        live.add_records(events.read_in_parts(), metrics.read_in_parts())
         yield live.snapshot(
             run.run_id, str(status.state), status.words, _last_lines(run), reports_steps=status.reports_steps
         )

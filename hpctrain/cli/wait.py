@@ -39,7 +39,7 @@ def command(
     Exits with 3 if the state of RUN is unknown for longer than --unknown-limit.
     """
     found = open_run(run, runs_dir)
-    status = found.wait_for_end(timeout, unknown_limit, tell=partial(click.echo, err=True))
+    status = found.wait_for_end(timeout, unknown_limit, report=partial(click.echo, err=True))
     if as_json:
         echo_json(asdict(status))
     else:

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from hpctrain.cluster.interfaces import interface_of
+from hpctrain.cluster.interfaces import find_interface
 
 #: Time limit for the resolver. Its own limit is often 5 s per server.
 RESOLVE_LIMIT_S = 5.0
@@ -79,7 +79,7 @@ def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, st
         listens_at = None
     if listens_at is not None and not is_loopback(listens_at):
         return {}
-    interface = interface_of(own_address)
+    interface = find_interface(own_address)
     return {_GLOO_VARIABLE: interface} if interface else {}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
-def owner_of(port: int, remote_port: int) -> str | None:
+def connection_owner(port: int, remote_port: int) -> str | None:
     """Return the local user of the connection from `port` to `remote_port`; None if unknown."""
     return next((_name(uid) for own, to, uid in _connections() if (own, to) == (port, remote_port)), None)
 

@@ -23,7 +23,7 @@ _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
 }
 
 #: The variables by which each launcher is detected.
-_MARKS = {
+_IDENTIFYING_VARIABLES = {
     "torchrun": "RANK and WORLD_SIZE",
     "horovod": "HOROVOD_RANK and HOROVOD_SIZE",
     "openmpi": "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
@@ -32,7 +32,7 @@ _MARKS = {
     "slurm": "SLURM_PROCID, SLURM_JOB_ID and the SLURM_STEP_ID of a step of srun",
 }
 #: Generic rank variables, which any program may have set, and the fields that they must equal.
-_SPOKEN_OF = {
+_GENERIC_VARIABLES = {
     "RANK": "rank",
     "WORLD_SIZE": "world_size",
     "LOCAL_RANK": "local_rank",
@@ -42,9 +42,9 @@ _SPOKEN_OF = {
     "GROUP_WORLD_SIZE": "num_nodes",
 }
 #: Set by `srun --mpi=pmi2` for a task. Under another launcher they belong to the outer one.
-_SPOKEN_OF_BY_PMI = {"PMI_RANK": "rank", "PMI_SIZE": "world_size"}
+_PMI_VARIABLES = {"PMI_RANK": "rank", "PMI_SIZE": "world_size"}
 #: Rank variables of launchers without a detector: PMIx, flux, PALS, ALPS, jsrun, MVAPICH.
-_RANKS_OF_STRANGERS = (
+_UNSUPPORTED_RANK_VARIABLES = (
     *("PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK"),
     "MV2_COMM_WORLD_RANK",
 )
@@ -86,7 +86,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     found = next(ranks for name in order if (ranks := _DETECTORS[name](environ)) is not None)
     _check_port(found)
     if found.environment != "torchrun":
-        _check_what_others_say(found, environ)
+        _check_generic_variables(found, environ)
     _check_outer(found, order[order.index(found.environment) + 1 :], environ)
     return found
 
@@ -101,8 +101,9 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, but its variables are not set here ({_MARKS[name]}). "
-            f"Start this process with its launcher, or unset {ENVIRONMENT_VARIABLE}."
+            f"{ENVIRONMENT_VARIABLE} is {name!r}, but its variables are not set here "
+            f"({_IDENTIFYING_VARIABLES[name]}). Start this process with its launcher, or unset "
+            f"{ENVIRONMENT_VARIABLE}."
         )
     _check_port(ranks)
     return ranks
@@ -118,23 +119,23 @@ def _check_port(found: Ranks) -> None:
         )
 
 
-def _check_what_others_say(found: Ranks, environ: Mapping[str, str]) -> None:
-    spoken_of = _SPOKEN_OF
+def _check_generic_variables(found: Ranks, environ: Mapping[str, str]) -> None:
+    spoken_of = _GENERIC_VARIABLES
     if found.environment in {"slurm", "local"}:
-        spoken_of = {**spoken_of, **_SPOKEN_OF_BY_PMI}
+        spoken_of = {**spoken_of, **_PMI_VARIABLES}
     if found.environment == "local":
-        spoken_of = {**spoken_of, **dict.fromkeys(_RANKS_OF_STRANGERS, "rank")}
+        spoken_of = {**spoken_of, **dict.fromkeys(_UNSUPPORTED_RANK_VARIABLES, "rank")}
     for variable, field in spoken_of.items():
         value = getattr(found, field)
         if environ.get(variable) and read_int(environ, variable) != value:
             raise EnvironmentMismatch(
                 f"{variable} is {environ[variable]}, but {field.replace('_', ' ')} is {value} "
-                f"({found.sources[field]}). {_way_out(variable, found, environ)}"
+                f"({found.sources[field]}). {_override_hint(variable, found, environ)}"
             )
 
 
-def _way_out(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
-    if found.environment == "local" and variable not in _SPOKEN_OF:
+def _override_hint(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
+    if found.environment == "local" and variable not in _GENERIC_VARIABLES:
         return (
             "An unknown launcher seems to have started this process. Make it set "
             f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "

@@ -53,7 +53,7 @@ def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> D
         # CUDA shows a process only the first of the listed MIG instances.
         num_visible = 1
     if num_visible == 0:
-        return DevicePlan(None, _why_no_gpu(environ))
+        return DevicePlan(None, _no_gpu_reason(environ))
     on_node = _gpus_on_node(ranks, environ)
     num_tasks, local_rank = ranks.local_world_size, ranks.local_rank
     if num_visible < on_node:
@@ -133,7 +133,7 @@ def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
     return read_int(environ, _ON_NODE_VARIABLE)
 
 
-def _why_no_gpu(environ: Mapping[str, str]) -> str:
+def _no_gpu_reason(environ: Mapping[str, str]) -> str:
     listed = visible_devices(environ)
     if listed == []:
         return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"

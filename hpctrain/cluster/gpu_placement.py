@@ -43,7 +43,7 @@ class GpuAssignment:
     """True if two ranks use the same GPU, which NCCL refuses."""
 
 
-def check_unique_placement(seats: Sequence[RankPlacement]) -> None:
+def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
     """Check that no local rank of a node is taken twice, and that either all ranks use GPUs or none does.
 
     Raises:
@@ -51,24 +51,26 @@ def check_unique_placement(seats: Sequence[RankPlacement]) -> None:
     """
     by_place: dict[tuple[int, int], RankPlacement] = {}
     by_node: dict[int, RankPlacement] = {}
-    for seat in seats:
-        same_place = by_place.setdefault((seat.node_rank, seat.local_rank), seat)
-        same_node = by_node.setdefault(seat.node_rank, seat)
-        if same_place is not seat:
-            raise _contradiction(same_place, seat)
-        if same_node.host != seat.host:
-            raise _contradiction(same_node, seat)
-        if seat.problem:
-            raise HpctrainError(f"{seat}: {seat.problem}")
-        if (seat.index is None) != (seats[0].index is None):
-            having, lacking = (seats[0], seat) if seat.index is None else (seat, seats[0])
+    for placement in placements:
+        same_place = by_place.setdefault((placement.node_rank, placement.local_rank), placement)
+        same_node = by_node.setdefault(placement.node_rank, placement)
+        if same_place is not placement:
+            raise _contradiction(same_place, placement)
+        if same_node.host != placement.host:
+            raise _contradiction(same_node, placement)
+        if placement.problem:
+            raise HpctrainError(f"{placement}: {placement.problem}")
+        if (placement.index is None) != (placements[0].index is None):
+            having, lacking = (
+                (placements[0], placement) if placement.index is None else (placement, placements[0])
+            )
             raise HpctrainError(
                 f"{having} sees {len(having.gpus)} GPUs, but {lacking} sees none. Exclude {lacking.host} "
                 "(--exclude), or use CPUs on all hosts (set CUDA_VISIBLE_DEVICES to an empty string)."
             )
 
 
-def assign_gpus(seats: Sequence[RankPlacement], *, may_share: bool) -> GpuAssignment:
+def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuAssignment:
     """Assign each rank a visible GPU of its own.
 
     A rank gets its preferred GPU unless a lower rank prefers the same one. The other ranks get one that is
@@ -79,29 +81,33 @@ def assign_gpus(seats: Sequence[RankPlacement], *, may_share: bool) -> GpuAssign
         HpctrainError: there are too few GPUs and sharing is not allowed; the message names two ranks.
     """
     owners: dict[str, RankPlacement] = {}
-    for seat in seats:
-        if seat.gpu is not None:
-            owners.setdefault(seat.gpu, seat)
-    waiting = [seat for seat in seats if seat.gpu is not None and owners[seat.gpu] is not seat]
-    sharing = [seat for seat in waiting if not _make_room(seat, owners, set())]
+    for placement in placements:
+        if placement.gpu is not None:
+            owners.setdefault(placement.gpu, placement)
+    waiting = [
+        placement
+        for placement in placements
+        if placement.gpu is not None and owners[placement.gpu] is not placement
+    ]
+    sharing = [placement for placement in waiting if not _reassign(placement, owners, set())]
     if sharing and not may_share:
-        raise _collision(owners[str(sharing[0].gpu)], sharing[0], seats)
-    indexes = {seat.rank: seat.index for seat in sharing if seat.index is not None}
-    indexes |= {seat.rank: seat.gpus.index(gpu) for gpu, seat in owners.items()}
+        raise _collision(owners[str(sharing[0].gpu)], sharing[0], placements)
+    indexes = {placement.rank: placement.index for placement in sharing if placement.index is not None}
+    indexes |= {placement.rank: placement.gpus.index(gpu) for gpu, placement in owners.items()}
     return GpuAssignment(indexes, bool(sharing))
 
 
-def _make_room(seat: RankPlacement, owners: dict[str, RankPlacement], asked: set[str]) -> bool:
-    """Assign `seat` a free GPU, or one whose owner can move to another. True if that worked."""
-    for gpu in seat.gpus:
+def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], asked: set[str]) -> bool:
+    """Assign `placement` a free GPU, or one whose owner can move to another. True if that worked."""
+    for gpu in placement.gpus:
         if gpu not in owners:
-            owners[gpu] = seat
+            owners[gpu] = placement
             return True
-    for gpu in seat.gpus:
+    for gpu in placement.gpus:
         if gpu not in asked:
             asked.add(gpu)
-            if _make_room(owners[gpu], owners, asked):
-                owners[gpu] = seat
+            if _reassign(owners[gpu], owners, asked):
+                owners[gpu] = placement
                 return True
     return False
 
@@ -114,8 +120,10 @@ def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
     )
 
 
-def _collision(one: RankPlacement, other: RankPlacement, seats: Sequence[RankPlacement]) -> HpctrainError:
-    on_host = sum(seat.host == other.host for seat in seats)
+def _collision(
+    one: RankPlacement, other: RankPlacement, placements: Sequence[RankPlacement]
+) -> HpctrainError:
+    on_host = sum(placement.host == other.host for placement in placements)
     return HpctrainError(
         f"{one} and {other} would both use GPU {other.gpu}. Request one GPU per rank "
         f"(--gpus-per-node={on_host}), start fewer ranks, make all GPUs visible to each rank (srun "

@@ -35,13 +35,13 @@ _LAST_DIGITS = [f"{number:03}" for number in range(1000)]
 #: Numbers below 100, by the width that they are padded to.
 _UP_TO_99 = [[str(number).zfill(width) for number in range(100)] for width in range(3)]
 #: A list of more names than any cluster has is a typing error.
-_MOST_NAMES = 1_000_000
+_MAX_NAMES = 1_000_000
 #: Maximum size of a range in Slurm (MAX_RANGE in its hostlist.c).
-_MOST_IN_RANGE = 65_536
+_MAX_IN_RANGE = 65_536
 #: A number of this many digits fits into 64 bits, to which Slurm's numbers are limited.
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 #: Characters of a long list that an error quotes before and after the position of the problem.
-_QUOTED_AROUND = 40
+_QUOTE_CONTEXT = 40
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -178,7 +178,7 @@ def _count(low: int, high: int, width: int, between: str) -> str:
 
 
 def _limit(num_names: int) -> None:
-    if num_names > _MOST_NAMES:
+    if num_names > _MAX_NAMES:
         raise ValueError
 
 
@@ -200,7 +200,7 @@ def _ranges(numbers: list[str]) -> Iterator[str]:
     first = last = numbers[0]
     low = high = int(first)
     for number in numbers[1:]:
-        if number == str(high + 1).zfill(len(first)) and high - low + 1 < _MOST_IN_RANGE:
+        if number == str(high + 1).zfill(len(first)) and high - low + 1 < _MAX_IN_RANGE:
             last = number
             high += 1
         else:
@@ -211,7 +211,7 @@ def _ranges(numbers: list[str]) -> Iterator[str]:
 
 
 def _split_trailing_number(name: str) -> tuple[str, str, str]:
-    end = max(len(name.rstrip("0123456789")), len(name) - _MOST_DIGITS)
+    end = max(len(name.rstrip("0123456789")), len(name) - _MAX_DIGITS)
     return name[:end], name[end:], ""
 
 
@@ -251,7 +251,7 @@ def _range_error(hostlist: str) -> UserError:
             if first > last:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} runs backwards")
     quoted, _ = _quote(hostlist)
-    return UserError(f"node list {quoted} expands to more than {_MOST_NAMES:,} names. Check its ranges.")
+    return UserError(f"node list {quoted} expands to more than {_MAX_NAMES:,} names. Check its ranges.")
 
 
 def _malformed(hostlist: str, place: int, problem: str) -> UserError:
@@ -265,9 +265,9 @@ def _malformed(hostlist: str, place: int, problem: str) -> UserError:
 def _quote(text: str, place: int = 0) -> tuple[str, int]:
     """Return the text in quotes, if long only the part around `place`, and the column of `place` in it."""
     before, after = text[:place], text[place:]
-    if len(text) > 2 * _QUOTED_AROUND:
-        if len(before) > _QUOTED_AROUND:
-            before = "…" + before[-_QUOTED_AROUND:]
-        if len(after) > _QUOTED_AROUND:
-            after = after[:_QUOTED_AROUND] + "…"
+    if len(text) > 2 * _QUOTE_CONTEXT:
+        if len(before) > _QUOTE_CONTEXT:
+            before = "…" + before[-_QUOTE_CONTEXT:]
+        if len(after) > _QUOTE_CONTEXT:
+            after = after[:_QUOTE_CONTEXT] + "…"
     return repr(before + after), len(repr(before)) - 1

@@ -23,7 +23,7 @@ _Entry._fields_ = [
 ]
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the interface of this host with numeric `address`; None if there is none."""
     return next((name for name, its in interfaces() if its == address), None)
 

@@ -49,7 +49,7 @@ def master_endpoint(
     Args:
         environ: the variables of this process.
         host: returns rank 0's host and its source; called only if MASTER_ADDR is not set.
-        key: the text from which the port is computed; see `Ranks.meeting_key`.
+        key: the text from which the port is computed; see `Ranks.rendezvous_id`.
         of: the source of `key`, in words.
     """
     address_variable, port_variable = first_set(environ, "MASTER_ADDR"), first_set(environ, "MASTER_PORT")
@@ -104,7 +104,7 @@ def ranks_of(
         master_addr=address,
         master_port=port,
         environment=environment,
-        meeting_key=text,
+        rendezvous_id=text,
         sources={
             "rank": names.rank,
             "world_size": names.world_size,

@@ -13,8 +13,8 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000
 def port_candidates(key: str) -> Iterator[int]:
     """Yield an endless sequence of ports that depends only on `key`; other keys rarely give the same.
 
-    `key` identifies a set of processes among all that may share a host: `Ranks.meeting_key`. The ports are in
-    `FIRST_PORT` … `FIRST_PORT + NUM_PORTS - 1`; one may occur twice.
+    `key` identifies a set of processes among all that may share a host: `Ranks.rendezvous_id`. The ports are
+    in `FIRST_PORT` … `FIRST_PORT + NUM_PORTS - 1`; one may occur twice.
     """
     for attempt in count():
         text = f"{key}#{attempt}" if attempt else key

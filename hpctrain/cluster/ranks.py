@@ -35,7 +35,7 @@ class Ranks:
     """TCP port of the rendezvous; 0 for a single process."""
     environment: str
     """Name of the detector; `hpctrain.cluster.detection` lists the names."""
-    meeting_key: str = ""
+    rendezvous_id: str = ""
     """Identifier of this set of processes on its hosts, equal on every rank; empty for a single process.
     Determines the ports of the rendezvous (`hpctrain.cluster.port_candidates`)."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -48,18 +48,18 @@ class Ranks:
         elsewhere = self.world_size - self.local_world_size
         if elsewhere < self.num_nodes - 1 or (self.num_nodes == 1 and elsewhere):
             raise EnvironmentMismatch(
-                f"{self._told('local_world_size')} and {self._told('num_nodes')} contradict "
-                f"{self._told('world_size')}. {override_hint('local')}"
+                f"{self._describe_field('local_world_size')} and {self._describe_field('num_nodes')} "
+                f"contradict {self._describe_field('world_size')}. {override_hint('local')}"
             )
 
     def _check(self, index: str, count: str) -> None:
         if not 0 <= getattr(self, index) < getattr(self, count):
             raise EnvironmentMismatch(
-                f"{self._told(index)} is not in the range 0 … {count} - 1, with {self._told(count)}. "
-                f"{override_hint('local')}"
+                f"{self._describe_field(index)} is not in the range 0 … {count} - 1, with "
+                f"{self._describe_field(count)}. {override_hint('local')}"
             )
 
-    def _told(self, name: str) -> str:
+    def _describe_field(self, name: str) -> str:
         return f"{name} {getattr(self, name)} ({self.sources.get(name, self.environment)})"
 
     @property

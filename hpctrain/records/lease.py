@@ -97,7 +97,7 @@ class Lease:
         self._run, self._environ, self._on_loss = run, environ, on_loss
         self._me = LeaseHolder(job_id, start, socket.gethostname(), os.getpid())
         self._number: int | None = None
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Take the lease, and renew it from now on.
@@ -121,10 +121,10 @@ class Lease:
 
     def release(self) -> None:
         """Release the lease if it is held."""
-        self._over.set()
+        self._stopped.set()
         if self._number is not None:
             with suppress(OSError):
-                self._write(replace(self._me, released=True))
+                self._write_holder(replace(self._me, released=True))
             self._number = None
 
     def _inherits(self, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
@@ -152,14 +152,14 @@ class Lease:
         return True
 
     def _renew(self) -> None:
-        while not self._over.wait(RENEW_INTERVAL_S):
+        while not self._stopped.wait(RENEW_INTERVAL_S):
             if self._has_newer() and (newer := newest_lease(self._run)):
-                self._over.set()
+                self._stopped.set()
                 self._on_loss(newer.holder)
                 return
             self._me = replace(self._me, beat=self._me.beat + 1)
             try:
-                self._write(self._me)
+                self._write_holder(self._me)
             except OSError as error:
                 log.warning("cannot renew the lease on the run folder: %s", error)
 
@@ -167,7 +167,7 @@ class Lease:
         number = self._number  # Another thread may release it concurrently.
         return number is not None and max(self._run.leases(), default=-1) > number
 
-    def _write(self, holder: LeaseHolder) -> None:
+    def _write_holder(self, holder: LeaseHolder) -> None:
         # In place: other hosts see new content of a file sooner than a new file of the same name.
         fd = os.open(self._run.lease(self._number or 0), os.O_WRONLY)
         try:

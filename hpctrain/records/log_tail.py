@@ -64,19 +64,19 @@ class RecordTail:
     def __init__(self, path: Path, is_valid: IsValid | None = None) -> None:
         """See `parse_json_line` for `is_valid`."""
         self._path, self._is_valid, self._tail = path, is_valid, FileTail(path)
-        self._torn = ""
+        self._partial_line = ""
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete records appended since the last call."""
-        return self._take(self._tail.read())
+        return self._parse_lines(self._tail.read())
 
     def read_in_parts(self) -> Iterator[dict[str, Any]]:
         """Yield the same records, reading in blocks and closing the file between them."""
         while text := self._tail.read(most_bytes=_BLOCK_BYTES):
-            yield from self._take(text)
+            yield from self._parse_lines(text)
 
-    def _take(self, text: str) -> list[dict[str, Any]]:
-        *lines, self._torn = (self._torn + text).split("\n")
+    def _parse_lines(self, text: str) -> list[dict[str, Any]]:
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
         parsed = (parse_json_line(line, self._path, self._is_valid, ended=True) for line in lines)
         return [record for record in parsed if record is not None]
 

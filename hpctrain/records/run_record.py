@@ -12,7 +12,7 @@ from hpctrain.rundir import RunDir, is_event
 from hpctrain.spec.job_spec import BackendName
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
-_PASSED_OVER = b'"kind": "checkpoint"'
+_IGNORED_EVENTS = b'"kind": "checkpoint"'
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class JobRecord:
     #: Time of submission in seconds since the epoch.
     submitted: float = 0.0
     #: True if the job was not submitted by hpctrain, so its submission folder and options are unknown.
-    by_hand: bool = False
+    submitted_manually: bool = False
     #: The final job state in the scheduler's words, if it was observed.
-    seen: str | None = None
+    observed_state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunRecord:
     finished: dict[str, Any] | None
     failure: dict[str, Any] | None
     #: The observed end of the job; the scheduler forgets it.
-    seen: dict[str, Any] | None
+    observed_end: dict[str, Any] | None
     #: The intent to continue the run in a successor job.
     handover: dict[str, Any] | None = None
     #: The newest start of the ranks.
@@ -53,8 +53,8 @@ class RunRecord:
             job_id=str(self.submitted["job_id"]),
             run=self.run,
             submitted=float(self.submitted["time"]),
-            by_hand=bool(self.submitted.get("by_hand")),
-            seen=str(self.seen["job_state"]) if self.seen else None,
+            submitted_manually=bool(self.submitted.get("by_hand")),
+            observed_state=str(self.observed_end["job_state"]) if self.observed_end else None,
         )
 
     @property
@@ -75,7 +75,7 @@ def read_run_record(run: RunDir) -> RunRecord:
     failed checkpoint, after which the run continues.
     """
     last: dict[str, dict[str, Any]] = {}
-    for event in read_last_records(run.events, is_event, unless=_PASSED_OVER, whole=True):
+    for event in read_last_records(run.events, is_event, unless=_IGNORED_EVENTS, whole=True):
         kind = str(event.get("kind"))
         if kind in ("finished", "failure", "seen", "handover") and "started" in last:
             continue

@@ -30,7 +30,7 @@ from hpctrain.spec.job_spec import JobSpec
 log = logging.getLogger(__name__)
 
 #: A controller that does not answer is retried for this long, within the grace time of most preemptions.
-_PATIENCE_S = 25.0
+_TIMEOUT_S = 25.0
 _PAUSE_S = 1.0
 
 _SEPARATOR = "\x1f"
@@ -103,7 +103,7 @@ def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
     Raises:
         OSError: the folder cannot be written.
     """
-    claim = run.succession(predecessor)
+    claim = run.successor_claim(predecessor)
     make_folder(claim.parent, private=True)
     mine = claim.with_name(f".{claim.name}.{job_id}")
     with open(mine, "w", encoding="ascii", opener=own_file) as file:
@@ -171,7 +171,7 @@ def _submit_once(
     run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
 ) -> str:
     """Submit the successor unless it exists; an earlier answer of the scheduler may have been lost."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
             return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, left_out)

@@ -38,7 +38,7 @@ def choose_device(ranks: Ranks, environ: Mapping[str, str]) -> torch.device:
     Raises:
         EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
     """
-    return _take(plan_device(ranks, environ, len(visible_uuids(environ))).index)
+    return _select_gpu(plan_device(ranks, environ, len(visible_uuids(environ))).index)
 
 
 def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> DeviceAssignment:
@@ -53,15 +53,15 @@ def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> Dev
         RendezvousError: a rank did not arrive within the store's timeout. All ranks raise it.
         Unauthenticated: an entry of a `SignedStore` was written by a process without the secret.
     """
-    _sit_down(_seat(ranks, environ), store)
+    _publish_placement(_own_placement(ranks, environ), store)
     if ranks.is_main:
         for rank, answer in enumerate(_answers(ranks.world_size, environ, store)):
             store.set(_answer_key(rank), json.dumps(answer))
     answer = json.loads(store.get(_answer_key(ranks.rank)))
     if "error" in answer:
-        _let_all_read(ranks, store)
+        _wait_until_read(ranks, store)
         raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
-    return DeviceAssignment(_take(answer["index"]), answer["shared"])
+    return DeviceAssignment(_select_gpu(answer["index"]), answer["shared"])
 
 
 def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -75,23 +75,23 @@ def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count))
 
 
-def _seat(ranks: Ranks, environ: Mapping[str, str]) -> RankPlacement:
+def _own_placement(ranks: Ranks, environ: Mapping[str, str]) -> RankPlacement:
     gpus = visible_uuids(environ)
-    seat = RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus)
+    placement = RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus)
     try:
-        return replace(seat, index=plan_device(ranks, environ, len(gpus)).index)
+        return replace(placement, index=plan_device(ranks, environ, len(gpus)).index)
     except EnvironmentMismatch as error:
-        return replace(seat, problem=str(error))
+        return replace(placement, problem=str(error))
 
 
-def _sit_down(seat: RankPlacement, store: Store) -> None:
-    mine = {**asdict(seat), "pid": os.getpid()}
+def _publish_placement(placement: RankPlacement, store: Store) -> None:
+    mine = {**asdict(placement), "pid": os.getpid()}
     # An existing value is kept and returned.
-    there = json.loads(store.compare_set(_seat_key(seat.rank), "", json.dumps(mine)))
+    there = json.loads(store.compare_set(_placement_key(placement.rank), "", json.dumps(mine)))
     if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
         raise HpctrainError(
             f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
-            f"claim rank {seat.rank}. Start one process per rank; `hpctrain env` shows the rank of each "
+            f"claim rank {placement.rank}. Start one process per rank; `hpctrain env` shows the rank of each "
             "process."
         )
 
@@ -99,18 +99,20 @@ def _sit_down(seat: RankPlacement, store: Store) -> None:
 def _answers(world_size: int, environ: Mapping[str, str], store: Store) -> list[dict[str, Any]]:
     """Return rank 0's answer to each rank."""
     try:
-        seats = _gather_seats(world_size, store)
-        check_unique_placement(seats)
-        deal = assign_gpus(seats, may_share=gpu_sharing_reason(environ) is not None)
+        placements = _gather_placements(world_size, store)
+        check_unique_placement(placements)
+        assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
     except Unauthenticated:
         raise
     except HpctrainError as error:
         return [{"error": str(error), "missing": isinstance(error, RendezvousError)}] * world_size
-    return [{"index": deal.indexes.get(rank), "shared": deal.shared} for rank in range(world_size)]
+    return [
+        {"index": assignment.indexes.get(rank), "shared": assignment.shared} for rank in range(world_size)
+    ]
 
 
-def _gather_seats(world_size: int, store: Store) -> list[RankPlacement]:
-    keys = [_seat_key(rank) for rank in range(world_size)]
+def _gather_placements(world_size: int, store: Store) -> list[RankPlacement]:
+    keys = [_placement_key(rank) for rank in range(world_size)]
     begun = time.monotonic()
     try:
         store.wait(keys)
@@ -120,10 +122,10 @@ def _gather_seats(world_size: int, store: Store) -> list[RankPlacement]:
             f"rank {missing} of {world_size} did not join within {time.monotonic() - begun:.0f} s of rank 0. "
             "Check their logs."
         ) from error
-    return [_read_seat(text) for text in store.multi_get(keys)]
+    return [_parse_placement(text) for text in store.multi_get(keys)]
 
 
-def _let_all_read(ranks: Ranks, store: Store) -> None:
+def _wait_until_read(ranks: Ranks, store: Store) -> None:
     """Keep rank 0, and with it the store that it hosts, alive until its peers have read the error."""
     num_read = store.add(_READ_KEY, 1)
     deadline = time.monotonic() + _READ_LIMIT_S
@@ -132,13 +134,13 @@ def _let_all_read(ranks: Ranks, store: Store) -> None:
         num_read = store.add(_READ_KEY, 0)
 
 
-def _read_seat(text: bytes) -> RankPlacement:
+def _parse_placement(text: bytes) -> RankPlacement:
     fields = json.loads(text)
     del fields["pid"]
     return RankPlacement(**{**fields, "gpus": tuple(fields["gpus"])})
 
 
-def _seat_key(rank: int) -> str:
+def _placement_key(rank: int) -> str:
     return f"seats/{rank}"
 
 
@@ -146,7 +148,7 @@ def _answer_key(rank: int) -> str:
     return f"answers/{rank}"
 
 
-def _take(index: int | None) -> torch.device:
+def _select_gpu(index: int | None) -> torch.device:
     if index is None:
         return torch.device("cpu")
     device = torch.device("cuda", index)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain import messages
-from hpctrain.authentication import secret_of
+from hpctrain.authentication import read_secret
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.connection_owners import foreign_users
 from hpctrain.cluster.env_defaults import apply_env_defaults
@@ -42,51 +42,51 @@ class DistributedContext:
     ranks: Ranks
     device: torch.device
     """The device of this rank."""
-    control: dist.ProcessGroup | None
+    cpu_group: dist.ProcessGroup | None
     """A group with a CPU backend for small objects; None for a single process."""
-    further_devices: tuple[torch.device, ...] = ()
+    extra_devices: tuple[torch.device, ...] = ()
     """Additional devices of this rank; only a single process has any."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices of this rank."""
-        return (self.device, *self.further_devices)
+        return (self.device, *self.extra_devices)
 
     @property
     def is_distributed(self) -> bool:
         return self.ranks.world_size > 1
 
-    def from_main(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank. All ranks must call this. See `gather`."""
+    def broadcast_from_main(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank. All ranks must call this. See `all_gather_object`."""
         return self.broadcast(value, 0)
 
     def broadcast(self, value: Any, src: int, what: str = "a message") -> Any:
-        """Return the `value` of rank `src` on every rank. All ranks must call this. See `gather`."""
-        if self.control is None:
+        """Return `value` of rank `src` on every rank. All ranks must call this. See `all_gather_object`."""
+        if self.cpu_group is None:
             return value
-        return messages.broadcast(self.control, value, src=src, what=what)
+        return messages.broadcast(self.cpu_group, value, src=src, what=what)
 
-    def lowest(self, value: float) -> float:
+    def all_reduce_min(self, value: float) -> float:
         """Return the lowest `value` of all ranks on every rank. All ranks must call this."""
-        if self.control is None:
+        if self.cpu_group is None:
             return value
         box = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.control)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return box.item()
 
-    def gather(self, value: Any, what: str = "a message") -> list[Any]:
+    def all_gather_object(self, value: Any, what: str = "a message") -> list[Any]:
         """Return the values of all ranks, in their order, on every rank. All ranks must call this.
 
         See `hpctrain.messages.gather` for the types that can be sent; `what` names the value in errors.
         """
-        if self.control is None:
+        if self.cpu_group is None:
             return [value]
-        return messages.gather(self.control, value, what=what)
+        return messages.gather(self.cpu_group, value, what=what)
 
     def barrier(self) -> None:
         """Wait for all ranks. All ranks must call this."""
-        if self.control is not None:
-            dist.barrier(self.control)
+        if self.cpu_group is not None:
+            dist.barrier(self.cpu_group)
 
 
 def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> DistributedContext:
@@ -112,12 +112,12 @@ def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> Distrib
     else:
         device = _initialize(ranks, environ)
         atexit.register(shut_down_process_group)
-    messages.prove_world(secret_of(environ), partial(_store_in_words, environ))
+    messages.prove_world(read_secret(environ), partial(_describe_store, environ))
     control = messages.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return DistributedContext(ranks, device, control)
 
 
-def _store_in_words(environ: Mapping[str, str]) -> str:
+def _describe_store(environ: Mapping[str, str]) -> str:
     """Return the address of the store, and other users of this node who are connected to it."""
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     users = foreign_users(int(port)) if port.isdecimal() else []
@@ -131,29 +131,31 @@ def _store_in_words(environ: Mapping[str, str]) -> str:
 
 def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device:
     begun = time.monotonic()
-    meeting = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
-    environ.update(apply_env_defaults(environ, meeting.gloo_variables(environ)))
+    rendezvous_info = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
+    environ.update(apply_env_defaults(environ, rendezvous_info.gloo_variables(environ)))
     # A supervisor (hpctrain's or torchrun's agent) hosts the store itself; otherwise rank 0 does.
     hosts_store = ranks.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if hosts_store:
         raise_fd_limit(ranks.world_size)
     try:
         tcp_store = TCPStore(
-            meeting.address,
-            meeting.port,
+            rendezvous_info.address,
+            rendezvous_info.port,
             world_size=ranks.world_size,
             is_master=hosts_store,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             wait_for_workers=False,
             # The same socket that the other ranks have found, so the port cannot be taken in between.
-            master_listen_fd=meeting.held.hand_over_listener() if meeting.held else None,
+            master_listen_fd=rendezvous_info.reserved_port.detach_listener()
+            if rendezvous_info.reserved_port
+            else None,
         )
         # An agent's store may survive from one attempt to the next.
         prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = SignedStore.of(tcp_store, environ)
-        agreed = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
-        with_nccl = agreed.device.type == "cuda" and not agreed.gpus_are_shared
-        if agreed.gpus_are_shared and ranks.is_main:
+        store = SignedStore.wrap(tcp_store, environ)
+        assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
+        with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
+        if assignment.gpus_are_shared and ranks.is_main:
             print("hpctrain: ranks share GPUs, which NCCL does not support; using gloo instead", flush=True)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
@@ -161,15 +163,15 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=agreed.device if with_nccl else None,
+            device_id=assignment.device if with_nccl else None,
         )
     except (RendezvousError, Unauthenticated) as error:
-        raise type(error)(f"{error} ({_store_in_words(environ)})") from error
+        raise type(error)(f"{error} ({_describe_store(environ)})") from error
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
             f"rank {ranks.rank} on {socket.gethostname()} could not connect to its {ranks.world_size - 1} "
-            f"peers at {meeting.address}:{meeting.port} ({ranks.sources.get('master_addr')}, "
+            f"peers at {rendezvous_info.address}:{rendezvous_info.port} ({ranks.sources.get('master_addr')}, "
             f"{ranks.sources.get('master_port')}) within {time.monotonic() - begun:.0f} s: {error} "
-            f"({_store_in_words(environ)})"
+            f"({_describe_store(environ)})"
         ) from error
-    return agreed.device
+    return assignment.device

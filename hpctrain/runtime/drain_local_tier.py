@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from hpctrain.authentication import secret_of
+from hpctrain.authentication import read_secret
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 
 
@@ -33,13 +33,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     limit = timedelta(seconds=limit_s)
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
-    store = SignedStore.of(TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit), environ)
+    store = SignedStore.wrap(
+        TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit), environ
+    )
     dist.init_process_group(
         "gloo", store=PrefixStore("home", store), rank=rank, world_size=size, timeout=limit
     )
-    messages.prove_world(secret_of(environ))
+    messages.prove_world(read_secret(environ))
     group = dist.group.WORLD if size > 1 else None
-    notes = CheckpointStore(run.checkpoints, group, second_tier=Path(argv[0])).bring_home(limit_s)
+    notes = CheckpointStore(run.checkpoints, group, second_tier=Path(argv[0])).drain(limit_s)
     if rank == 0:
         for note in notes:
             print(f"hpctrain: {note}", flush=True)

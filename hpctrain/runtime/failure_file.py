@@ -31,7 +31,7 @@ def mark_non_retryable(error: BaseException) -> None:
     setattr(error, _FINAL, True)
 
 
-def failure_of(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
+def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a record of `error` for `write_failure`, without references to the exception's objects."""
     if hint := describe_missing_import(error, environ):
         error.add_note(f"{hint}.")
@@ -55,7 +55,7 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
     is_consequence = PEER_LOST.search(str(error)) is not None
     if not is_consequence:
         print(fold(_traceback(error)), end="", file=sys.stderr)
-    cause = write_failure(path, failure_of(error, environ), log, environ)
+    cause = write_failure(path, failure_record(error, environ), log, environ)
     if is_consequence:
         words = (
             f"this rank ended because {cause} failed"
@@ -77,7 +77,7 @@ def write_failure(
     Returns:
         The first failure of the attempt that is not a consequence of another, if known.
     """
-    order, cause = _take_place(failure, environ)
+    order, cause = _next_failure_index(failure, environ)
     record = {
         "time": time.time(),
         "order": order,
@@ -104,7 +104,9 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _take_place(failure: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int | None, str | None]:
+def _next_failure_index(
+    failure: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[int | None, str | None]:
     """Return the number of this failure in the attempt, and the cause of all; None without a store.
 
     A rank that never imported torch has no peers that could fail because of it, so it needs no number.
@@ -119,7 +121,7 @@ def _take_place(failure: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
 
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         tcp_store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-        store = SignedStore.of(tcp_store, environ)
+        store = SignedStore.wrap(tcp_store, environ)
         order = int(store.add(FAILURE_COUNT_KEY, 1))
         if not PEER_LOST.search(failure["message"]):
             host = environ.get("SLURMD_NODENAME", socket.gethostname())

@@ -38,21 +38,21 @@ def main() -> None:
     """Call the function on this rank."""
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     ranks = detect(os.environ)
-    parcel = CallPayload.read(run.continuation if run.continuation.exists() else run.function)
+    payload = CallPayload.read(run.resume_call if run.resume_call.exists() else run.function)
     own_folder = str(Path(__file__).parent)
-    sys.path[:] = dict.fromkeys([*parcel.sys_path, *(path for path in sys.path if path != own_folder)])
+    sys.path[:] = dict.fromkeys([*payload.sys_path, *(path for path in sys.path if path != own_folder)])
     redirect_imports(os.environ)
     for name, value in _submitit_variables(run, ranks, os.environ).items():
         os.environ.setdefault(name, value)
-    team = _make_group_ready(ranks)
+    context = _init_process_group(ranks)
     try:
-        call = parcel.open()
-        value = _result_of(call, parcel, run, team)
+        call = payload.deserialize()
+        value = _result_of(call, payload, run, context)
         data = dumps(value, call.name, [("result", value)])
     except Exception as error:
-        if _is_final(error, parcel, run):
+        if _is_final(error, payload, run):
             mark_non_retryable(error)
-        _keep_exception(error, run.raised(attempt, ranks.rank))
+        _save_exception(error, run.exception_pickle(attempt, ranks.rank))
         raise
     path = run.result(attempt, ranks.rank)
     make_folder(path.parent)
@@ -72,17 +72,17 @@ def _submitit_variables(run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -
     }
 
 
-def _make_group_ready(ranks: Ranks) -> DistributedContext:
+def _init_process_group(ranks: Ranks) -> DistributedContext:
     """Form the process group, also for a single rank, so that collectives work on any number of ranks."""
-    team = init_distributed(ranks, os.environ)
-    if not team.is_distributed:
-        backend = "cpu:gloo,cuda:nccl" if team.device.type == "cuda" else "gloo"
+    context = init_distributed(ranks, os.environ)
+    if not context.is_distributed:
+        backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         atexit.register(shut_down_process_group)
-    return team
+    return context
 
 
-def _result_of(call: FunctionCall, parcel: CallPayload, run: RunDir, team: DistributedContext) -> Any:
+def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: DistributedContext) -> Any:
     """Return the result of the function.
 
     Raises:
@@ -92,8 +92,8 @@ def _result_of(call: FunctionCall, parcel: CallPayload, run: RunDir, team: Distr
     try:
         return call()
     except StoppedBeforeTraining:
-        if team.ranks.world_size == 1:
-            _keep_continuation(call, parcel, run, team)
+        if context.ranks.world_size == 1:
+            _save_resume_call(call, payload, run, context)
         elif _checkpoint_of(call) is not None:
             print(
                 f"hpctrain: the ranks stopped at different points, so {call.name}.checkpoint() is not "
@@ -103,14 +103,14 @@ def _result_of(call: FunctionCall, parcel: CallPayload, run: RunDir, team: Distr
         raise
     except SystemExit as leaving:
         if leaving.code == EXIT_CONTINUE:
-            _keep_continuation(call, parcel, run, team)
+            _save_resume_call(call, payload, run, context)
             raise
         if leaving.code not in (None, 0):
             raise RuntimeError(f"{call.name}() called sys.exit({leaving.code!r})") from leaving
         return None
 
 
-def _is_final(error: Exception, parcel: CallPayload, run: RunDir) -> bool:
+def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
     """True if another attempt would fail the same way.
 
     It may succeed if a network or a device was the cause, or if there is a state to continue from.
@@ -118,7 +118,7 @@ def _is_final(error: Exception, parcel: CallPayload, run: RunDir) -> bool:
     if isinstance(error, UserError):
         return True
     may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
-    return not (parcel.again or may_pass or run.continuation.exists() or _has_checkpoint(run))
+    return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or _has_checkpoint(run))
 
 
 def _has_checkpoint(run: RunDir) -> bool:
@@ -136,8 +136,8 @@ def _checkpoint_of(call: FunctionCall) -> Callable[..., Any] | None:
     return None
 
 
-def _keep_continuation(
-    call: FunctionCall, parcel: CallPayload, run: RunDir, team: DistributedContext
+def _save_resume_call(
+    call: FunctionCall, payload: CallPayload, run: RunDir, context: DistributedContext
 ) -> None:
     """Get the function's call for the next attempt, and write it on rank 0. All ranks must call this."""
     checkpoint = _checkpoint_of(call)
@@ -145,17 +145,17 @@ def _keep_continuation(
         return
     with capture_stop_signals():  # Further stop signals have to wait.
         following = checkpoint(*call.args, **call.kwargs)
-        if team.ranks.is_main and following is None:
+        if context.ranks.is_main and following is None:
             print(f"hpctrain: {call.name}.checkpoint() returned None, so the run ends here.")
             run.cancel_request.touch(0o644)
-        elif team.ranks.is_main:
+        elif context.ranks.is_main:
             then = FunctionCall(following.function, tuple(following.args), dict(following.kwargs))
-            CallPayload(then.to_bytes(), parcel.sys_path, parcel.again).write(run.continuation)
+            CallPayload(then.to_bytes(), payload.sys_path, payload.retry_on_exception).write(run.resume_call)
         if dist.is_initialized():
-            team.barrier()
+            context.barrier()
 
 
-def _keep_exception(error: Exception, path: Path) -> None:
+def _save_exception(error: Exception, path: Path) -> None:
     """Write the exception for the program that submitted the function, if it can be pickled."""
     with suppress(Exception):
         make_folder(path.parent)

@@ -11,7 +11,7 @@ from pathlib import Path
 _GLOO_THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
 #: Interval between two checks. This thread sleeps in between, so that gloo's threads can get the GIL.
-_LOOK_EVERY_S = 0.005
+_POLL_INTERVAL_S = 0.005
 #: Time limit. An exchange with a peer that is gone sleeps, too, and is safe to leave.
 _LIMIT_S = 5.0
 
@@ -42,7 +42,7 @@ def drain_gloo_threads() -> None:
         if now is not None and now in ({}, before):
             return
         before = now
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _asleep() -> dict[str, str] | None:

@@ -47,7 +47,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     return {
         "phase": activity.phase,
         "step": activity.step,
-        "beats": activity.beats,
+        "beats": activity.progress_count,
         "spent": [
             round(seconds, 4) for seconds in (activity.data_s, activity.compute_s, activity.exchange_s)
         ],
@@ -56,7 +56,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     }
 
 
-def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, line: SupervisorConnection) -> None:
+def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: SupervisorConnection) -> None:
     """Report the position of the main thread, then write the stacks and other diagnostics to files.
 
     The report comes first, because the file system may be the part that hangs.
@@ -65,7 +65,7 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, line: Supervisor
         OSError: the supervisor is gone.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    line.send({"told": {"phase": activity.phase, "step": activity.step, **describe_frame(frame)}})
+    connection.send({"told": {"phase": activity.phase, "step": activity.step, **describe_frame(frame)}})
     with suppress(OSError):
         make_folder(run.failures)
         with open(run.stacks(attempt, ranks.rank), "w", encoding="utf-8", opener=own_file) as file:
@@ -74,7 +74,7 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, line: Supervisor
             write_atomic(run.collectives(attempt, ranks.rank), collectives)
         if ranks.local_rank == 0 and (gpus := _gpus()):
             write_atomic(run.hung_gpus(attempt, ranks.node_rank), json.dumps(gpus, indent=1) + "\n")
-    line.send({"written": True})
+    connection.send({"written": True})
 
 
 def describe_frame(frame: FrameType | None) -> dict[str, Any]:

@@ -28,11 +28,11 @@ def start_log_index(path: Path, rank: int, interval_s: float = _INTERVAL_S) -> N
         return
     log = os.dup(1)
     threading.Thread(
-        target=_note, args=(fd, log, rank, interval_s), name="hpctrain-log-times", daemon=True
+        target=_record_lengths, args=(fd, log, rank, interval_s), name="hpctrain-log-times", daemon=True
     ).start()
 
 
-def _note(fd: int, log: int, rank: int, interval_s: float) -> None:
+def _record_lengths(fd: int, log: int, rank: int, interval_s: float) -> None:
     noted = 0
     while True:
         time.sleep(interval_s)

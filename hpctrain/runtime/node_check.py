@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hpctrain.authentication import secret_of
+from hpctrain.authentication import read_secret
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
 from hpctrain.cluster.parent_death import die_with_supervisor
@@ -43,7 +43,7 @@ def main(environ: Mapping[str, str]) -> None:
     begun = time.monotonic()
     run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
     ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
-    path = run.check(attempt, ranks.rank)
+    path = run.node_check_result(attempt, ranks.rank)
     make_folder(path.parent)
     host = environ.get("SLURMD_NODENAME")
     _listen_for_stop(path, {"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
@@ -57,8 +57,8 @@ def main(environ: Mapping[str, str]) -> None:
         words for index in mine for words in check_gpu(index, readings[index], before[index], shared=shared)
     ]
     if trouble:
-        _tell(environ, "bad")
-    for look in (_product, _sum_over_ranks):
+        _publish_result(environ, "bad")
+    for look in (_check_matrix_product, _check_all_reduce):
         if not trouble:
             try:
                 trouble += look(environ, ranks, mine)
@@ -68,7 +68,7 @@ def main(environ: Mapping[str, str]) -> None:
             except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
                 trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
             if trouble:
-                _tell(environ, "bad")
+                _publish_result(environ, "bad")
     seconds = time.monotonic() - begun
     record = {"rank": ranks.rank, "host": host, "trouble": trouble, "seconds": seconds}
     write_atomic(path, json.dumps(record) + "\n")
@@ -136,12 +136,12 @@ def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool =
     return trouble
 
 
-def _product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:  # noqa: ARG001
+def _check_matrix_product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:  # noqa: ARG001
     """Check a product of two matrices with a known result, on each device."""
     import torch
 
     on_gpu = bool(mine) and torch.cuda.is_available()
-    _tell(environ, f"fine, {'cuda' if on_gpu else 'cpu'}")
+    _publish_result(environ, f"fine, {'cuda' if on_gpu else 'cpu'}")
     trouble = []
     for device in [f"cuda:{index}" for index in mine] if on_gpu else ["cpu"]:
         matrix = torch.full((_SIZE, _SIZE), 2.0, device=device)
@@ -150,7 +150,7 @@ def _product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[
     return trouble
 
 
-def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:
+def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:
     """Check a sum over all ranks, if all have found their own nodes to be usable."""
     import torch
     import torch.distributed as dist
@@ -180,7 +180,7 @@ def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -
         world_size=size,
         timeout=timedelta(seconds=_PEERS_S),
     )
-    messages.prove_world(secret_of(environ))
+    messages.prove_world(read_secret(environ))
     value = torch.ones(1, device=device if with_nccl else "cpu")
     dist.all_reduce(value)
     total = value.item()
@@ -188,7 +188,7 @@ def _sum_over_ranks(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -
     return [] if total == size else [f"a sum over {size} ranks returned {total:g}"]
 
 
-def _tell(environ: Mapping[str, str], words: str) -> None:
+def _publish_result(environ: Mapping[str, str], words: str) -> None:
     """Send a result to the peers, which wait for those of all ranks."""
     with suppress(Exception):
         _store(environ).set(_key(int(environ["SLURM_PROCID"])), words)
@@ -206,7 +206,7 @@ def _store(environ: Mapping[str, str]) -> SignedStore:
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     limit = timedelta(seconds=_PEERS_S)
     store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
-    return SignedStore.of(store, environ)
+    return SignedStore.wrap(store, environ)
 
 
 if __name__ == "__main__":

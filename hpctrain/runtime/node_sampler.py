@@ -29,7 +29,7 @@ class NodeSampler:
             # Training does not depend on telemetry.
             print(f"hpctrain: cannot measure this node: {error}", file=sys.stderr)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Let the process write its last line, and end it."""
         if self._process is not None:
-            self._process.end(_LAST_LINE_S)
+            self._process.stop(_LAST_LINE_S)

@@ -17,38 +17,38 @@ class RankActivity:
     Attributes:
         phase: the current phase.
         step: steps trained in this process, or calls of `should_stop`.
-        beats: grows with any progress.
+        progress_count: grows with any progress.
         data_s: seconds spent waiting for data since the training began.
         compute_s: seconds of computation, as far as they can be separated.
         exchange_s: seconds of communication with other ranks, including waiting for them.
     """
 
-    __slots__ = ("beats", "compute_s", "data_s", "exchange_s", "phase", "step")
+    __slots__ = ("compute_s", "data_s", "exchange_s", "phase", "progress_count", "step")
 
     def __init__(self) -> None:
         self.phase = RankPhase.START
-        self.step = self.beats = 0
+        self.step = self.progress_count = 0
         self.data_s = self.compute_s = self.exchange_s = 0.0
 
-    def enter(self, phase: RankPhase) -> None:
+    def set_phase(self, phase: RankPhase) -> None:
         """Set the current phase."""
         self.phase = phase
-        self.beats += 1
+        self.progress_count += 1
 
-    def trained(self) -> None:
+    def step_done(self) -> None:
         """Count a completed step."""
         self.step += 1
-        self.beats += 1
+        self.progress_count += 1
 
     @contextmanager
-    def during(self, phase: RankPhase) -> Iterator[None]:
+    def in_phase(self, phase: RankPhase) -> Iterator[None]:
         """Set the phase inside the block, and restore the previous one afterwards."""
         before = self.phase
-        self.enter(phase)
+        self.set_phase(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.set_phase(before)
 
 
 #: The activity of this process.

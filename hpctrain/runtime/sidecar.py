@@ -32,21 +32,21 @@ class Sidecar:
         command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
-    def tell(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Write to its standard input; the data are lost if it has ended."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def end(self, limit_s: float, last_words: str = "") -> bool:
+    def stop(self, limit_s: float, final_input: str = "") -> bool:
         """Request its end, and kill it after `limit_s` seconds. True if it ended by itself.
 
         Its standard input gets a line and closes. The line ends it, because a child of this process may keep
         the pipe open.
         """
         assert self._process.stdin is not None
-        self.tell(f"{last_words}\n".encode())
+        self.write(f"{final_input}\n".encode())
         with suppress(OSError):
             self._process.stdin.close()
         try:

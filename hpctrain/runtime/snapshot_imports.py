@@ -21,15 +21,15 @@ def redirect_imports(environ: MutableMapping[str, str]) -> None:
     if (copy := environ.get(CODE_VARIABLE)) is None:
         return
     source = environ[CODE_SOURCE_VARIABLE]
-    sys.path[:] = [_place(path, source, copy) for path in sys.path]
+    sys.path[:] = [_copied_path(path, source, copy) for path in sys.path]
     if search := environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] = os.pathsep.join(
-            _place(path, source, copy) for path in search.split(os.pathsep)
+            _copied_path(path, source, copy) for path in search.split(os.pathsep)
         )
     for name, module in list(sys.modules.items()):
         mapping = getattr(module, "MAPPING", None)
         if name.startswith(_EDITABLE) and isinstance(mapping, dict):
-            mapping.update({package: _place(path, source, copy) for package, path in mapping.items()})
+            mapping.update({package: _copied_path(path, source, copy) for package, path in mapping.items()})
 
 
 def describe_missing_import(error: BaseException, environ: Mapping[str, str]) -> str:
@@ -55,7 +55,7 @@ def describe_missing_import(error: BaseException, environ: Mapping[str, str]) ->
     return ""
 
 
-def _place(path: str, source: str, copy: str) -> str:
+def _copied_path(path: str, source: str, copy: str) -> str:
     """Return the location of the copy of a folder or file; `path` itself if there is none."""
     inside = os.path.relpath(path, source) if os.path.isabs(path) else os.pardir
     # Run folders, and so copies, are often inside the working tree.

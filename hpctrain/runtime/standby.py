@@ -23,12 +23,12 @@ from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
 
 #: Modules that take long to import.
-_SLOW = (
+_SLOW_MODULES = (
     *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
     *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
 )
 #: Variables that PyTorch and hpctrain set themselves.
-_SET_ON_THE_WAY = frozenset(
+_SET_BY_IMPORTS = frozenset(
     {"GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
     | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 )
@@ -37,13 +37,13 @@ _SET_ON_THE_WAY = frozenset(
 def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
     """Return the variables that the script has set, changed or removed."""
     names = before.keys() | environ.keys()
-    return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_ON_THE_WAY)
+    return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_BY_IMPORTS)
 
 
 def select_slow_modules(loaded: Iterable[str]) -> list[str]:
     """Return the `loaded` modules that are worth importing in advance, in import order."""
     there = set(loaded)
-    return [name for name in _SLOW if name in there]
+    return [name for name in _SLOW_MODULES if name in there]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StartMessage:
     """Output of the imports, which belongs into the rank's log."""
 
 
-def wait_for_start(line: SupervisorConnection, modules: list[str], script: str) -> StartMessage:
+def wait_for_start(connection: SupervisorConnection, modules: list[str], script: str) -> StartMessage:
     """Import `modules` as `script` would find them, and wait for the start message.
 
     The process exits if the supervisor is gone or a module cannot be imported.
@@ -69,14 +69,14 @@ def wait_for_start(line: SupervisorConnection, modules: list[str], script: str) 
             _import(modules, script)
         except Exception as error:  # noqa: BLE001 (the script will raise it again)
             with suppress(OSError):
-                line.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
-            _leave()
+                connection.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
+            _exit()
         try:
-            line.send({"ready": True})
-            while (message := line.receive()) is None or "go" not in message:
+            connection.send({"ready": True})
+            while (message := connection.receive()) is None or "go" not in message:
                 pass
         except (OSError, ValueError, Unauthenticated):
-            _leave()
+            _exit()
         sys.stdout.flush()
         sys.stderr.flush()
         for fd, launchers_own in zip((1, 2), launchers, strict=True):
@@ -95,5 +95,5 @@ def _import(modules: list[str], script: str) -> None:
     sys.path[:] = places
 
 
-def _leave() -> NoReturn:
+def _exit() -> NoReturn:
     os._exit(0)

@@ -21,11 +21,11 @@ from hpctrain.errors import Unauthenticated
 
 _CONNECT_LIMIT_S = 10.0
 #: The longest line is the start message, with all variables of an attempt.
-_LONGEST_LINE = 1 << 22
+_MAX_LINE = 1 << 22
 #: Maximum number of connections, each opened after the loss of the last, as in a flood of foreign ones.
 _MAX_LINES, _PAUSE_S = 10, 1.0
 #: Seconds between two heartbeats; more with very many ranks, because one process receives them all.
-_BEAT_EVERY_S, _RANKS_PER_BEAT_S = 1.0, 1000
+_BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 
 Message = dict[str, Any]
 
@@ -34,7 +34,7 @@ class SupervisorConnection:
     """An open connection to the supervisor.
 
     Attributes:
-        every_s: seconds between two heartbeats.
+        heartbeat_interval_s: seconds between two heartbeats.
     """
 
     def __init__(self, where: str, ranks: Ranks, attempt: int) -> None:
@@ -59,7 +59,7 @@ class SupervisorConnection:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._up, self._down = sign_connection(secret.encode(), theirs, own)
-            self.every_s = max(_BEAT_EVERY_S, ranks.world_size / _RANKS_PER_BEAT_S)
+            self.heartbeat_interval_s = max(_BEAT_INTERVAL_S, ranks.world_size / _RANKS_PER_BEAT_S)
             introduction = self._up.seal({"attempt": attempt, "rank": ranks.rank})
             self._socket.sendall(own + b"\n" + introduction)
         except BaseException:
@@ -86,8 +86,8 @@ class SupervisorConnection:
 
     def _line(self, timeout_s: float | None) -> bytes | None:
         while b"\n" not in self._received:
-            if len(self._received) > _LONGEST_LINE:
-                raise ConnectionAbortedError(f"received a line of more than {_LONGEST_LINE} bytes")
+            if len(self._received) > _MAX_LINE:
+                raise ConnectionAbortedError(f"received a line of more than {_MAX_LINE} bytes")
             if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
                 return None
             if not (data := self._socket.recv(65536)):
@@ -103,15 +103,15 @@ class SupervisorConnection:
 
 def start_heartbeat(
     line: Callable[[], SupervisorConnection],
-    beat: Callable[[], Message],
-    tell: Callable[[SupervisorConnection], None],
+    heartbeat_message: Callable[[], Message],
+    report_diagnostics: Callable[[SupervisorConnection], None],
 ) -> None:
     """Start a thread that sends heartbeats and answers questions.
 
     Args:
         line: opens the connection, which takes time if there is no answer.
-        beat: returns the content of a heartbeat.
-        tell: answers the supervisor's question about this rank's activity.
+        heartbeat_message: returns the content of a heartbeat.
+        report_diagnostics: answers the supervisor's question about this rank's activity.
     """
 
     def use(opened: SupervisorConnection) -> None:
@@ -119,13 +119,13 @@ def start_heartbeat(
         os.register_at_fork(after_in_child=opened.close)
         last: Message | None = None
         while True:
-            message = beat()
+            message = heartbeat_message()
             # Without news an empty message is sent, which shows that this process is alive.
             opened.send({} if message == last else message)
             last = message
-            question = opened.receive(opened.every_s)
+            question = opened.receive(opened.heartbeat_interval_s)
             if question is not None and "tell" in question:
-                tell(opened)
+                report_diagnostics(opened)
 
     def keep_on() -> None:
         for _ in range(_MAX_LINES):

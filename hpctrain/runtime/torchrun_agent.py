@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hpctrain.authentication import secret_of
+from hpctrain.authentication import read_secret
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.parent_death import die_with_supervisor
@@ -26,7 +26,7 @@ from hpctrain.crash_output import find_crash_output
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.failure_file import failure_of, write_failure
+from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 
 #: Agents start as slowly as ranks: they import torch from a cold shared file system.
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> NoReturn:
     """Start the ranks of this node according to the plan `argv[0]`, in JSON."""
     plan = json.loads(argv[0])
     # Only the local launcher passes a lifeline; its signals reach only the agent's process group.
-    _Stop(pass_on=LIFELINE_VARIABLE in os.environ).listen()
+    _Stop(pass_on=LIFELINE_VARIABLE in os.environ).install_handlers()
     die_with_supervisor(os.environ)
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     log = run.agent_log(attempt, int(os.environ["SLURM_NODEID"]))
@@ -52,20 +52,20 @@ def main(argv: list[str]) -> NoReturn:
     from hpctrain.runtime.rendezvous.signed_rendezvous import register
 
     try:
-        torchrun(torchrun_options(plan, os.environ, register(plan["backend"], secret_of(os.environ))))
+        torchrun(torchrun_options(plan, os.environ, register(plan["backend"], read_secret(os.environ))))
     except Unauthenticated as error:
         first = int(os.environ["SLURM_NODEID"]) * int(plan["ranks_per_node"])
         environ = {**os.environ, "RANK": str(first)}
-        write_failure(run.failure(attempt, first), failure_of(error, environ), log, environ)
-        _leave(1)
+        write_failure(run.failure(attempt, first), failure_record(error, environ), log, environ)
+        _exit(1)
     except ChildFailedError as error:
         if all(_is_stop(failure.exitcode) for failure in error.failures.values()):
-            _leave(EXIT_CONTINUE)
+            _exit(EXIT_CONTINUE)
         for rank, failure in error.failures.items():
             if not run.failure(attempt, rank).exists() and not _is_stop(failure.exitcode):
                 _write_failure(run, attempt, rank, failure.exitcode, log)
-        _leave(1)
-    _leave(0)
+        _exit(1)
+    _exit(0)
 
 
 def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backend: str) -> list[str]:
@@ -96,18 +96,18 @@ class _Stop:
     """Handling of stop signals in the agent: it survives them, because the ranks have to save."""
 
     def __init__(self, *, pass_on: bool) -> None:
-        self._pass_on = pass_on
+        self._forward_to = pass_on
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self._forward_signal)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
         ranks = list(_children())
         if not ranks:
             # No rank has started yet, so there is nothing to save.
             os._exit(EXIT_CONTINUE)
-        if self._pass_on:
+        if self._forward_to:
             for pid in ranks:
                 # torchrun starts each rank in its own session.
                 os.killpg(pid, number)
@@ -125,7 +125,7 @@ def _is_stop(exit_code: int) -> bool:
 def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Path) -> None:
     """Write the failure file of a rank that ended without one, with its output in the agent's `log`."""
     number = signal.Signals(-exit_code) if exit_code < 0 else None
-    words = find_crash_output(run.rank_log(attempt, rank), log, number=number)
+    crash = find_crash_output(run.rank_log(attempt, rank), log, number=number)
     record = {
         "time": time.time(),
         "order": None,
@@ -133,9 +133,9 @@ def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Pa
         "host": host_name(os.environ),
         "kind": "signal" if number else "exit",
         "error": number.name if number else f"exit code {exit_code}",
-        "message": words.message,
-        "traceback": words.traceback,
-        "log": str(words.log),
+        "message": crash.message,
+        "traceback": crash.traceback,
+        "log": str(crash.log),
     }
     make_folder(run.failures)
     write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")
@@ -148,7 +148,7 @@ def _send_output_to(log: Path) -> None:
     os.close(fd)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

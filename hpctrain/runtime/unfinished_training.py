@@ -15,16 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, words_of_unfinished
+from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.failure_file import failure_of
+from hpctrain.runtime.failure_file import failure_record
 
 #: Trainings of this process that have not returned, by folder, in the order of their start.
 _unfinished: dict[str | None, TrainingMarker] = {}
-_num_begun = 0
-_has_left = False
+_num_started = 0
+_has_stopped = False
 
 
 class TrainingMarker:
@@ -51,7 +51,7 @@ class TrainingMarker:
         if RUN_DIR_VARIABLE in environ and ATTEMPT_VARIABLE in environ:
             key = hashlib.sha256(os.fsencode(self._folder or "")).hexdigest()[:8]
             attempt, rank = int(environ[ATTEMPT_VARIABLE]), int(environ.get("RANK", "0"))
-            self._file = RunDir(Path(environ[RUN_DIR_VARIABLE])).unfinished(attempt, rank, key)
+            self._file = RunDir(Path(environ[RUN_DIR_VARIABLE])).unfinished_marker(attempt, rank, key)
         self.step: int | None = None
         self.last_step: int | None = None
         self._failure: dict[str, Any] | None = None
@@ -62,10 +62,10 @@ class TrainingMarker:
         Raises:
             SystemExit: with code 75, if an earlier training of this process was stopped.
         """
-        global _num_begun
-        if _has_left and self._file is not None:
+        global _num_started
+        if _has_stopped and self._file is not None:
             raise SystemExit(EXIT_CONTINUE)
-        _num_begun += 1
+        _num_started += 1
         _unfinished.pop(self._folder, None)
         _unfinished[self._folder] = self
         self._write()
@@ -75,29 +75,29 @@ class TrainingMarker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.ended_by(error)
+            self.record_exception(error)
             return
         _unfinished.pop(self._folder, None)
         if self._file is not None:
             with suppress(OSError):
                 self._file.unlink(missing_ok=True)
 
-    def ends_at(self, last_step: int | None) -> None:
+    def set_last_step(self, last_step: int | None) -> None:
         """Set the step at which it would end."""
         self.last_step = last_step
         self._write()
 
-    def ended_by(self, error: BaseException) -> None:
+    def record_exception(self, error: BaseException) -> None:
         """Record that an exception ended it, without references to the exception's objects."""
-        global _has_left
+        global _has_stopped
         if isinstance(error, SystemExit) and error.code == EXIT_CONTINUE:
-            _has_left = True
+            _has_stopped = True
         elif isinstance(error, Exception):
-            self._failure = failure_of(error, self._environ)
+            self._failure = failure_record(error, self._environ)
 
     def failure(self) -> dict[str, Any]:
         """Return the record of a script that ended before the training."""
-        words = words_of_unfinished(self._what, self.step, self.last_step)
+        words = describe_unfinished(self._what, self.step, self.last_step)
         if self._failure is None:
             return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
         return {
@@ -115,14 +115,14 @@ class TrainingMarker:
             write_atomic(self._file, json.dumps(record) + "\n", durable=False)
 
 
-def has_begun() -> bool:
+def has_started() -> bool:
     """True if a training has begun in this process."""
-    return _num_begun > 0
+    return _num_started > 0
 
 
-def has_left() -> bool:
+def has_stopped() -> bool:
     """True if a training of this process stopped to be continued, even if the exception was caught."""
-    return _has_left
+    return _has_stopped
 
 
 def find_unfinished_training() -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from hpctrain.rundir import (
     SUPERVISOR_ADDRESS_VARIABLE,
     RunDir,
 )
-from hpctrain.runtime.failure_file import failure_of, print_failure, write_failure
+from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, report_diagnostics
 from hpctrain.runtime.log_index import start_log_index
@@ -44,11 +44,11 @@ from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal, ignore_signals_at_exit, is_exiting
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
-from hpctrain.runtime.unfinished_training import find_unfinished_training, has_left
+from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
 
 #: Exit codes of a script that followed a stop signal. 0 does not show whether it was complete; a complete
 #: script ends immediately when started again.
-_LEFT_AS_TOLD = (0, *(128 + number for number in STOP_SIGNALS))
+_STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -69,21 +69,21 @@ def main(argv: list[str]) -> NoReturn:
     # must not make a rank a single process.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     told_by = environment[0] if environment else "slurm"
-    ranks = _know_ranks(told_by)
+    ranks = _detect_ranks(told_by)
     script, *args = json.loads(words)
     where, ahead = os.environ.pop(SUPERVISOR_ADDRESS_VARIABLE, None), os.environ.pop(STANDBY_VARIABLE, None)
     log = run.rank_log(attempt, ranks.rank)
     open_line, printed = partial(SupervisorConnection, where or "", ranks, attempt), b""
     if ahead is not None:
-        line = open_line()
-        word = wait_for_start(line, json.loads(ahead), script)
-        os.environ.update(word.variables)
-        ranks, printed = _know_ranks(told_by), word.printed
+        connection = open_line()
+        message = wait_for_start(connection, json.loads(ahead), script)
+        os.environ.update(message.variables)
+        ranks, printed = _detect_ranks(told_by), message.printed
         # The connection that is already open; if it is lost, a new one.
-        lines = chain([line], iter(open_line, None))
+        lines = chain([connection], iter(open_line, None))
         open_line = partial(next, lines)
     _redirect_output(log, printed)
-    start_log_index(run.log_times(attempt, ranks.node_rank), ranks.rank)
+    start_log_index(run.log_index(attempt, ranks.node_rank), ranks.rank)
     if ranks.local_rank == 0:
         kill_orphans(os.environ[RUN_DIR_VARIABLE], attempt)
     sampler = NodeSampler(run, ranks, os.environ)
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> NoReturn:
     except SystemExit as leaving:
         words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank ends here, and reports the error)
-        if is_exiting() or has_left():
+        if is_exiting() or has_stopped():
             traceback.print_exception(error)
             _exit_now(EXIT_CONTINUE, sampler)
         failure_file = run.failure(attempt, ranks.rank)
@@ -115,10 +115,10 @@ def main(argv: list[str]) -> NoReturn:
         else:
             if ranks.is_main:  # The message is the same on all ranks.
                 print(f"hpctrain: {error}.", file=sys.stderr)
-            write_failure(failure_file, failure_of(error, os.environ), log, os.environ)
+            write_failure(failure_file, failure_record(error, os.environ), log, os.environ)
         _exit_now(1, sampler)
     code = _exit_code(words_of_exit)
-    if has_left() or (code != 0 and is_exiting()):
+    if has_stopped() or (code != 0 and is_exiting()):
         # The state is saved, however the script handled the exception.
         code = EXIT_CONTINUE
     if code == EXIT_CONTINUE:
@@ -127,21 +127,21 @@ def main(argv: list[str]) -> NoReturn:
         print(f"hpctrain: {failure['error']}: {failure['message']}.", file=sys.stderr)
         write_failure(run.failure(attempt, ranks.rank), failure, log, os.environ)
         _exit_now(1, sampler)
-    if (told := pending_stop_signal()) and code in _LEFT_AS_TOLD:
+    if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
         print(
             f"hpctrain: the script exited with {code} after {told.name}; the run continues in a new attempt."
         )
-        _exit_orderly(EXIT_CONTINUE, sampler)
+        _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
         problem = RuntimeError(f"the script called sys.exit({words_of_exit!r})")
-        write_failure(run.failure(attempt, ranks.rank), failure_of(problem, os.environ), log, os.environ)
+        write_failure(run.failure(attempt, ranks.rank), failure_record(problem, os.environ), log, os.environ)
         _exit_now(code, sampler)
-    _exit_orderly(0, sampler)
+    _exit_normally(0, sampler)
 
 
-def _know_ranks(told_by: str) -> Ranks:
+def _detect_ranks(source: str) -> Ranks:
     """Detect the ranks of this process, and set torch's variables for the script."""
-    ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: told_by})
+    ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: source})
     os.environ.update(ranks.torch_variables())
     return ranks
 
@@ -174,16 +174,16 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _exit_orderly(code: int, sampler: NodeSampler) -> NoReturn:
+def _exit_normally(code: int, sampler: NodeSampler) -> NoReturn:
     """Exit like any Python script."""
-    sampler.end()
+    sampler.stop()
     drain_gloo_threads()
     sys.exit(code)
 
 
 def _exit_now(code: int, sampler: NodeSampler) -> NoReturn:
     """Exit without the interpreter's clean-up, which may wait for peers that no longer answer."""
-    sampler.end()
+    sampler.stop()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

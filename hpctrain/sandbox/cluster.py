@@ -106,7 +106,7 @@ class Sandbox:
             if time.monotonic() > deadline:
                 raise SchedulerError(
                     f"Sandbox {self.name}: node {node} is {state} {limit_s:.0f} s after its slurmd started"
-                    f"{slurmd.last_words()}"
+                    f"{slurmd.log_tail()}"
                 )
             time.sleep(0.1)
 
@@ -120,16 +120,16 @@ class Sandbox:
         all_daemons = daemons(self.plan)
         for daemon in all_daemons:
             if pids[daemon.label] is None:
-                raise SchedulerError(f"Sandbox {self.name}: {daemon.label} ended{daemon.last_words()}")
+                raise SchedulerError(f"Sandbox {self.name}: {daemon.label} ended{daemon.log_tail()}")
         try:
             states = self.node_states()
         except SchedulerError as error:
             controller = next(daemon for daemon in all_daemons if daemon.label == "slurmctld")
-            return f"{error}{controller.last_words()}"
+            return f"{error}{controller.log_tail()}"
         for daemon in all_daemons:
             state = states.get(daemon.node or "", "unknown")
             if daemon.node and state not in _READY:
-                return f"node {daemon.node} is {state}{daemon.last_words()}"
+                return f"node {daemon.node} is {state}{daemon.log_tail()}"
         if self.shape.accounting and not commands.is_registered(self.plan):
             return "the controller has not registered with slurmdbd"
         return None

@@ -14,7 +14,7 @@ from typing import IO
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.accounting import ACCOUNTING_USER, SOCKET_VARIABLE, mariadbd_argv
-from hpctrain.sandbox.layout import SandboxLayout, conf_of
+from hpctrain.sandbox.layout import SandboxLayout, conf_path
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
 #: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
@@ -72,7 +72,7 @@ class Daemon:
             raise SchedulerError(self._too_late()) from None
         if done.returncode:
             words = " ".join((done.stderr or done.stdout or "").split())
-            why = f": {words}" if words else self.last_words()
+            why = f": {words}" if words else self.log_tail()
             raise SchedulerError(f"{self.label} did not start, exit code {done.returncode}{why}")
         if self.address is not None:
             self._wait_for_answer(self.address)
@@ -82,18 +82,18 @@ class Daemon:
         while not _answers(address):
             # The command line of its launcher ends with the same words.
             if not any(process.argv[-len(self.argv) :] == self.argv for process in processes()):
-                raise SchedulerError(f"{self.label} ended{self.last_words()}")
+                raise SchedulerError(f"{self.label} ended{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise SchedulerError(self._too_late())
             time.sleep(0.02)
 
     def _too_late(self) -> str:
-        return f"{self.label} did not start within {_START_LIMIT_S:.0f} s{self.last_words()}"
+        return f"{self.label} did not start within {_START_LIMIT_S:.0f} s{self.log_tail()}"
 
     def is_process(self, process: ProcessInfo) -> bool:
         return process.argv == self.argv
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Return the end of its log, as a clause to append to a message."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
@@ -178,7 +178,7 @@ def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = No
     environ = process.environ
     if environ.get(SANDBOX_VARIABLE) == str(folder):
         return node is None or environ.get(NODE_VARIABLE) == node
-    if environ.get("SLURM_CONF") == str(conf_of(folder)):
+    if environ.get("SLURM_CONF") == str(conf_path(folder)):
         where = environ.get("SLURMD_NODENAME", "")
         return where == node if node else where.startswith(f"{folder.name}-")
     return False

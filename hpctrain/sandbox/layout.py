@@ -123,7 +123,7 @@ class SandboxLayout:
 
     @property
     def conf(self) -> Path:
-        return conf_of(self.folder)
+        return conf_path(self.folder)
 
     @property
     def gres_conf(self) -> Path:
@@ -203,7 +203,7 @@ def folder_of(name: str, root: Path = ROOT) -> Path:
     return root / name
 
 
-def conf_of(folder: Path) -> Path:
+def conf_path(folder: Path) -> Path:
     """Return the configuration file, whose path identifies the sandbox to Slurm's commands and jobs."""
     return folder / "slurm.conf"
 

@@ -20,7 +20,7 @@ def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
         SchedulerError: another command held it for `limit_s` seconds.
     """
     deadline = time.monotonic() + limit_s
-    while (fd := _take(root)) is None:
+    while (fd := _open_locked(root)) is None:
         if time.monotonic() > deadline:
             raise SchedulerError(
                 f"Another sandbox command has held the lock on {root} for {limit_s:.0f} s."
@@ -35,7 +35,7 @@ def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
         os.close(fd)
 
 
-def _take(root: Path) -> int | None:
+def _open_locked(root: Path) -> int | None:
     try:
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

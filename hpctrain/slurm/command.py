@@ -18,7 +18,7 @@ _READING_S = 5.0
 NO_ANSWER_MESSAGE = "did not respond within"
 #: Messages after which the request may have arrived although the answer is missing.
 _ANSWER_LOST = (NO_ANSWER_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received")
-_OUT_OF_REACH = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
+_UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
 
 #: Prefixes of step names, followed by the attempt number.
 _RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
@@ -48,7 +48,7 @@ class SlurmCall:
         timeout_s: float = COMMAND_LIMIT_S,
         text: str = "",
     ) -> None:
-        self._name, self._timeout_s, self._begun = command[0], timeout_s, time.monotonic()
+        self._name, self._timeout_s, self._started_at = command[0], timeout_s, time.monotonic()
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = _start(command, environ, text)
@@ -69,7 +69,7 @@ class SlurmCall:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._process as process:
             try:
-                left_s = self._begun + limit_s - time.monotonic()
+                left_s = self._started_at + limit_s - time.monotonic()
                 # The command may have exited within its limit although the limit is over by now.
                 least_s = 0.0 if process.poll() is None else _READING_S
                 out, err = process.communicate(timeout=max(left_s, least_s))
@@ -109,20 +109,20 @@ def run_slurm_parallel(
     return run_all([SlurmCall(command, environ, timeout_s=timeout_s) for command in commands])
 
 
-def run_all(questions: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
+def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
     """Return the stdout of each call, or its error if it failed.
 
     Args:
-        questions: the calls.
+        calls: the calls.
         probe_s: if given, the first call must succeed within this many seconds.
 
     Raises:
         SchedulerError: the first call failed although `probe_s` was given.
     """
     answers: list[str | SchedulerError] = []
-    for question in questions:
+    for call in calls:
         try:
-            answers.append(question.answer(None if answers else probe_s)[0])
+            answers.append(call.answer(None if answers else probe_s)[0])
         except SchedulerError as error:
             if probe_s is not None and not answers:
                 raise
@@ -135,7 +135,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sub
     # Without this file Slurm's commands retry for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
         raise SchedulerError(f"SLURM_CONF is {conf!r}, but this file does not exist")
-    stdin = _holding(text) if text else subprocess.DEVNULL
+    stdin = _memfd_of(text) if text else subprocess.DEVNULL
     try:
         return subprocess.Popen(
             command,
@@ -155,7 +155,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sub
             os.close(stdin)
 
 
-def _holding(text: str) -> int:
+def _memfd_of(text: str) -> int:
     """Return the descriptor of an anonymous file with the text. Unlike a pipe it cannot block the writer."""
     file = os.memfd_create("stdin")
     with open(file, "wb", closefd=False) as stream:
@@ -171,7 +171,7 @@ def is_answer_lost(error: str) -> bool:
 
 def is_transient(error: str) -> bool:
     """True if the error means that the controller is unreachable or the command was killed."""
-    return is_answer_lost(error) or any(words in error for words in _OUT_OF_REACH)
+    return is_answer_lost(error) or any(words in error for words in _UNREACHABLE_ERRORS)
 
 
 def job_step_name(attempt: int, *, waits: bool = False) -> str:

@@ -56,7 +56,7 @@ _RANK_PREFIXES = ("TORCHELASTIC_", "SUBMITIT_", "HYDI_")
 
 #: Prefixes of a launcher's variables, by a variable that only the launcher sets. Without that one, a variable
 #: such as OMPI_MCA_btl or PMIX_MCA_gds is the user's setting, which the job needs.
-_OF_LAUNCHERS = {
+_LAUNCHER_PREFIXES = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_", "PMIX_", "PRTE_"),
     "PMIX_RANK": ("PMIX_",),
     "PMI_RANK": ("PMI_", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME"),
@@ -108,7 +108,7 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
     """
     names = env_default_names(environ) | _RANK_VARIABLES
     prefixes = [*_JOB_PREFIXES, *_ANSWER_PREFIXES, *_RANK_PREFIXES]
-    for mark, written in _OF_LAUNCHERS.items():
+    for mark, written in _LAUNCHER_PREFIXES.items():
         if mark in environ:
             prefixes += written
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":

@@ -10,7 +10,7 @@ from hpctrain.errors import SpecError
 #: Each task needs a run folder before the job is queued.
 MAX_TASKS = 10_000
 #: Task indices are below Slurm's largest MaxArraySize (slurm.conf(5)).
-_LARGEST_INDEX = 4_000_000
+_MAX_INDEX = 4_000_000
 
 _PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
 _FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 to run at most 4 tasks at once"
@@ -51,8 +51,8 @@ def _indices(part: str, text: str) -> range:
     first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
     if last < first or step < 1:
         raise SpecError(f"--array {text!r} is invalid: the range {part!r} is empty. {_FORM}.")
-    if last > _LARGEST_INDEX:
+    if last > _MAX_INDEX:
         raise SpecError(
-            f"--array {text!r} has task {last}, but the highest task number in Slurm is {_LARGEST_INDEX}."
+            f"--array {text!r} has task {last}, but the highest task number in Slurm is {_MAX_INDEX}."
         )
     return range(first, last + 1, step)

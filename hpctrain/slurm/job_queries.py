@@ -25,13 +25,13 @@ _QUEUE_COLUMNS = (
 _ACCOUNTING_COLUMNS = ("JobID", "JobIDRaw", "State", "Submit", "WorkDir")
 
 #: The kernel takes 128 KiB per argument (MAX_ARG_STRLEN). If the ids do not fit, all jobs are queried.
-_LONGEST_WORD = 120_000
+_MAX_WORD = 120_000
 
 _JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
 #: Pending tasks share a record, `17_[0-3,9%2]`.
 _SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
 #: Print task lists in full; otherwise they are cut off after 64 characters.
-_WHOLE_LISTS = {"SLURM_BITSTR_LEN": "0"}
+_FULL_TASK_LISTS = {"SLURM_BITSTR_LEN": "0"}
 _RECORD = re.compile(
     r"^JobId=(?P<raw>\d+)"
     r"(?: ArrayJobId=(?P<array>\d+) ArrayTaskId=(?P<task>\S+))?"
@@ -77,7 +77,7 @@ class JobTable:
             for name in {row.job_id, row.raw_id, parent_job_id(row.job_id)}:
                 self._by_id.setdefault(name, []).append(row)
 
-    def of(self, job_id: str) -> list[JobRow]:
+    def rows_of(self, job_id: str) -> list[JobRow]:
         """Return the rows of a job; all parts if it is an array or a heterogeneous job."""
         rows = self._by_id.get(job_id, [])
         # The id of an array is also the raw id of one of its tasks.
@@ -120,7 +120,7 @@ def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
     """
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
     columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
-    answer = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_WHOLE_LISTS})
+    answer = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_FULL_TASK_LISTS})
     newest: dict[str, JobRow] = {}
     shared: dict[str, JobRow] = {}
     for job_id, raw_id, state, submitted_at, workdir in _cells(answer, len(_ACCOUNTING_COLUMNS)):
@@ -144,7 +144,7 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
     bases = {parent_job_id(job_id) for job_id in job_ids}
     command = ["scontrol", "--all", "show", "job", *(bases if len(bases) == 1 else ())]
     try:
-        answer = run_slurm(command, {**environ, **_WHOLE_LISTS})
+        answer = run_slurm(command, {**environ, **_FULL_TASK_LISTS})
     except SchedulerError as error:
         if "Invalid job id" not in str(error):
             raise
@@ -168,7 +168,7 @@ def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
 
 def _selection(job_ids: Sequence[str]) -> list[str]:
     word = f"--jobs={','.join(sorted({parent_job_id(job_id) for job_id in job_ids}))}"
-    return [word] if len(word) <= _LONGEST_WORD else []
+    return [word] if len(word) <= _MAX_WORD else []
 
 
 def _cells(answer: str, number: int) -> Iterable[list[str]]:

@@ -9,7 +9,7 @@ from hpctrain.rundir import ENV_PREFIX
 from hpctrain.spec.job_spec import JobSpec
 
 #: Linux takes 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
-_LONGEST_WORD_BYTES = 128 * 1024 - 1
+_MAX_WORD_BYTES = 128 * 1024 - 1
 #: Bytes that a torchrun agent receives in addition to the arguments.
 _PLAN_BYTES = 4096
 #: Linux gives 2 MiB to all arguments and variables of a process; the job's own variables may take this much.
@@ -24,7 +24,7 @@ def check_argument_lengths(spec: JobSpec) -> None:
     """
     # The rank receives all arguments as one JSON string; through an agent, that string is nested in another.
     words = json.dumps([spec.entry, *spec.args])
-    length, limit = len(words), _LONGEST_WORD_BYTES
+    length, limit = len(words), _MAX_WORD_BYTES
     if spec.torchrun is not None:
         length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
     if length > limit:
@@ -32,7 +32,7 @@ def check_argument_lengths(spec: JobSpec) -> None:
             f"The arguments of the script and its path are {length} bytes as JSON, but at most {limit} "
             "can be passed to a rank. Put the arguments into a file and pass its path."
         )
-    longest = _LONGEST_WORD_BYTES - len(ENV_PREFIX)
+    longest = _MAX_WORD_BYTES - len(ENV_PREFIX)
     variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
     for name, length in variables.items():
         if length > longest:

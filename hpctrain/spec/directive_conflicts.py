@@ -20,17 +20,17 @@ def check_directive_conflicts(directives: Mapping[str, str], *, nodes: int, gpus
     for one, other in _EITHER:
         if one in directives and other in directives:
             raise SpecError(
-                f"{_said(one, directives)} and {_said(other, directives)} exclude each other in Slurm. "
-                "Leave one of them out."
+                f"{_as_option(one, directives)} and {_as_option(other, directives)} exclude each other in "
+                "Slurm. Leave one of them out."
             )
     if "mem-per-gpu" in directives and gpus_per_node == 0:
         raise SpecError(
-            f"{_said('mem-per-gpu', directives)} requires GPUs, but the run has none (--gpus-per-node 0). "
-            "Use --mem or --mem-per-cpu instead."
+            f"{_as_option('mem-per-gpu', directives)} requires GPUs, but the run has none (--gpus-per-node "
+            "0). Use --mem or --mem-per-cpu instead."
         )
     if any(part.partition(":")[0] == "gpu" for part in directives.get("gres", "").split(",")):
         raise SpecError(
-            f"{_said('gres', directives)} requests GPUs. "
+            f"{_as_option('gres', directives)} requests GPUs. "
             "Use --gpus-per-node for GPUs (one per rank), and --gres for other resources."
         )
     _check_nodes(directives, nodes)
@@ -40,13 +40,13 @@ def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
     wanted, unwanted = _hosts("nodelist", directives), _hosts("exclude", directives)
     if both := [host for host in wanted if host in unwanted]:
         raise SpecError(
-            f"{_said('nodelist', directives)} requests node {both[0]}, but "
-            f"{_said('exclude', directives)} excludes it. Remove it from one of them."
+            f"{_as_option('nodelist', directives)} requests node {both[0]}, but "
+            f"{_as_option('exclude', directives)} excludes it. Remove it from one of them."
         )
     if len(wanted) > nodes:
         raise SpecError(
-            f"{_said('nodelist', directives)} names {len(wanted)} nodes, and a job must get all of them, but "
-            f"--nodes is {nodes}. Give --nodes {len(wanted)}, or name fewer nodes."
+            f"{_as_option('nodelist', directives)} names {len(wanted)} nodes, and a job must get all of "
+            f"them, but --nodes is {nodes}. Give --nodes {len(wanted)}, or name fewer nodes."
         )
 
 
@@ -63,6 +63,6 @@ def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
         raise SpecError(f"--{key} is not a valid node list: {error}") from error
 
 
-def _said(key: str, directives: Mapping[str, str]) -> str:
+def _as_option(key: str, directives: Mapping[str, str]) -> str:
     value = directives[key]
     return f"--{key} {value}" if value else f"--{key}"

@@ -125,7 +125,7 @@ class JobSpec:
     @property
     def policy(self) -> RestartPolicy:
         """The restart policy of the run."""
-        return RestartPolicy.of(self.restart_policy, self.max_failures)
+        return RestartPolicy.with_changes(self.restart_policy, self.max_failures)
 
     @property
     def is_elastic(self) -> bool:

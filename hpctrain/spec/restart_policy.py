@@ -93,31 +93,31 @@ _FORM = f"Give KIND.FIELD=NUMBER, such as oom.retries=0; FIELD is one of {', '.j
 class RestartPolicy:
     """The complete restart policy of a run."""
 
-    rows: Mapping[EndKind, RestartRule]
+    rules: Mapping[EndKind, RestartRule]
     max_failures: int
     """Consecutive failures without a new checkpoint that end the run, for all kinds that share the limit."""
 
     @classmethod
-    def of(cls, changes: Mapping[str, Mapping[str, int]], max_failures: int) -> RestartPolicy:
+    def with_changes(cls, changes: Mapping[str, Mapping[str, int]], max_failures: int) -> RestartPolicy:
         """Return the default policy with the user's changes.
 
         Raises:
             SpecError: a kind or field is unknown, or a number is out of range.
         """
-        rows = dict(DEFAULT_RULES)
+        rules = dict(DEFAULT_RULES)
         for name, values in changes.items():
             kind = _kind(name)
             for field, value in values.items():
                 _check(name, field, value)
-            rows[kind] = replace(rows[kind], **values)
-        return cls(rows, max_failures)
+            rules[kind] = replace(rules[kind], **values)
+        return cls(rules, max_failures)
 
     def without_exclusions(self) -> RestartPolicy:
         """Return the policy without node exclusions, for a run on a single machine."""
-        return replace(self, rows={kind: replace(row, exclude=0) for kind, row in self.rows.items()})
+        return replace(self, rules={kind: replace(rule, exclude=0) for kind, rule in self.rules.items()})
 
     def __getitem__(self, kind: EndKind) -> RestartRule:
-        return self.rows[kind]
+        return self.rules[kind]
 
 
 def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:

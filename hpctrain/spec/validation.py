@@ -14,11 +14,11 @@ from hpctrain.spec.job_spec import BackendName, GpuRequestStyle, JobSpec, NodeCh
 from hpctrain.spec.restart_policy import RestartPolicy
 
 #: Slurm stores the lead time of `--signal` in 16 bits.
-_LONGEST_SIGNAL_LEAD_S = 65535
+_MAX_SIGNAL_LEAD_S = 65535
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Variables that identify a rank; they are set when the ranks start.
-_OF_RANKS = frozenset(
+_RANK_VARIABLES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -119,14 +119,14 @@ def _check_shape(spec: JobSpec) -> None:
             f"--max-failures is {spec.max_failures}, but must be at least 1. "
             "With 1, the run ends at its first crash."
         )
-    RestartPolicy.of(spec.restart_policy, spec.max_failures)
+    RestartPolicy.with_changes(spec.restart_policy, spec.max_failures)
 
 
 def _check_time(spec: JobSpec) -> None:
-    if not 1 <= spec.stop_before_limit_s <= _LONGEST_SIGNAL_LEAD_S:
+    if not 1 <= spec.stop_before_limit_s <= _MAX_SIGNAL_LEAD_S:
         raise SpecError(
             f"--stop-before-limit is {spec.stop_before_limit_s} s, "
-            f"but Slurm accepts 1 to {_LONGEST_SIGNAL_LEAD_S} s."
+            f"but Slurm accepts 1 to {_MAX_SIGNAL_LEAD_S} s."
         )
     if spec.time_limit_s is not None and spec.time_limit_s <= spec.stop_before_limit_s:
         raise SpecError(
@@ -150,7 +150,7 @@ def _check_words(spec: JobSpec) -> None:
                 f"{name!r} (--env) is not a valid variable name. Use letters, digits and _, and do not start "
                 "with a digit."
             )
-        if name in _OF_RANKS:
+        if name in _RANK_VARIABLES:
             raise SpecError(
                 f"hpctrain sets the variable {name} for each rank, so --env {name}={spec.env[name]} "
                 "would have no effect. Leave it out."

@@ -183,7 +183,7 @@ def register_job(
             _take_lock(run)
         elif jobs is not None:
             _refuse_second(run, jobs)
-            if _ended_meanwhile(run, job_id, jobs):
+            if _ended_while_queued(run, job_id, jobs):
                 return Exit(0)
         record_manual_submission(run, spec, job_id)
         return Continue()
@@ -235,7 +235,7 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
     )
 
 
-def _ended_meanwhile(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
+def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
     """True if this job waited in the queue until the run was complete.
 
     A cancellation applies to jobs submitted before it; a run that failed in that time continues.
@@ -243,7 +243,7 @@ def _ended_meanwhile(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
     Raises:
         NotInJob: the run was cancelled in that time.
     """
-    finished = read_run_record(run).finished or _cancelled_unheard(run)
+    finished = read_run_record(run).finished or _unrecorded_cancellation(run)
     if finished.get("state") not in ("COMPLETED", "CANCELLED") or (submitted := jobs.submitted_at()) is None:
         return False
     # Slurm truncates the submission time to seconds; the run may have ended earlier in that second.
@@ -258,7 +258,7 @@ def _ended_meanwhile(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
     )
 
 
-def _cancelled_unheard(run: RunDir) -> dict[str, Any]:
+def _unrecorded_cancellation(run: RunDir) -> dict[str, Any]:
     """Return the end of a run whose supervisor was killed before it could record the cancellation."""
     try:
         return {"state": "CANCELLED", "time": run.cancel_request.stat().st_mtime}

@@ -20,7 +20,7 @@ from hpctrain.rundir import RunDir, RunStorage
 
 log = logging.getLogger(__name__)
 
-_RETRY_EVERY_S = 2.0
+_RETRY_INTERVAL_S = 2.0
 #: Seconds to keep trying to write the buffered data when the supervisor ends; then it is lost.
 FLUSH_TIMEOUT_S = 60.0
 #: Space for some hundred lines and the failure files of a few ranks.
@@ -67,7 +67,7 @@ class BufferedStorage(RunStorage):
     def pending_reason(self) -> str | None:  # type: ignore[override]
         """Reason why data waits to be written; None if nothing waits."""
         for path, lines in list(self._lines.items()):
-            if (error := lines.trouble) is not None:
+            if (error := lines.last_error) is not None:
                 return describe_disk_error(error, path.parent) or f"{path.parent}: {error.strerror}"
         return None
 
@@ -78,9 +78,9 @@ class BufferedStorage(RunStorage):
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
         """Yield the JSON lines of a file, including those that wait to be written."""
-        if (lines := self._lines.get(path)) is None or not lines.is_waiting:
+        if (lines := self._lines.get(path)) is None or not lines.has_pending:
             return super().read(path, is_valid)
-        with lines.waiting() as waiting:
+        with lines.pending() as waiting:
             try:
                 written = list(super().read(path, is_valid))
             except OSError as error:
@@ -136,11 +136,11 @@ class BufferedStorage(RunStorage):
             if time.monotonic() > deadline:
                 self._print_waiting()
                 return
-            time.sleep(min(_RETRY_EVERY_S, limit_s))
+            time.sleep(min(_RETRY_INTERVAL_S, limit_s))
 
     def _print_waiting(self) -> None:
         for path, lines in list(self._lines.items()):
-            with lines.waiting() as waiting:
+            with lines.pending() as waiting:
                 for line in waiting:
                     print(f"hpctrain: could not write to {path}: {line}", file=sys.stderr)
 
@@ -153,11 +153,11 @@ class BufferedStorage(RunStorage):
                     f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, has vanished. "
                     "Its disk may be unavailable. Restore it, then submit the run again."
                 )
-            time.sleep(min(_RETRY_EVERY_S, _VANISHED_LIMIT_S))
+            time.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
 
     @property
     def _is_waiting(self) -> bool:
-        return bool(self._files) or any(lines.is_waiting for lines in list(self._lines.values()))
+        return bool(self._files) or any(lines.has_pending for lines in list(self._lines.values()))
 
     def _flush(self) -> bool:
         """Write what waits, as far as possible. Returns True if nothing waits any more."""
@@ -179,7 +179,7 @@ class BufferedStorage(RunStorage):
     def _retry_until_written(self) -> None:
         try:
             while not self._flush():
-                time.sleep(_RETRY_EVERY_S)
+                time.sleep(_RETRY_INTERVAL_S)
         finally:
             self._retrying.release()
 

@@ -42,27 +42,27 @@ class LocalArray:
         self._job_id = str(os.getpid())
         self._array = JobArray.parse(spec.array)
         self._events: queue.SimpleQueue[int | signal.Signals] = queue.SimpleQueue()
-        self._going: dict[int, subprocess.Popen[bytes]] = {}
-        self._places = deque(range(self._array.throttle or 1))
-        self._place_of: dict[int, int] = {}
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._free_slots = deque(range(self._array.throttle or 1))
+        self._slot_of: dict[int, int] = {}
         self._cancelled = False
 
     def run(self) -> int:
         """Run all tasks to their end. Returns the exit code of the job."""
         for number in (*_CANCELS, signal.SIGUSR2):
-            signal.signal(number, self._note_signal)
+            signal.signal(number, self._on_signal)
         register_job(self._run, self._spec, self._job_id)
         waiting = deque(self._array.indices)
-        while waiting or self._going:
-            while waiting and self._places:
+        while waiting or self._running:
+            while waiting and self._free_slots:
                 self._start(waiting.popleft())
-            if not self._going:
+            if not self._running:
                 continue
             match self._events.get():
                 case signal.Signals() as number:
-                    self._pass_on(number, waiting)
+                    self._forward_signal(number, waiting)
                 case index:
-                    self._ended(index)
+                    self._has_ended(index)
         states = [self._state(index) for index in self._array.indices]
         log.info("all tasks have ended: %s", ", ".join(map(str, states)))
         return 0 if set(states) == {"COMPLETED"} else RunFailed.exit_code
@@ -80,7 +80,7 @@ class LocalArray:
         if read_run_record(task).job_id != f"{self._job_id}_{index}":
             # Only `hpctrain submit` records the tasks of an array: this script was started by hand.
             record_manual_submission(task, self._spec, f"{self._job_id}_{index}")
-        place = self._places.popleft()
+        place = self._free_slots.popleft()
         try:
             with open(task.slurm_log, "ab", opener=own_file) as output:
                 process = subprocess.Popen(
@@ -98,8 +98,8 @@ class LocalArray:
                 os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         finally:
             os.close(lock)
-        self._going[index], self._place_of[index] = process, place
-        threading.Thread(target=self._await, args=(index, process), daemon=True).start()
+        self._running[index], self._slot_of[index] = process, place
+        threading.Thread(target=self._wait_for_task, args=(index, process), daemon=True).start()
         log.info("task %d: started process %d", index, process.pid)
 
     def _gpus_of(self, place: int) -> dict[str, str]:
@@ -108,23 +108,23 @@ class LocalArray:
         gpus = visible_gpus(self._environ)[place * count : (place + 1) * count]
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
-    def _await(self, index: int, process: subprocess.Popen[bytes]) -> None:
+    def _wait_for_task(self, index: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         self._events.put(index)
 
-    def _pass_on(self, number: signal.Signals, waiting: Iterable[int]) -> None:
+    def _forward_signal(self, number: signal.Signals, waiting: Iterable[int]) -> None:
         log.info("received %s; sending it to the running tasks", number.name)
         if number in _CANCELS:
             self._cancelled = True
-            for index in (*self._going, *waiting):
+            for index in (*self._running, *waiting):
                 with suppress(OSError):
                     self._run.task(index).cancel_request.touch(0o644)
-        for process in self._going.values():
+        for process in self._running.values():
             process.send_signal(number)
 
-    def _ended(self, index: int) -> None:
-        code = self._going.pop(index).returncode
-        self._places.append(self._place_of.pop(index))
+    def _has_ended(self, index: int) -> None:
+        code = self._running.pop(index).returncode
+        self._free_slots.append(self._slot_of.pop(index))
         if self._state(index) is None:
             task = self._run.task(index)
             if task.cancel_request.exists():
@@ -137,5 +137,5 @@ class LocalArray:
         finished = read_run_record(self._run.task(index)).finished
         return str(finished["state"]) if finished else None
 
-    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._events.put(signal.Signals(number))

@@ -65,9 +65,9 @@ class NodeCheckRunner:
         found = self._read(attempt)
         words = "stop requested" if found.stopped else describe_nodes(found.bad_nodes) or "all nodes passed"
         log.info("node check took %.1f s: %s", time.monotonic() - begun, words)
-        if end is not None and not any(self.run.checks(attempt)):
+        if end is not None and not any(self.run.node_check_results(attempt)):
             # If no process could start, no single node is to blame.
-            log.warning("the node check did not start: %s", end.words)
+            log.warning("the node check did not start: %s", end.stderr_tail)
             return NodeCheckResult()
         return found
 
@@ -76,7 +76,7 @@ class NodeCheckRunner:
         found: dict[str, str] = {}
         for rank in range(len(hosts) * each):
             try:
-                record = read_json(self.run.check(attempt, rank))
+                record = read_json(self.run.node_check_result(attempt, rank))
                 trouble = [str(words) for words in record["trouble"]]
             except (OSError, ValueError, KeyError, TypeError):
                 record, trouble = {}, ["its check did not finish"]

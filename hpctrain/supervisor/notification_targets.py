@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 #: Seconds for a command, seconds for an address to answer, attempts per message, and seconds between them.
 _TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
 #: Maximum number of messages waiting for a target; further ones are dropped.
-_MOST_WAITING = 50
+_MAX_WAITING = 50
 
 
 class NotificationTarget:
@@ -40,7 +40,7 @@ class NotificationTarget:
 
     def enqueue(self, message: Mapping[str, Any]) -> None:
         """Send a message soon; drop it if too many wait."""
-        if self._messages.qsize() < _MOST_WAITING:
+        if self._messages.qsize() < _MAX_WAITING:
             self._messages.put(message)
         else:
             log.warning("dropped a %s notification: the target is too slow", message["occasion"])
@@ -155,12 +155,12 @@ def run_notification_command(
     line: str,
     message: Mapping[str, Any],
     environ: Mapping[str, str],
-    note: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    set_process: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> None:
     """Run a shell command in the run folder.
 
-    The message is on its standard input, the main fields also in environment variables. `note` receives the
-    process as soon as it starts.
+    The message is on its standard input, the main fields also in environment variables. `set_process`
+    receives the process as soon as it starts.
 
     Raises:
         OSError: it failed, or took too long.
@@ -178,8 +178,8 @@ def run_notification_command(
         env={**environ, **variables},
         start_new_session=True,
     ) as process:
-        if note is not None:
-            note(process)
+        if set_process is not None:
+            set_process(process)
         try:
             _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
         except subprocess.TimeoutExpired:

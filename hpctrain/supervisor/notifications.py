@@ -21,10 +21,10 @@ from hpctrain.supervisor.workers.stall_detection import StallDetector
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
+_POLL_INTERVAL_S = 1.0
 #: Time to deliver pending messages when the job ends: the longest that one target may take for one message.
 _LAST_LIMIT_S = 35.0
-_LONGEST_CAUSE = 500
+_MAX_CAUSE = 500
 _KILL_LIMIT_S = 3.0
 
 
@@ -74,7 +74,7 @@ class Notifier:
 
     def run(self) -> None:
         """Send notifications until the block has ended and all are delivered, or the time limit is over."""
-        while not self.ended.wait(_LOOK_EVERY_S):
+        while not self.ended.wait(_POLL_INTERVAL_S):
             self._check_with_retries()
         self._check_with_retries()
         deadline = time.monotonic() + _LAST_LIMIT_S
@@ -140,7 +140,7 @@ def notification_kind(event: Mapping[str, Any]) -> str | None:
 
 def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message; chat services show `text` or, under their name for it, `content`."""
-    cause = str(event.get("cause") or "")[:_LONGEST_CAUSE]
+    cause = str(event.get("cause") or "")[:_MAX_CAUSE]
     if occasion == "finish":
         words = f"Run {run.run_id} has ended: {event.get('state')}"
     else:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 #: first.
 _REQUEUE_LIMIT_S = 60.0
 #: Retry an unreachable controller for this long: the state is saved and can wait.
-_OUT_OF_REACH_S, _PAUSE_S = 3600.0, 5.0
+_UNREACHABLE_TIMEOUT_S, _PAUSE_S = 3600.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Requeuer:
         """
         methods = self._methods(intent)
         self.run.log_event("requeue", attempt, seconds=seconds, by=methods[0].value, **{"class": kind})
-        deadline = time.monotonic() + _OUT_OF_REACH_S
+        deadline = time.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
             moved = self._try_methods(methods, attempt, left_out)
             if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
@@ -81,7 +81,7 @@ class Requeuer:
     def _methods(self, intent: JobIntent) -> Sequence[ContinuationMethod]:
         if self.job_control.successors is None:
             return (ContinuationMethod.REQUEUE,)
-        return continuation_methods(self.spec.resume_mode, intent, requeues=self._can_requeue())
+        return continuation_methods(self.spec.resume_mode, intent, can_requeue=self._can_requeue())
 
     def _try_methods(
         self, methods: Sequence[ContinuationMethod], attempt: int, left_out: Collection[str]

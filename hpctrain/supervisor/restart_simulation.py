@@ -44,7 +44,7 @@ _FAULTS = {
     EndKind.NOT_STARTED: 2,
 }
 #: Faults that occur preferably on bad nodes.
-_OF_NODES = frozenset(
+_NODE_FAULTS = frozenset(
     {EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL, EndKind.HANG}
 )
 
@@ -80,7 +80,7 @@ class SimulatedRun:
 
     name: str
     nodes: int
-    least: int
+    min_nodes: int
     spares: int
     needs_s: float
     """Training time on all its nodes until it is complete."""
@@ -98,7 +98,7 @@ class SimulatedRun:
     events: list[dict[str, Any]] = field(default_factory=list)
     starts_since_save: int = 0
     state: str = "waits"
-    why: str | None = None
+    reason: str | None = None
     ended: float | None = None
 
     @property
@@ -130,7 +130,7 @@ class Simulation:
     """The cluster, its runs, and the clock."""
 
     def __init__(self, conditions: SimulationConfig) -> None:
-        self._its = conditions
+        self._config = conditions
         self._random = random.Random(conditions.seed)
         self._now = 0.0
         self._queue: list[tuple[float, int, SimulatedRun, int, str]] = []
@@ -141,7 +141,7 @@ class Simulation:
         self._free = set(names)
         self._down: dict[str, float] = {}
         self._waiting: list[SimulatedRun] = []
-        self._policy = RestartPolicy.of({}, _MAX_FAILURES)
+        self._policy = RestartPolicy.with_changes({}, _MAX_FAILURES)
         self.report = SimulationResult(conditions)
 
     def run(self) -> SimulationResult:
@@ -150,7 +150,7 @@ class Simulation:
             self.report.runs.append(run)
             self._waiting.append(run)
         self._start_waiting()
-        end = self._its.days * DAY_S
+        end = self._config.days * DAY_S
         while self._queue and self._queue[0][0] <= end:
             self._now, _, run, number, what = heapq.heappop(self._queue)
             if what == "repaired":
@@ -168,13 +168,13 @@ class Simulation:
 
     def _new_runs(self) -> Iterator[SimulatedRun]:
         """Return runs for 1.2 times the available node time, so that some always wait."""
-        most, left = max(1, self._its.num_nodes // 20), 1.2 * self._its.num_nodes * self._its.days
+        most, left = max(1, self._config.num_nodes // 20), 1.2 * self._config.num_nodes * self._config.days
         while left > 0:
             nodes = min(most, 2 ** self._random.randrange(8))
-            days = self._random.uniform(0.2, 0.5 * self._its.days)
+            days = self._random.uniform(0.2, 0.5 * self._config.days)
             least = max(1, nodes // 2) if self._random.random() < 0.5 else nodes
             spares = 1 if self._random.random() < 0.2 else 0
-            doomed = self._random.random() < self._its.doomed
+            doomed = self._random.random() < self._config.doomed
             fails = self._random.uniform(0, 2 * 3600.0) if doomed else None
             number = len(self.report.runs)
             yield SimulatedRun(f"run-{number}", nodes, least, spares, days * DAY_S, fails)
@@ -185,12 +185,12 @@ class Simulation:
         for run in list(self._waiting):
             left_out = History.from_events(run.events).excluded
             fit = sorted(self._free - left_out)
-            if len(fit) >= (run.least if run.least < run.nodes else run.nodes + run.spares):
+            if len(fit) >= (run.min_nodes if run.min_nodes < run.nodes else run.nodes + run.spares):
                 granted = fit[: run.nodes + run.spares]
                 self._waiting.remove(run)
                 self._free.difference_update(granted)
                 run.hosts, run.spare = tuple(granted[: run.nodes]), tuple(granted[run.nodes :])
-                run.job_ends = self._now + self._its.time_limit_days * DAY_S
+                run.job_ends = self._now + self._config.time_limit_days * DAY_S
                 self._start(run)
 
     def _start(self, run: SimulatedRun) -> None:
@@ -204,8 +204,8 @@ class Simulation:
         ends = {
             EndKind.DONE: (run.needs_s - run.trained_s) / run.speed,
             EndKind.TIME_LIMIT: run.job_ends - _LEAD_S - run.begun,
-            EndKind.PREEMPTED: self._random.expovariate(self._its.preemptions_per_day / DAY_S),
-            self._fault(): self._random.expovariate(faulty / (self._its.node_mtbf_days * DAY_S)),
+            EndKind.PREEMPTED: self._random.expovariate(self._config.preemptions_per_day / DAY_S),
+            self._fault(): self._random.expovariate(faulty / (self._config.node_mtbf_days * DAY_S)),
         }
         if run.fails_after_s is not None:
             ends[EndKind.PYTHON] = max(0.0, run.fails_after_s - run.trained_s) / run.speed
@@ -225,17 +225,17 @@ class Simulation:
         lost = self._record(run, kind)
         history = History.from_events(run.events)
         found = suspect_nodes(self._policy, history)
-        state = RunSituation(
+        situation = RunSituation(
             self._policy,
             history,
             nodes=Allocation(
-                run.hosts, run.spare, lost, run.least, self._can_reallocate(run, history, found)
+                run.hosts, run.spare, lost, run.min_nodes, self._can_reallocate(run, history, found)
             ),
             ends_at=run.job_ends,
             lead_s=_LEAD_S,
         )
         cause = None if kind is EndKind.DONE or kind.is_stop else str(run.events[-1]["cause"])
-        decision = decide(state, AttemptEnd(kind, cause), self._now)
+        decision = decide(situation, AttemptEnd(kind, cause), self._now)
         self.report.actions[decision.action.value] += 1
         if decision.exclude:
             run.events.append({"kind": "excluded", "hosts": list(decision.exclude)})
@@ -243,13 +243,14 @@ class Simulation:
 
     def _can_reallocate(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
         return (
-            bool(found) and self._its.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
+            bool(found)
+            and self._config.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
         )
 
     def _keep(self, run: SimulatedRun, seconds: float, *, whole: bool = False) -> None:
         """Count the training since the start of the ranks, as far as a checkpoint contains it."""
         trained = max(0.0, seconds) * run.speed
-        saves = self._its.save_every_s
+        saves = self._config.save_every_s
         kept = trained if whole else (run.trained_s + trained) // saves * saves - run.trained_s
         kept = max(0.0, kept)
         if kept > 0:
@@ -263,7 +264,7 @@ class Simulation:
         """Record the failure, and take a lost node out of service. Returns the lost node."""
         if kind is EndKind.DONE or kind.is_stop:
             return {}
-        weights = [100 if host in self._bad and kind in _OF_NODES else 1 for host in run.hosts]
+        weights = [100 if host in self._bad and kind in _NODE_FAULTS else 1 for host in run.hosts]
         rank = self._random.choices(range(len(run.hosts)), weights)[0]
         host = run.hosts[rank]
         own = kind is EndKind.PYTHON and run.fails_after_s is not None
@@ -277,7 +278,7 @@ class Simulation:
             return {}
         self._down[host] = self._now
         repaired = SimulatedRun(host, 0, 0, 0, 0.0, None)
-        self._at(self._now + self._its.repair_days * DAY_S, repaired, "repaired")
+        self._at(self._now + self._config.repair_days * DAY_S, repaired, "repaired")
         return {host: "does not respond"}
 
     def _act(self, run: SimulatedRun, decision: Decision, cause: str | None, lost: dict[str, str]) -> None:
@@ -297,7 +298,7 @@ class Simulation:
             case Action.COMPLETE:
                 self._end_job(run, "complete")
             case _:
-                run.why = "; ".join(filter(None, [cause, decision.reason]))
+                run.reason = "; ".join(filter(None, [cause, decision.reason]))
                 self._end_job(run, "failed")
 
     def _kind_of(self, run: SimulatedRun, cause: str | None) -> EndKind:

@@ -26,7 +26,7 @@ _HORIZON_S = 86_400.0
 #: Slurm holds a requeued job for two minutes; the ranks then start in about one.
 REQUEUE_HOLD_S, START_S = 120.0, 60.0
 #: Longest interval between two searches for free nodes.
-_LOOK_EVERY_S = 60.0
+_POLL_INTERVAL_S = 60.0
 
 
 def should_scale_up(nodes: int, nodes_then: int, left_s: float, pause_s: float) -> bool:
@@ -72,7 +72,7 @@ class ScaleUpMonitor:
     def _watch(self, nodes: AllocatedNodes) -> None:
         wait_s = float(self.spec.scale_up_after_s)
         while not self._stopped.wait(wait_s):
-            wait_s = min(_LOOK_EVERY_S, float(self.spec.scale_up_after_s))
+            wait_s = min(_POLL_INTERVAL_S, float(self.spec.scale_up_after_s))
             try:
                 if self._try_scale_up(nodes):
                     return

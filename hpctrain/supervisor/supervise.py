@@ -36,7 +36,7 @@ from hpctrain.supervisor.workers.worker_group import WorkerGroup
 log = logging.getLogger(__name__)
 
 #: Actions that release the nodes.
-_GIVES_UP = frozenset({Action.REQUEUE, Action.CANCEL, Action.FAIL})
+_RELEASES_NODES = frozenset({Action.REQUEUE, Action.CANCEL, Action.FAIL})
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Supervisor:
         if decision.exclude:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
-        if decision.action in _GIVES_UP and not end.kind.is_stop:
+        if decision.action in _RELEASES_NODES and not end.kind.is_stop:
             drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
         match decision.action:
             case Action.RESTART:

@@ -16,7 +16,7 @@ from types import FrameType
 from hpctrain.cluster.parent_death import die_with_parent
 
 #: Number of times a supervisor may be killed in one job.
-_MOST_DEATHS = 3
+_MAX_DEATHS = 3
 #: Signal that reports to a supervisor that its parent is gone.
 ORPHANED_SIGNAL = signal.SIGHUP
 
@@ -29,7 +29,7 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
     """
     if "SLURM_JOB_ID" not in environ or sys.platform != "linux":
         return 0
-    for deaths in range(_MOST_DEATHS + 1):
+    for deaths in range(_MAX_DEATHS + 1):
         guardian = os.getpid()
         child = os.fork()
         if child == 0:
@@ -37,7 +37,7 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
             if os.getppid() != guardian:
                 os.kill(os.getpid(), ORPHANED_SIGNAL)
             return deaths
-        told = _Handed(child)
+        told = _SignalForwarder(child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code >= 0 or told.signals:
             break
@@ -45,15 +45,15 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
     sys.exit(code if code >= 0 else 128 - code)
 
 
-class _Handed:
+class _SignalForwarder:
     """Forwards signals to a child and records them."""
 
     def __init__(self, child: int) -> None:
         self._child = child
         self.signals: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hand_on)
+            signal.signal(number, self._forward)
 
-    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
         os.kill(self._child, number)

@@ -105,7 +105,7 @@ class EarlyStopping(Callback):
         metrics: Mapping[str, float],
     ) -> None:
         if self.metric not in metrics:
-            raise self.no_such(metrics.keys())
+            raise self.missing_metric_error(metrics.keys())
         value = metrics[self.metric]
         if self._is_better(value):
             self.best, self.waited = value, 0
@@ -119,7 +119,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
 
-    def no_such(self, given: Set[str]) -> UserError:
+    def missing_metric_error(self, given: Set[str]) -> UserError:
         """Return the error for a validation without the monitored metric."""
         names = ", ".join(sorted(given))
         return UserError(f"EarlyStopping monitors {self.metric!r}, but validation returned only: {names}.")
@@ -181,7 +181,7 @@ class CallbackList:
         """
         for each in self._callbacks:
             if type(each) is EarlyStopping and each.metric not in accepted:
-                raise each.no_such(given)
+                raise each.missing_metric_error(given)
 
     @property
     def ending(self) -> str | None:

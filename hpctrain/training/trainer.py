@@ -85,7 +85,7 @@ class Trainer(TrainerConfig):
             )
         self.ending = None
         devices = self._own_devices()
-        if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.one_process)):
+        if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.single_process)):
             self._fit_in_processes(devices, module, train_dataset, val_dataset)
             return
         # Install handlers only after the rendezvous: until then a stop signal ends the process at once,
@@ -103,7 +103,7 @@ class Trainer(TrainerConfig):
                 environ=os.environ,
                 stop=stop,
             )
-            training.ends_at(loop.last_step)
+            training.set_last_step(loop.last_step)
             try:
                 loop.run()
             finally:
@@ -164,7 +164,7 @@ class Trainer(TrainerConfig):
                     "assigns a device to each rank"
                 )
             return []
-        default = "auto" if self._strategy.spawns or self._strategy.one_process else None
+        default = "auto" if self._strategy.spawns or self._strategy.single_process else None
         devices = default if self.devices is None else self.devices
         return [] if devices is None else find_devices(devices, os.environ)
 
@@ -177,7 +177,7 @@ class Trainer(TrainerConfig):
     ) -> None:
         result = spawn_ranks(
             devices,
-            _be_rank,
+            _run_rank,
             whose="Trainer.fit",
             environ=os.environ,
             trainer=self,
@@ -212,7 +212,7 @@ class Trainer(TrainerConfig):
         return RunDir(Path(own).absolute())
 
 
-def _be_rank(
+def _run_rank(
     trainer: Trainer,
     strategy: type[Strategy],
     algorithm: type[Algorithm],

@@ -32,7 +32,7 @@ class Gate:
             self.reached.set()
             while not (self.open.is_set() or writing.stop.is_set()):
                 self.open.wait(0.01)
-                writing.moved_at = time.monotonic()
+                writing.last_progress = time.monotonic()
             return write(writing, part)
 
         monkeypatch.setattr(file_writer.FileWriter, "_write", wait_and_write)
@@ -46,12 +46,12 @@ def gate(monkeypatch):
 def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it_then(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     state = {"x": torch.arange(1000.0), "log": [1, 2], "scheduler": {"milestones": {"a": 1}}}
-    store.begin(1, state, {"rng": state["x"]})
+    store.async_save(1, state, {"rng": state["x"]})
     state["x"].zero_()
     state["log"].append(3)
     state["scheduler"]["milestones"].clear()
     gate.open.set()
-    assert store.finish(10)
+    assert store.wait(10)
     loaded = store.load_newest()[0]
     assert torch.equal(loaded.state["x"], torch.arange(1000.0))
     assert torch.equal(loaded.rank_state["rng"], torch.arange(1000.0))
@@ -61,22 +61,22 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it_then(tmp_
 
 def test_how_it_ended_is_told_once_and_asking_never_waits(tmp_path, gate):
     store = CheckpointStore(tmp_path)
-    store.begin(1, {"x": torch.zeros(2)}, {}, score=0.5)
-    assert store.finished() == []
-    assert not store.finish(0.05)
+    store.async_save(1, {"x": torch.zeros(2)}, {}, score=0.5)
+    assert store.collect_outcomes() == []
+    assert not store.wait(0.05)
     gate.open.set()
-    assert store.finish(10)
-    (saved,) = store.finished()
+    assert store.wait(10)
+    (saved,) = store.collect_outcomes()
     assert (saved.step, saved.score, saved.world_size, saved.notes) == (1, 0.5, 1, ())
     assert saved.path == tmp_path / "step-00000001"
     assert saved.seconds > 0.05
-    assert store.finished() == []
+    assert store.collect_outcomes() == []
 
 
 def test_one_is_in_flight_and_the_next_waits_for_it(tmp_path, gate):
     store = CheckpointStore(tmp_path)
-    store.begin(1, {"x": torch.zeros(2)}, {})
-    second = threading.Thread(target=store.begin, args=(2, {"x": torch.ones(2)}, {}))
+    store.async_save(1, {"x": torch.zeros(2)}, {})
+    second = threading.Thread(target=store.async_save, args=(2, {"x": torch.ones(2)}, {}))
     second.start()
     gate.reached.wait(10)
     second.join(0.2)
@@ -84,8 +84,8 @@ def test_one_is_in_flight_and_the_next_waits_for_it(tmp_path, gate):
     assert steps(tmp_path) == []
     gate.open.set()
     second.join(10)
-    assert store.finish(10)
-    first, then = store.finished()
+    assert store.wait(10)
+    first, then = store.collect_outcomes()
     assert (first.step, then.step) == (1, 2)
     assert torch.equal(store.load_newest()[0].state["x"], torch.ones(2))
 
@@ -94,8 +94,8 @@ def test_memory_is_kept_from_save_to_save_and_changes_with_the_shapes_only(tmp_p
     store = CheckpointStore(tmp_path)
     images = []
     for step, state in enumerate(({"x": torch.zeros(9)}, {"x": torch.ones(9)}, {"x": torch.ones(8)}), 1):
-        store.begin(step, state, {})
-        images.append(store._camera._image)
+        store.async_save(step, state, {})
+        images.append(store._stager._staged_file)
     store.close()
     assert images[0] is images[1] is not images[2]
 
@@ -105,8 +105,8 @@ def test_a_state_of_another_length_goes_into_the_same_memory(tmp_path):
     store = CheckpointStore(tmp_path)
     memories = []
     for step, (length, own) in enumerate(((9, 70), (1000, 80), (9, 60)), 1):
-        store.begin(step, {"x": torch.ones(length), "y": torch.ones(3)}, {"rng": torch.ones(own)})
-        memories.append(store._camera._memory)
+        store.async_save(step, {"x": torch.ones(length), "y": torch.ones(3)}, {"rng": torch.ones(own)})
+        memories.append(store._stager._memory)
     loaded = store.load_newest()[0]
     store.close()
     assert memories[0] is memories[1] is memories[2]
@@ -130,8 +130,8 @@ def test_the_memory_of_a_smaller_state_goes_before_that_of_a_larger_one_comes(tm
     known: list[weakref.ref] = []
     monkeypatch.setattr(staging, "allocate_memory", look_and_allocate)
     for step, size in enumerate((1, 1 << 20), 1):
-        store.begin(step, {"x": torch.ones(size)}, {})
-        store.finish(10)
+        store.async_save(step, {"x": torch.ones(size)}, {})
+        store.wait(10)
     store.close()
     assert left == [[], [False]]
 
@@ -140,21 +140,21 @@ def test_memory_is_prepared_in_the_background(tmp_path):
     store = CheckpointStore(tmp_path)
     state = {"x": torch.zeros(1000)}
     store.prepare(state, {})
-    store._camera._join()
-    prepared = store._camera._image
+    store._stager._join()
+    prepared = store._stager._staged_file
     store.prepare(state, {})
-    store.begin(1, state, {})
-    assert store._camera._image is prepared is not None
+    store.async_save(1, state, {})
+    assert store._stager._staged_file is prepared is not None
     store.close()
 
 
 def test_a_save_is_given_up(tmp_path, gate):
     store = CheckpointStore(tmp_path)
-    store.begin(1, {"x": torch.zeros(2)}, {})
+    store.async_save(1, {"x": torch.zeros(2)}, {})
     gate.reached.wait(10)
     store.abandon()
-    assert store.finish(10)
-    (error,) = store.finished()
+    assert store.wait(10)
+    (error,) = store.collect_outcomes()
     assert isinstance(error, CheckpointError)
     assert "abandoned" in str(error)
     assert names(tmp_path) == []
@@ -164,21 +164,21 @@ def test_a_save_is_given_up(tmp_path, gate):
 
 def test_closing_waits_and_with_a_limit_gives_up(tmp_path, gate):
     store = CheckpointStore(tmp_path)
-    store.begin(1, {"x": torch.zeros(2)}, {})
+    store.async_save(1, {"x": torch.zeros(2)}, {})
     assert store.close(timeout_s=0.1) == []
-    assert "abandoned" in str(store.finished()[0])
+    assert "abandoned" in str(store.collect_outcomes()[0])
     gate.open.set()
     other = CheckpointStore(tmp_path)
-    other.begin(2, {"x": torch.zeros(2)}, {})
+    other.async_save(2, {"x": torch.zeros(2)}, {})
     other.close()
     assert steps(tmp_path) == [2]
 
 
 def test_a_value_that_cannot_be_saved_is_told_of_as_every_failure(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.begin(1, {"x": object()}, {})
-    assert store.finish(10)
-    assert "state/x is a builtins.object" in str(store.finished()[0])
+    store.async_save(1, {"x": object()}, {})
+    assert store.wait(10)
+    assert "state/x is a builtins.object" in str(store.collect_outcomes()[0])
 
 
 @pytest.mark.ranks
@@ -192,11 +192,11 @@ def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_pat
         store = CheckpointStore(Path({str(tmp_path)!r}))
         def endless(writing, part):
             while not writing.stop.is_set():
-                writing.moved_at = time.monotonic()
+                writing.last_progress = time.monotonic()
                 time.sleep(0.01)
             raise OSError("stopped")
         parts.FileWriter._write = endless
-        store.begin(1, {{"x": torch.zeros(2)}}, {{}})
+        store.async_save(1, {{"x": torch.zeros(2)}}, {{}})
         sys.exit(3)
     """
     process = subprocess.Popen([sys.executable, "-c", script], env=environment())
@@ -212,7 +212,7 @@ def test_threads_end(tmp_path):
     before = set(threading.enumerate())
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        store.begin(step, {"x": torch.zeros(2)}, {})
+        store.async_save(step, {"x": torch.zeros(2)}, {})
     store.close()
     wait_for(
         lambda: before.issuperset(threading.enumerate()),
@@ -228,10 +228,10 @@ def test_what_lies_on_a_gpu_is_copied_in_the_order_of_its_stream(tmp_path):
     state = {"x": x, "bf16": x[0].bfloat16(), "cpu": torch.ones(3), "view": x[0].t()}
     wanted = {name: tensor.cpu().clone() for name, tensor in state.items()}
     for step in (1, 2):
-        store.begin(step, state, {})
+        store.async_save(step, state, {})
         x.add_(1.0)  # at once: what is copied must not have it
-        assert store.finish(60)
+        assert store.wait(60)
         loaded = store.load_newest()[0].state
         assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
         wanted = {name: tensor.cpu().clone() for name, tensor in state.items()}
-    assert torch.frombuffer(store._camera._image.content.obj, dtype=torch.uint8).is_pinned()
+    assert torch.frombuffer(store._stager._staged_file.content.obj, dtype=torch.uint8).is_pinned()

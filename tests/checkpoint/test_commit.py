@@ -106,7 +106,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
 
 
 def test_what_another_attempt_may_be_writing_on_this_machine_is_left_alone(tmp_path):
-    with CheckpointDir(tmp_path).opened(temporary_name(10, boot_identity(), "0123abcd")) as other:
+    with CheckpointDir(tmp_path).temporary_folder(temporary_name(10, boot_identity(), "0123abcd")) as other:
         save(CheckpointStore(tmp_path), 5)
         assert names(tmp_path) == [other.name, "step-00000005"]
 

@@ -45,9 +45,9 @@ def test_a_full_disk(small_disk, background):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(1_200_000))
     if background:
-        store.begin(2, MEGABYTE, {})
-        assert store.finish(10)
-        error = str(store.finished()[0])
+        store.async_save(2, MEGABYTE, {})
+        assert store.wait(10)
+        error = str(store.collect_outcomes()[0])
     else:
         with pytest.raises(CheckpointError) as raised:
             store.save(2, MEGABYTE, {})

@@ -58,7 +58,7 @@ def hold_writing(*, ignore_stop: bool = False) -> Callable[[], None]:
     def slow(writing, part):
         while not released.is_set() and (ignore_stop or not writing.stop.is_set()):
             time.sleep(0.01)
-            writing.moved_at = writing.moved_at if ignore_stop else time.monotonic()
+            writing.last_progress = writing.last_progress if ignore_stop else time.monotonic()
         return write(writing, part)
 
     def release() -> None:
@@ -87,8 +87,8 @@ def save_both_ways(folder: Path) -> tuple:
     store = open_store(folder)
     saved = save(store, 5)
     begin(store, 6)
-    assert store.finish(30)
-    assert [saved.step for saved in store.finished()] == [6]
+    assert store.wait(30)
+    assert [saved.step for saved in store.collect_outcomes()] == [6]
     assert_loads(store, 6)
     return saved.step, saved.path, saved.total_bytes, saved.world_size
 
@@ -183,8 +183,8 @@ def abandon_on_rank_1(folder: Path) -> str:
     begin(store, 2)
     if dist.get_rank() == 1:
         store.abandon()
-    assert store.finish(10)
-    (ended,) = store.finished()
+    assert store.wait(10)
+    (ended,) = store.collect_outcomes()
     return str(ended)
 
 
@@ -202,8 +202,8 @@ def save_while_rank_1_dies(folder: Path) -> tuple[str, str]:
     if dist.get_rank() == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    assert store.finish(20)
-    (ended,) = store.finished()
+    assert store.wait(20)
+    (ended,) = store.collect_outcomes()
     return str(ended), error_of(lambda: save(store, 3))
 
 
@@ -226,10 +226,10 @@ def save_while_rank_1_is_stopped(folder: Path) -> tuple[str, bool]:
     begun = time.monotonic()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    assert store.finish(20)
+    assert store.wait(20)
     assert time.monotonic() - begun < 15
     committed = list(folder.glob("step-*")) != []
-    (ended,) = store.finished()
+    (ended,) = store.collect_outcomes()
     os.kill(pids[1], signal.SIGCONT)
     return str(ended), committed
 
@@ -248,7 +248,7 @@ def save_while_disk_of_rank_1_hangs(folder: Path) -> list[str]:
     errors = [error_of(lambda: save(store, 1)), error_of(lambda: save(store, 2))]
     if dist.get_rank() == 1:
         release()
-        store._saving.hanging.ended.wait(10)
+        store._saver.hung_writer.ended.wait(10)
     dist.barrier()
     save(store, 3)
     assert_loads(store, 3)

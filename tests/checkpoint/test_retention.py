@@ -51,7 +51,7 @@ def test_rules(tmp_path, retention, kept):
     ),
 )
 def test_the_newest_and_the_best_always_stay(scores, retention):
-    kept = retention.kept(scores)
+    kept = retention.steps_to_keep(scores)
     assert kept <= scores.keys()
     assert set(sorted(scores)[-retention.last :]) <= kept
     finite = [score for score in scores.values() if score is not None and score == score]
@@ -69,14 +69,14 @@ def test_a_rule_out_of_its_range_is_refused(rule):
 def test_nothing_is_deleted_while_the_new_one_cannot_be_trusted(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, retention=Retention(last=1))
     store.save(1, {"x": torch.zeros(2)}, {})
-    commit = type(store._site.place).commit
+    commit = type(store._target.directory).commit
 
     def commit_and_lose_a_file(place, path, step, files):
         done = commit(place, path, step, files)
         (place.folder / f"step-{step:08d}" / "state.json").write_bytes(b"")
         return done
 
-    monkeypatch.setattr(type(store._site.place), "commit", commit_and_lose_a_file)
+    monkeypatch.setattr(type(store._target.directory), "commit", commit_and_lose_a_file)
     saved = store.save(2, {"x": torch.zeros(2)}, {})
     assert "No old checkpoint was deleted" in saved.notes[0]
     assert read_verified(tmp_path / "step-00000001").step == 1

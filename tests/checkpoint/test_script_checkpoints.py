@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token, temporary_name
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest
+from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest_file
 
 
 def test_nothing_new(tmp_path):
@@ -47,8 +47,8 @@ def test_the_trainers_own_are_told_by_it_with_their_steps(tmp_path):
 
 
 def test_the_newest_file_and_its_time(tmp_path):
-    assert newest(tmp_path / "none") is None
+    assert newest_file(tmp_path / "none") is None
     for name, seconds in (("old.ckpt", 1000), ("new.ckpt", 2000)):
         (tmp_path / name).write_text("1")
         os.utime(tmp_path / name, (seconds, seconds))
-    assert newest(tmp_path) == (tmp_path / "new.ckpt", 2000.0)
+    assert newest_file(tmp_path) == (tmp_path / "new.ckpt", 2000.0)

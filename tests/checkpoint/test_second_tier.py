@@ -47,14 +47,14 @@ def save_on_own_node(folder: Path) -> None:
     store, copied = open_on_node(folder, rank), []
     for step in (1, 2):
         rank_checkpoints.begin(store, step)
-        assert store.finish(30)
-        ended = store.finished()
+        assert store.wait(30)
+        ended = store.collect_outcomes()
         copied += [each for each in ended if "shared" in each.path.parts]
         (saved,) = (each for each in ended if "shared" not in each.path.parts)
         assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
         assert [path.name for path in saved.path.glob("*.distcp")] == [f"__{rank}_0.distcp"]
     assert store.close(clean=True) == []
-    copied += store.finished()
+    copied += store.collect_outcomes()
     assert copied[-1].path == rank_checkpoints.shared_folder(folder) / "step-00000002"
     assert list((folder / f"node-{rank}").iterdir()) == []
     rank_checkpoints.assert_loads(open_on_node(folder, rank), 2)
@@ -90,8 +90,8 @@ def save_without_folder_on_node_1(folder: Path) -> None:
         (folder / "node-1").write_text("no folder")
     store = open_on_node(folder, dist.get_rank())
     rank_checkpoints.begin(store, 1)
-    assert store.finish(30)
-    (saved,) = store.finished()
+    assert store.wait(30)
+    (saved,) = store.collect_outcomes()
     assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
     assert "local tier" in saved.notes[0]
     assert "cannot be used" in saved.notes[0]
@@ -109,10 +109,10 @@ def save_step_2_on_nodes_only(folder: Path) -> None:
     rank_checkpoints.save(store, 1)
     with failing_copies(folder):
         rank_checkpoints.begin(store, 2)
-        assert store.finish(30)
+        assert store.wait(30)
         assert store.close() == []
     # The copy may fail before the save is reported.
-    failed, saved = sorted(store.finished(), key=lambda each: isinstance(each, CommittedSave))
+    failed, saved = sorted(store.collect_outcomes(), key=lambda each: isinstance(each, CommittedSave))
     assert (saved.step, saved.path.parent.parent) == (2, folder / f"node-{rank}")
     assert "step 2 was not written" in str(failed)
 
@@ -150,7 +150,7 @@ def test_restart_on_the_same_nodes_joins_their_parts(nodes):
 
 def drain_own_node(folder: Path) -> None:
     rank = dist.get_rank()
-    assert open_on_node(folder, rank).bring_home(30.0) == []
+    assert open_on_node(folder, rank).drain(30.0) == []
     assert list((folder / f"node-{rank}").iterdir()) == []
     rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
 
@@ -221,7 +221,7 @@ def tier(tmp_path) -> Path:
 def slow_copying(monkeypatch) -> threading.Event:
     """Copying to the shared folder waits until this is set."""
     let_go = threading.Event()
-    blocks = file_writer.write_of_file
+    blocks = file_writer.file_copy_write
 
     def held(path):
         part = blocks(path)
@@ -239,14 +239,14 @@ def slow_copying(monkeypatch) -> threading.Event:
 def test_where_copying_is_slow_the_newest_is_copied_and_the_tier_does_not_grow(tmp_path, tier, slow_copying):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     for step in range(1, 9):
-        store.begin(step, state(step), {})
-    assert store.finish(20)
-    assert [saved.step for saved in store.finished()] == list(range(1, 9))
+        store.async_save(step, state(step), {})
+    assert store.wait(20)
+    assert [saved.step for saved in store.collect_outcomes()] == list(range(1, 9))
     (of_the_run,) = tier.iterdir()
     assert steps(of_the_run) == [1, 8]
     slow_copying.set()
     store.close()
-    assert [saved.step for saved in store.finished()] == [1, 8]
+    assert [saved.step for saved in store.collect_outcomes()] == [1, 8]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 8]
 
 
@@ -255,8 +255,8 @@ def test_what_stays_for_good_is_copied_however_slow(tmp_path, tier, slow_copying
         tmp_path / "run" / "checkpoints", retention=Retention(last=1, every=3), second_tier=tier
     )
     for step in range(1, 9):
-        store.begin(step, state(step), {})
-    assert store.finish(20)
+        store.async_save(step, state(step), {})
+    assert store.wait(20)
     slow_copying.set()
     store.close()
     assert steps(tmp_path / "run" / "checkpoints") == [3, 6, 8]
@@ -264,10 +264,10 @@ def test_what_stays_for_good_is_copied_however_slow(tmp_path, tier, slow_copying
 
 def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path, tier):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier, second_tier_bytes=10_000)
-    store.begin(1, state(1), {})
-    store.begin(2, {"x": torch.zeros(3000)}, {})
+    store.async_save(1, state(1), {})
+    store.async_save(2, {"x": torch.zeros(3000)}, {})
     store.close()
-    ended = {(saved.step, saved.path.parent.name): saved for saved in store.finished()}
+    ended = {(saved.step, saved.path.parent.name): saved for saved in store.collect_outcomes()}
     assert (1, "checkpoints") in ended
     direct = ended[2, "checkpoints"]
     assert "no space for" in direct.notes[0]
@@ -310,17 +310,17 @@ def test_a_tier_that_other_users_can_get_into_is_refused_and_checkpoints_go_to_t
 ):
     checkpoints = tmp_path / "run" / "checkpoints"
     first = CheckpointStore(checkpoints, second_tier=tier)
-    first.begin(1, state(1), {})
-    first.finish(20)
+    first.async_save(1, state(1), {})
+    first.wait(20)
     (folder,) = tier.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     first.close()
     shutil.rmtree(folder)
     planted(folder, how)
     store = CheckpointStore(checkpoints, second_tier=tier)
-    store.begin(2, state(2), {})
+    store.async_save(2, state(2), {})
     store.close()
-    (saved,) = store.finished()
+    (saved,) = store.collect_outcomes()
     assert saved.path.parent == checkpoints
     assert str(folder) in saved.notes[0]
     assert re.search(words, saved.notes[0])
@@ -338,8 +338,8 @@ def test_a_blocking_save_is_in_the_shared_folder(tmp_path, tier):
 def test_the_removal_of_a_tier_never_shows_a_part_of_a_checkpoint(tmp_path, tier, monkeypatch):
     """A kill at any moment of it leaves whole checkpoints and hidden folders."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
-    store.begin(1, state(1), {})
-    assert store.finish(60)
+    store.async_save(1, state(1), {})
+    assert store.wait(60)
     (folder,) = tier.iterdir()
     seen = []
     unlink = os.unlink
@@ -359,7 +359,7 @@ def test_two_runs_do_not_meet_in_one_tier(tmp_path, tier):
         CheckpointStore(tmp_path / where / "run" / "checkpoints", second_tier=tier) for where in ("a", "b")
     ]
     for number, store in enumerate(runs, 1):
-        store.begin(number, state(number), {})
+        store.async_save(number, state(number), {})
         store.close()
     assert len(names(tier)) == 2
     for number, store in enumerate(runs, 1):
@@ -371,7 +371,7 @@ def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path, tier):
     shared.parent.mkdir()
     shared.write_text("in the way")
     store = CheckpointStore(shared, second_tier=tier)
-    store.begin(1, state(1), {})
+    store.async_save(1, state(1), {})
     (sentence,) = store.close(clean=True)
     assert "Step 1 exists only in" in sentence
     shared.unlink()

@@ -84,7 +84,7 @@ def train_from_newest(folder: Path, last_step: int) -> list[float]:
         state.step = step
     sharded = [isinstance(value, DTensor) for kept in optimizer.state.values() for value in kept.values()]
     assert any(sharded) == (world_size > 1), "the optimizer state is sharded as its parameter is"
-    store.begin(last_step, {**state.tree(), "table": make_table()}, {})
+    store.async_save(last_step, {**state.tree(), "table": make_table()}, {})
     assert store.close() == []
     sums = [gathered(parameter).pow(2).sum().item() for parameter in module.parameters()]
     for kept in optimizer.state.values():

@@ -68,7 +68,7 @@ def test_what_is_known_of_a_states_looks_is_forgotten_when_they_change(tmp_path)
     known = []
     for step, state in enumerate(states, 1):
         store.save(step, state, {"own": torch.tensor([step])})
-        known.append(store._camera._known)
+        known.append(store._stager._cached_plan)
         loaded = store.load_newest()[0]
         assert all(torch.equal(loaded.state[name], state[name]) for name in state)
         assert loaded.rank_state["own"].tolist() == [step]

@@ -42,9 +42,9 @@ def save_in_background(store: CheckpointStore, step: int) -> list[object]:
     """Save within the time that a rank may keep the others waiting."""
     begun = time.monotonic()
     rank_checkpoints.begin(store, step)
-    assert store.finish(20)
+    assert store.wait(20)
     assert time.monotonic() - begun < 15
-    return list(store.finished())
+    return list(store.collect_outcomes())
 
 
 def load_error(store: CheckpointStore) -> str:
@@ -73,7 +73,7 @@ def load_from_unreadable_tier(folder: Path) -> str:
     store = open_on_own_node(folder)
     rank_checkpoints.save(store, 1)
     if dist.get_rank() == 1:
-        make_unreadable(store._tier.site.place.folder)
+        make_unreadable(store._tier.target.directory.folder)
     return load_error(store)
 
 
@@ -87,7 +87,7 @@ def lose_tier_between_saves(folder: Path) -> None:
     store = open_on_own_node(folder)
     assert save_in_background(store, 1)
     if dist.get_rank() == 1:
-        make_unreadable(store._tier.site.place.folder)
+        make_unreadable(store._tier.target.directory.folder)
     dist.barrier()
     for step in (2, 3):
         ended = save_in_background(store, step)
@@ -112,14 +112,14 @@ def fail_to_copy_on_rank_1(folder: Path) -> None:
     dist.barrier()
     ended = save_in_background(store, 2)
     assert store.close() == []
-    ended += store.finished()
+    ended += store.collect_outcomes()
     paths = [each.path for each in ended if isinstance(each, CommittedSave)]
     assert rank_checkpoints.shared_folder(folder) / "step-00000002" in paths, ended
 
 
 def wait_for_copies(store: CheckpointStore) -> None:
-    store._tier._copying._thread.join(15)
-    assert not store._tier._copying._thread.is_alive()
+    store._tier._copier._thread.join(15)
+    assert not store._tier._copier._thread.is_alive()
 
 
 def test_step_after_a_failed_copy_is_copied(tmp_path):
@@ -131,7 +131,7 @@ def fail_to_prune_after_copy(folder: Path) -> None:
     prune = CheckpointDir.prune
     CheckpointDir.prune = fail_to_read
     save_in_background(store, 1)
-    store._tier._copying._thread.join(15)
+    store._tier._copier._thread.join(15)
     CheckpointDir.prune = prune
     dist.barrier()
     save_in_background(store, 2)
@@ -146,7 +146,7 @@ def test_copying_continues_after_old_checkpoints_could_not_be_listed(tmp_path):
 def save_after_copying_has_ended(folder: Path) -> None:
     store = open_on_own_node(folder)
     if dist.get_rank() == 1:
-        store._tier._copying._agreement._lost = "the ranks lost contact"
+        store._tier._copier._coordinator._lost_reason = "the ranks lost contact"
     (saved,) = save_in_background(store, 1)
     assert saved.path.parent == rank_checkpoints.shared_folder(folder)
     assert "copying from" in saved.notes[0]

@@ -102,7 +102,7 @@ def write_run(runs: Path, name: str = "r") -> RunDir:
         run.telemetry(0): text_of([{"time": 1_764_000_002.0, "host": "n1", "gpu_util": [5.0]}]),
         run.failure(0, 0): json.dumps(FAILURE),
         run.rank_log(0, 0): "step\n",
-        run.log_times(0, 0): text_of([{"time": 1_764_000_002.0, "rank": 0, "bytes": 5}]),
+        run.log_index(0, 0): text_of([{"time": 1_764_000_002.0, "rank": 0, "bytes": 5}]),
         run.slurm_log: "srun: x\n",
     }
     for path, content in contents.items():

@@ -108,10 +108,10 @@ def test_every_rank_meets_at_the_same_place_and_every_other_step_elsewhere():
     peer = detect(
         {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
     )
-    assert (here.master_addr, here.master_port, here.meeting_key) == (
+    assert (here.master_addr, here.master_port, here.rendezvous_id) == (
         peer.master_addr,
         peer.master_port,
-        peer.meeting_key,
+        peer.rendezvous_id,
     )
     others = [
         detect({**STEP, name: value})
@@ -123,7 +123,7 @@ def test_every_rank_meets_at_the_same_place_and_every_other_step_elsewhere():
             ("SLURM_CLUSTER_NAME", "other"),
         ]
     ]
-    assert len({other.meeting_key for other in [here, *others]}) == 6
+    assert len({other.rendezvous_id for other in [here, *others]}) == 6
     assert len({other.master_port for other in [here, *others]}) == 6
     assert all(20_000 <= other.master_port < 32_000 for other in [here, *others])
 

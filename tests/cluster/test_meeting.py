@@ -50,7 +50,7 @@ def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **mo
         master_addr=host,
         master_port=next(port_candidates(key)),
         environment="test",
-        meeting_key=key,
+        rendezvous_id=key,
         **fields,  # type: ignore[arg-type]
     )
 
@@ -71,8 +71,8 @@ def agreed_port(ends: list[Future[RendezvousInfo]]) -> int:
     """The port that all agreed on; rank 0 gives it back."""
     meetings = [end.result() for end in ends]
     for meeting in meetings:
-        if meeting.held:
-            meeting.held.close()
+        if meeting.reserved_port:
+            meeting.reserved_port.close()
     (port,) = {meeting.port for meeting in meetings}
     return port
 
@@ -137,7 +137,7 @@ def test_all_meet_whoever_comes_first(key, order):
 
 
 def test_a_process_that_is_alone_gets_a_port_at_once(key):
-    with contextlib.closing(rendezvous(ranks_of(key, 0, 1), {}).held) as held:
+    with contextlib.closing(rendezvous(ranks_of(key, 0, 1), {}).reserved_port) as held:
         assert 20_000 <= held.number < 32_000
 
 
@@ -196,7 +196,7 @@ def test_two_jobs_with_the_same_candidates_do_not_mix(key):
     assert len({*ports[:4]}) == len({*ports[4:]}) == 1
     assert ports[0] != ports[4]
     for end in (ends[0], ends[4]):
-        end.result().held.close()
+        end.result().reserved_port.close()
 
 
 def test_a_port_that_is_reserved_for_a_program_is_passed_over_and_the_program_gets_it(key):
@@ -371,7 +371,7 @@ def test_a_rank_that_goes_away_and_comes_back_is_one_rank(key):
             "import sys, time; from hpctrain.cluster.ranks import Ranks\n"
             "from hpctrain.cluster.rendezvous import rendezvous\n"
             "from hpctrain.cluster.rendezvous import client\n"
-            "client._hear = lambda c, s, hear=client._hear: sys.exit(0) if s > 3 else hear(c, s)\n"
+            "client._receive_line = lambda c, s, f=client._receive_line: sys.exit(0) if s > 3 else f(c, s)\n"
             f"rendezvous(Ranks(1, 3, 1, 3, 0, 1, 'localhost', 0, 'test', {key!r}), {{}}, timeout_s=30)"
         )
         run_command([sys.executable, "-c", come_and_go])
@@ -390,7 +390,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIM
 def rank(number):
     return Ranks(number, 200, number, 200, 0, 1, "127.0.0.1", 0, "test", KEY)
 if ROLE == "main":
-    held = rendezvous(rank(0), {}).held
+    held = rendezvous(rank(0), {}).reserved_port
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 else:
     resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1:] * 2)
@@ -478,8 +478,8 @@ def test_a_silent_stranger_is_dropped_and_named(key, monkeypatch):
 )
 def test_an_introduction_with_impossible_numbers_is_none(fields):
     whole = asdict(Handshake(1, 2, "n1", 7))
-    assert Handshake.read(whole) is not None
-    assert Handshake.read({**whole, **fields}) is None
+    assert Handshake.parse(whole) is not None
+    assert Handshake.parse({**whole, **fields}) is None
 
 
 def test_what_is_waited_for_is_said_once(key, capfd):
@@ -498,7 +498,11 @@ def test_what_is_waited_for_is_said_once(key, capfd):
 def test_where_address_and_port_are_given_nobody_is_waited_for(key):
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     meeting = rendezvous(ranks_of(key, 1, 2), given)
-    assert (meeting.address, meeting.port, meeting.held) == ("localhost", next(port_candidates(key)), None)
+    assert (meeting.address, meeting.port, meeting.reserved_port) == (
+        "localhost",
+        next(port_candidates(key)),
+        None,
+    )
 
 
 def test_a_given_port_is_the_only_one(key):

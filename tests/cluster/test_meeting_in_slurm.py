@@ -22,7 +22,7 @@ mine = os.environ["SLURM_JOB_ID"] + "." + os.environ["SLURM_STEP_ID"]
 if ranks.is_main:
     heard = [mine]
     while len(heard) < ranks.world_size:
-        connection, _ = meeting.held.listener.accept()
+        connection, _ = meeting.reserved_port.listener.accept()
         line = connection.makefile().readline().strip()
         # As torch's store, do without ranks of other steps that look for their own at this port, too.
         if not line.startswith("{"):

@@ -208,7 +208,7 @@ def test_several_ranks_without_an_agreement_start_anew(executor):
     job.run.requeue()
     assert job.results() == [(20, [0])] * 2
     assert "hpctrain.should_stop()" in job.task(0).stdout()
-    assert not job.run.dir.continuation.exists()
+    assert not job.run.dir.resume_call.exists()
 
 
 @pytest.mark.long

@@ -268,7 +268,7 @@ def test_the_nodes_are_looked_at_before_the_start(slurm, tmp_path):
     shape = ["--nodes", "1:2", "--gpus-per-node", "1", "--node-check", "always"]
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0)
     assert run.wait() == 0
-    assert len(run.dir.checks(0)) == 2
-    records = [json.loads(path.read_text()) for path in run.dir.checks(0)]
+    assert len(run.dir.node_check_results(0)) == 2
+    records = [json.loads(path.read_text()) for path in run.dir.node_check_results(0)]
     assert [record["trouble"] for record in records] == [[], []]
     assert [event["kind"] for event in run.dir.read_events()][:2] == ["submitted", "started"]

@@ -162,7 +162,7 @@ def check(launch: Launch, processes: list[Process]) -> None:
         if ranks.rank == 0:
             sets.append(set())
         if not launch.refused:
-            sets[-1].add((ranks.master_addr, ranks.master_port, ranks.meeting_key))
+            sets[-1].add((ranks.master_addr, ranks.master_port, ranks.rendezvous_id))
         assert ranks.sources.keys() >= told.keys() | {"master_addr", "master_port"}
     if launch.refused:
         assert refusals

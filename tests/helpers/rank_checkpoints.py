@@ -44,7 +44,7 @@ def save(store: CheckpointStore, step: int) -> CommittedSave:
 
 
 def begin(store: CheckpointStore, step: int) -> None:
-    store.begin(step, state(step), rank_state())
+    store.async_save(step, state(step), rank_state())
 
 
 def assert_loads(store: CheckpointStore, step: int, *, same_ranks: bool = True) -> None:

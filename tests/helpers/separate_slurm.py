@@ -88,7 +88,7 @@ class SeparateSlurm:
         host = "n1" if daemon.node is None else self._host(daemon.node)
         process = self._hosts.start(host, daemon.argv, daemon.environ)
         out, err = process.communicate(timeout=_START_LIMIT_S)
-        assert process.returncode == 0, f"{daemon.label}: {out}{err}{daemon.last_words()}"
+        assert process.returncode == 0, f"{daemon.label}: {out}{err}{daemon.log_tail()}"
 
     def _write_conf(self) -> None:
         """The sandbox's configuration, with hosts in the place of this one's addresses."""

@@ -95,7 +95,7 @@ def train_leg(
             for step in feed.steps() if num_steps else ():
                 micro = [(m.num_samples, m.batch) for m in step.micro_batches]
                 assert len(micro) == step.num_micro_batches
-                told.append({"share": step.share, "micro": micro})
+                told.append({"share": step.rank_batch, "micro": micro})
                 before = member.collectives
                 if pending is not None:
                     feed.receive_ends(sum(team.gather(rank, pending)))

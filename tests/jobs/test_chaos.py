@@ -85,10 +85,10 @@ def test_a_pretended_run_that_cannot_be_reached_is_given_up_and_one_that_waits_i
     run = PretendedRun(
         RunDir(tmp_path), {"looks": looks("RUNNING", "PENDING", "RUNNING", "PENDING", "COMPLETED")}
     )
-    assert ChaosRunner(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0) == 0
+    assert ChaosRunner(run, (Fault.KILL_RANK,), 1, print).inject_faults(2, 1.0) == 0
     run = PretendedRun(RunDir(tmp_path), {"looks": looks(*["UNKNOWN"] * 9)})
     with pytest.raises(SchedulerError, match="is UNKNOWN, but no fault could be injected for 120 s"):
-        ChaosRunner(run, (Fault.KILL_RANK,), 1, print).go_on(2, 1.0)
+        ChaosRunner(run, (Fault.KILL_RANK,), 1, print).inject_faults(2, 1.0)
 
 
 def test_a_pretended_run_meets_the_same_faults_with_the_same_seed(tmp_path):
@@ -97,6 +97,9 @@ def test_a_pretended_run_meets_the_same_faults_with_the_same_seed(tmp_path):
     run.dir.log_event("started", 3, world_size=6, hosts=["n1", "n2", "n5"])
     told: list[list[str]] = [[], []]
     for lines in told:
-        assert ChaosRunner(run, faults_for("local", []), 7, lines.append).go_on(4, 60.0, dry_run=True) == 4
+        assert (
+            ChaosRunner(run, faults_for("local", []), 7, lines.append).inject_faults(4, 60.0, dry_run=True)
+            == 4
+        )
     assert told[0] == told[1]
     assert len(told[0]) == 4

@@ -46,7 +46,7 @@ def places(tmp_path: Path) -> Places:
 
 def sources(settings: ResolvedOptions) -> dict[str, str]:
     return {
-        key: str(given.source) for key, given in settings.given.items() if given.source.words != "default"
+        key: str(given.source) for key, given in settings.values.items() if given.source.words != "default"
     }
 
 
@@ -129,7 +129,7 @@ def test_an_empty_value_takes_back_what_was_given_before(places, how):
     assert "qos" not in settings.options
     assert "env" not in settings.options
     assert settings.options["nodes"] == 1
-    assert str(settings.given["nodes"].source) == "default"
+    assert str(settings.values["nodes"].source) == "default"
 
 
 def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(places):

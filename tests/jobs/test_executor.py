@@ -272,7 +272,12 @@ def test_jobs_of_many_programs_in_one_folder_never_mix(executor, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         jobs = list(pool.map(lambda i: executor.submit(add, i), range(4)))
     assert len({job.run.dir.path for job in jobs}) == 4
-    assert [CallPayload.read(job.run.dir.function).open().args for job in jobs] == [(0,), (1,), (2,), (3,)]
+    assert [CallPayload.read(job.run.dir.function).deserialize().args for job in jobs] == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
     for job in jobs:
         job.wait()
 
@@ -292,7 +297,7 @@ def test_a_job_outlives_its_program(executor, monkeypatch):
 
 
 def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
-    monkeypatch.setattr(function_runs, "_RESULT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(function_runs, "_RESULT_TIMEOUT_S", 0.1)
     job = executor.submit(add, 1)
     with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* left no result: .*rank-00000\.pkl"):
         job.result()
@@ -301,9 +306,9 @@ def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
 @pytest.mark.slow
 def test_one_look_serves_all_jobs(executor, monkeypatch):
     looks = []
-    look = LocalBackend.look
+    look = LocalBackend.query
     monkeypatch.setattr(
-        LocalBackend, "look", lambda backend, jobs: looks.append(len(jobs)) or look(backend, jobs)
+        LocalBackend, "query", lambda backend, jobs: looks.append(len(jobs)) or look(backend, jobs)
     )
     jobs = executor.map_array(add, range(3))
     Job.watcher.update()
@@ -329,11 +334,11 @@ def test_a_failure_survives_pickling_and_is_that_of_the_last_attempt(executor):
     run = job.run.dir
     run.log_event("failure", 0, rank=3, host="n2", cause="rank 3 on n2: ValueError: x", log="/old.log")
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 3 on n2: ValueError: x")
-    error = pickle.loads(pickle.dumps(JobFailed.of(FunctionFailure.of(job.run.status()))))
+    error = pickle.loads(pickle.dumps(JobFailed.from_failure(FunctionFailure.from_status(job.run.status()))))
     assert (error.rank, error.host, error.log) == (3, "n2", "/old.log")
     assert f"Run {job.run.run_id} failed: rank 3 on n2: ValueError: x. Log: /old.log" in str(error)
     run.log_event("finished", 1, state="FAILED", exit_code=4, cause="the ranks did not leave in time")
-    failure = FunctionFailure.of(job.run.status())
+    failure = FunctionFailure.from_status(job.run.status())
     assert (failure.rank, failure.host) == (None, None)
     assert "did not leave in time" in failure.message
 

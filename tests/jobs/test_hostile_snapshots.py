@@ -57,7 +57,7 @@ def take(repo: Path, limit_mb: int = 20) -> Path:
     assert snapshot is not None, notes
     run = RunDir(repo.parent / "run")
     run.path.mkdir(exist_ok=True)
-    with snapshot.taken(run) as code:
+    with snapshot.copied_into(run) as code:
         return Path(code.copy)
 
 

@@ -143,7 +143,7 @@ def test_what_would_be_refused_or_wait_for_ever_is_refused_with_its_mend(submiss
 def test_an_excluded_node_counts(submission, strict):
     with pytest.raises(SpecError, match=r"has 2, 1 of them excluded \(--exclude\)"):
         submission(nodes=2, exclude=strict.nodes[0])
-    assert submission(nodes=1, exclude=strict.nodes[0]).prospects
+    assert submission(nodes=1, exclude=strict.nodes[0]).forecast
 
 
 def test_a_variable_of_sbatch_is_named_as_such(submission):
@@ -176,30 +176,30 @@ def test_all_that_is_wrong_is_said_at_once(submission):
     ],
 )
 def test_what_fits_is_not_refused(submission, options):
-    (start, cost) = submission(**options).prospects
+    (start, cost) = submission(**options).forecast
     assert start.startswith("Estimated start: now, on strict-")
     assert "Maximum cost:" in cost
 
 
 def test_start_and_cost_are_foretold(submission):
-    assert submission(nodes=2, gpus_per_node=2, time="90").prospects == (
+    assert submission(nodes=2, gpus_per_node=2, time="90").forecast == (
         f"Estimated start: now, on strict-{os.getpid()}-[1-2], partition preemptible.",
         "Maximum cost: 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00) per allocation.",
     )
-    assert submission(time=None).prospects[1] == (
+    assert submission(time=None).forecast[1] == (
         "No cost estimate (1 node × 1 CPU): neither --time nor preemptible sets a limit."
     )
     assert (
         "1 GPU-hour (2 tasks × 1 node × 1 GPU × 00:30:00)"
-        in (submission(array="0,5", gpus_per_node=1, time="30").prospects[1])
+        in (submission(array="0,5", gpus_per_node=1, time="30").forecast[1])
     )
     # Whoever gets whole nodes pays for all of their GPUs.
     assert (
         "2 GPU-hours (1 node × 2 GPUs"
-        in submission(partition="whole", gpus_per_node=1, time="60").prospects[1]
+        in submission(partition="whole", gpus_per_node=1, time="60").forecast[1]
     )
     assert (
-        "2 GPU-hours (1 node × 2 GPUs" in submission(exclusive=True, gpus_per_node=1, time="60").prospects[1]
+        "2 GPU-hours (1 node × 2 GPUs" in submission(exclusive=True, gpus_per_node=1, time="60").forecast[1]
     )
 
 
@@ -210,13 +210,13 @@ def test_a_job_behind_another_is_foretold_a_later_start(submission, strict):
     try:
         state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
         wait_for(lambda: "RUNNING" in run_command(state, strict.env).stdout, 20, "the other job's start")
-        assert re.match(r"Estimated start: (at \d\d:\d\d|on .* at .*), on", submission().prospects[0])
+        assert re.match(r"Estimated start: (at \d\d:\d\d|on .* at .*), on", submission().forecast[0])
     finally:
         run_command(["scancel", job], strict.env)
 
 
 def test_what_slurm_would_refuse_in_the_end_is_said(submission):
-    (start, _) = submission(reservation="nope").prospects
+    (start, _) = submission(reservation="nope").forecast
     assert start == (
         "No estimated start: sbatch failed: allocation failure: Requested reservation is invalid."
     )
@@ -255,7 +255,7 @@ def test_a_run_is_requeued_where_the_site_requeues_only_who_asks(strict):
 def test_a_partition_that_is_down_is_told(submission):
     broken = submission(partition="broken")
     assert broken.notes[0] == "Partition broken is down. The job waits until it is up again."
-    assert [line for line in broken.prospects if "start" in line] == []
+    assert [line for line in broken.forecast if "start" in line] == []
 
 
 def test_nodes_out_of_service_are_told(submission, strict):
@@ -312,7 +312,9 @@ def test_a_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
     try:
         site, _ = discover_site(environ, Site())
         short = replace(site.partition("urgent"), default=True, max_time_s=600.0)
-        request = JobRequest.of(make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ)
+        request = JobRequest.from_spec(
+            make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ
+        )
         ask = partial(run_slurm, environ=environ)
         limited = replace(site, partitions=(short,))
         with pytest.raises(SpecError, match=r"allows at most 00:10:00 \(MaxTime\)"):
@@ -345,7 +347,7 @@ def test_a_submission_asks_a_handful_of_questions_a_fake_slurm(fake_slurm, prepa
 
 @pytest.fixture
 def request_of(make_spec):
-    return lambda **fields: JobRequest.of(make_spec(**fields), {})
+    return lambda **fields: JobRequest.from_spec(make_spec(**fields), {})
 
 
 @pytest.mark.parametrize(
@@ -375,7 +377,7 @@ def test_nodes_of_several_kinds(request_of, fields, words):
         ),
     )
     (problem,) = node_problems(request_of(**fields), mixed)
-    assert re.search(words, problem.words)
+    assert re.search(words, problem.message)
     assert list(node_problems(request_of(gpus_per_node=1, nodes=5), mixed)) == []
     either = {"constraint": "ib|old"}
     assert list(node_problems(request_of(nodes=5, directives=either), mixed)) == []
@@ -392,9 +394,9 @@ def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
     ] == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     (root_only,) = partition_limits.limit_problems(asked, closed[0], site)
-    assert "is for root only (RootOnly)" in root_only.words
+    assert "is for root only (RootOnly)" in root_only.message
     (group,) = partition_limits.limit_problems(asked, closed[1], site)
-    assert "is for members of nobodys (AllowGroups), but you are in none of these groups" in group.words
+    assert "is for members of nobodys (AllowGroups), but you are in none of these groups" in group.message
 
 
 def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):

@@ -37,8 +37,8 @@ from hpctrain.spec.notify import DEFAULT_STALL_S
     ],
 )
 def test_a_value_is_read_by_the_options_type(hint, value, taken):
-    assert OptionType.of(hint).take(value) == taken
-    assert type(OptionType.of(hint).take(value)) is type(taken)
+    assert OptionType.from_hint(hint).parse(value) == taken
+    assert type(OptionType.from_hint(hint).parse(value)) is type(taken)
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,20 @@ def test_a_value_is_read_by_the_options_type(hint, value, taken):
     ],
 )
 def test_another_value_is_refused_and_the_kind_says_what_it_takes(hint, value, words):
-    kind = OptionType.of(hint)
+    kind = OptionType.from_hint(hint)
     with pytest.raises(ValueError):
-        kind.take(value)
+        kind.parse(value)
     assert str(kind) == words
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers():
     numpy = pytest.importorskip("numpy")
-    assert OptionType.of(int).take(numpy.int64(3)) == 3
+    assert OptionType.from_hint(int).parse(numpy.int64(3)) == 3
 
 
 @given(st.text(min_size=1))
 def test_a_text_is_taken_as_it_is(text):
-    assert OptionType.of(str).take(text) == text
+    assert OptionType.from_hint(str).parse(text) == text
 
 
 def test_every_option_of_python_is_in_the_table_and_none_else():
@@ -93,10 +93,10 @@ def test_an_option_is_described(option):
     assert "`" not in about.help
     assert option.metavar or option.kind.flag
     # Somebody who has never seen the option needs a value to go by.
-    assert option.default or about.example or option.kind.words or option.kind.flag or not about.in_files
+    assert option.default or about.example or option.kind.choices or option.kind.flag or not about.in_files
     for value in filter(None, [about.example, about.default]):
         if not option.kind.pairs:
-            assert option.kind.take(value) is not None
+            assert option.kind.parse(value) is not None
 
 
 def test_defaults_are_those_of_the_specification():

@@ -30,7 +30,7 @@ class Attempt:
             file.write(text)
         if at is not None:
             note = {"time": at, "rank": rank, "bytes": log.stat().st_size}
-            with open(self.run.log_times(0, node), "a") as file:
+            with open(self.run.log_index(0, node), "a") as file:
                 file.write(json.dumps(note) + "\n")
 
     def logs(self, *ranks: int) -> RankLogReader:
@@ -93,7 +93,7 @@ def test_ranks_that_begin_later_are_found(tmp_path, monkeypatch):
     logs = attempt.logs()
     assert list(logs.read_past()) == ["[0] here\n"]
     attempt.prints(1, "here, too\n")
-    monkeypatch.setattr("hpctrain.jobs.runs.rank_logs._RANKS_EVERY_S", 0.0)
+    monkeypatch.setattr("hpctrain.jobs.runs.rank_logs._LISTING_INTERVAL_S", 0.0)
     logs._next_listing = 0.0
     assert list(logs.read_new()) == ["[1] here, too\n"]
 
@@ -101,7 +101,7 @@ def test_ranks_that_begin_later_are_found(tmp_path, monkeypatch):
 def test_notes_that_make_no_sense_cost_no_text(tmp_path):
     attempt = Attempt(tmp_path / "r", 2)
     attempt.prints(0, "one\n", at=1)
-    with open(attempt.run.log_times(0, 0), "a") as notes:
+    with open(attempt.run.log_index(0, 0), "a") as notes:
         notes.write('{"time": 2, "rank": 0, "bytes": 99999}\n{"time": 3}\n[]\n{"torn')
     attempt.prints(0, "two\n")
     assert past(attempt.logs()) == "[0] one\n[0] two\n"

@@ -25,7 +25,7 @@ PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 def look(fake_slurm: FakeSlurm, *jobs: str, **fields: object) -> list[JobStateView]:
     folder = RunDir(Path("/home/me/runs/r"))
     asked = [JobRecord(job, folder, **{"submitted": time.time(), **fields}) for job in jobs]
-    return SlurmBackend(fake_slurm.environ).look(asked)
+    return SlurmBackend(fake_slurm.environ).query(asked)
 
 
 @pytest.fixture
@@ -385,21 +385,21 @@ def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word
     doubt = UnknownStateTracker(limit_s=100)
     unknown = replace(known, state=UNKNOWN, words="squeue is silent", unknown_s=5000.0)
     assert doubt.left_s == float("inf")
-    assert "unknown for 5000 s (squeue is silent)" in doubt.words(unknown)
+    assert "unknown for 5000 s (squeue is silent)" in doubt.message_for(unknown)
     now += 59
-    assert doubt.words(unknown) is None
+    assert doubt.message_for(unknown) is None
     assert doubt.left_s == 41
     now += 40.5
-    assert doubt.words(unknown) is not None
+    assert doubt.message_for(unknown) is not None
     now += 1
     # It still writes.
-    assert doubt.words(replace(unknown, unknown_s=99.0)) is None
+    assert doubt.message_for(replace(unknown, unknown_s=99.0)) is None
     with pytest.raises(SchedulerError, match=r"after 100 s: the state of run r is unknown for 5000 s"):
-        doubt.words(unknown)
-    assert doubt.words(replace(known, state=RUNNING)) == "its state is known again: RUNNING"
+        doubt.message_for(unknown)
+    assert doubt.message_for(replace(known, state=RUNNING)) == "its state is known again: RUNNING"
     assert doubt.left_s == float("inf")
     now += 500
-    assert "this does not affect the run" in doubt.words(unknown)
+    assert "this does not affect the run" in doubt.message_for(unknown)
 
 
 def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):

@@ -122,7 +122,7 @@ def test_an_entry_of_a_process_without_the_secret_is_refused_unread(key, entry):
     store = HashStore()
     store.set(key, f"{'0' * 64} {entry}")
     with pytest.raises(Unauthenticated, match=key):
-        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, SignedStore.of(store, new_secret()))
+        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, SignedStore.wrap(store, new_secret()))
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):

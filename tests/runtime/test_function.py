@@ -64,9 +64,9 @@ def test_what_checkpoint_returns_is_called_next_time(run, code, world_size):
         function_worker._result_of(
             FunctionCall(Checkpointable(code(75)), (8.0,)), PARCEL, run, team(world_size)
         )
-    following = CallPayload.read(run.continuation)
+    following = CallPayload.read(run.resume_call)
     assert following.sys_path == ("/of the program",)
-    call = following.open()
+    call = following.deserialize()
     assert (call.function.step, call.args) == (1, (4.0,))
 
 
@@ -75,7 +75,7 @@ def test_several_ranks_that_left_anywhere_are_not_asked(run, capsys):
         function_worker._result_of(
             FunctionCall(Checkpointable(StoppedBeforeTraining(75)), (8.0,)), PARCEL, run, team(2)
         )
-    assert not run.continuation.exists()
+    assert not run.resume_call.exists()
     assert "hpctrain.should_stop()" in capsys.readouterr().out
 
 
@@ -94,7 +94,7 @@ def test_a_function_without_checkpoint_leaves_nothing(run):
 
     with pytest.raises(SystemExit):
         function_worker._result_of(FunctionCall(leave), PARCEL, run, team())
-    assert not run.continuation.exists()
+    assert not run.resume_call.exists()
 
 
 def test_submitits_own_name_for_checkpoint_goes_first():
@@ -120,7 +120,7 @@ def test_which_errors_another_start_cannot_mend(run, error, final):
 
 def test_with_something_to_go_on_from_another_start_gets_further(run):
     assert function_worker._is_final(ValueError(), PARCEL, run)
-    assert not function_worker._is_final(ValueError(), CallPayload(b"", (), again=True), run)
+    assert not function_worker._is_final(ValueError(), CallPayload(b"", (), retry_on_exception=True), run)
     checkpoint = run.checkpoint(5)
     checkpoint.mkdir(parents=True)
     assert function_worker._is_final(ValueError(), PARCEL, run)

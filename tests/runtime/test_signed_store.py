@@ -21,7 +21,7 @@ def raw():
 
 @pytest.fixture
 def store(raw):
-    return PrefixStore("group", SignedStore.of(raw, SECRET))
+    return PrefixStore("group", SignedStore.wrap(raw, SECRET))
 
 
 def test_values_arrive_as_they_were_written(store):
@@ -65,7 +65,7 @@ def test_a_value_of_another_key_or_group_is_refused(store, raw):
     with pytest.raises(Unauthenticated):
         store.get("1")
     with pytest.raises(Unauthenticated):
-        PrefixStore("other", SignedStore.of(raw, SECRET)).get("0")
+        PrefixStore("other", SignedStore.wrap(raw, SECRET)).get("0")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,6 @@ def test_a_value_of_another_key_or_group_is_refused(store, raw):
 )
 def test_a_value_of_another_attempt_is_refused(raw, other):
     """Without a supervisor, the secret may be the same."""
-    SignedStore.of(raw, other).set("a", "1")
+    SignedStore.wrap(raw, other).set("a", "1")
     with pytest.raises(Unauthenticated):
-        SignedStore.of(raw, SECRET).get("a")
+        SignedStore.wrap(raw, SECRET).get("a")

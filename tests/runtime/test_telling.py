@@ -56,7 +56,7 @@ def test_a_pretended_flight_recorder_that_has_recorded_nothing(tmp_path, monkeyp
 
 def test_the_stacks_of_all_threads_and_the_place_of_the_main_thread(tmp_path, monkeypatch):
     pulse = RankActivity()
-    pulse.enter(RankPhase.STEP)
+    pulse.set_phase(RankPhase.STEP)
     monkeypatch.setattr(heartbeat, "activity", pulse)
     told = {}
 

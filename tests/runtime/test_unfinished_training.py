@@ -38,7 +38,7 @@ training = TrainingMarker("Trainer.fit()", "/data", os.environ)
 @pytest.fixture(autouse=True)
 def _nothing_has_begun(monkeypatch):
     monkeypatch.setattr(unfinished_training, "_unfinished", {})
-    monkeypatch.setattr(unfinished_training, "_has_left", False)
+    monkeypatch.setattr(unfinished_training, "_has_stopped", False)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def failure(run: RunDir) -> dict:
 
 def test_a_training_has_a_file_until_it_returns(run):
     with of(run) as training:
-        training.ends_at(10)
+        training.set_last_step(10)
         (path,) = run.unfinished_files(4)
         assert json.loads(path.read_text()) == {"what": "Trainer.fit()", "last_step": 10}
         assert unfinished_training.find_unfinished_training() is not None
@@ -110,7 +110,7 @@ def test_a_training_in_another_folder_settles_nothing(run):
 def test_after_a_stop_no_further_training_begins(run):
     with pytest.raises(SystemExit), of(run):
         raise SystemExit(75)
-    assert unfinished_training.has_left()
+    assert unfinished_training.has_stopped()
     with pytest.raises(SystemExit) as leaving, of(run, "/other"):
         pytest.fail("it has begun")
     assert leaving.value.code == 75
@@ -126,12 +126,12 @@ def test_without_a_run_there_is_no_file_and_a_stop_ends_one_training_only(tmp_pa
 def test_a_folder_that_takes_no_file_ends_no_training(run):
     (run.path / "unfinished").write_text("in the way")
     with of(run) as training:
-        training.ends_at(3)
+        training.set_last_step(3)
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit()"])
 def test_a_script_that_ends_in_a_training_has_failed(run, ends):
-    text = f"with training:\n    training.step = 4\n    training.ends_at(10)\n    {ends}"
+    text = f"with training:\n    training.step = 4\n    training.set_last_step(10)\n    {ends}"
     assert end_of(run, text) == 1
     assert failure(run)["kind"] == "unfinished"
     assert failure(run)["error"].endswith("before Trainer.fit() returned, after step 4 of 10")

@@ -45,9 +45,9 @@ def save(mode: str, folder: Path) -> None:
             stored.save(step, state(step), {})
             os.write(said, b"%d\n" % step)
         else:
-            stored.begin(step, state(step), {})
-            stored.finish(60)
-            for ended in stored.finished():
+            stored.async_save(step, state(step), {})
+            stored.wait(60)
+            for ended in stored.collect_outcomes():
                 assert isinstance(ended, CommittedSave), ended
                 os.write(said, b"%d\n" % ended.step)
     stored.close()
@@ -61,9 +61,9 @@ def save_for_long(folder: Path) -> None:
     step = 0
     while not (folder / "stop").exists():
         step += 1
-        stored.begin(step, state(step), {})
-        assert stored.finish(60)
-        (ended,) = stored.finished()
+        stored.async_save(step, state(step), {})
+        assert stored.wait(60)
+        (ended,) = stored.collect_outcomes()
         outcome = "saved" if isinstance(ended, CommittedSave) else str(ended)
         os.write(said, f"{step} {outcome}\n".encode())
         time.sleep(0.05)

@@ -25,8 +25,8 @@ import hpctrain
 from hpctrain.rundir import RunDir
 from hpctrain.training.saving import checkpoint_schedule, disk_space_wait
 
-checkpoint_schedule._FIRST_REST_S = 0.2  # a test has no time for more
-disk_space_wait._LOOK_EVERY_S = 0.1
+checkpoint_schedule._MIN_BACKOFF_S = 0.2  # a test has no time for more
+disk_space_wait._POLL_INTERVAL_S = 0.1
 disk_space_wait.LIMIT_S = float(os.environ.get("ROOM_LIMIT_S", disk_space_wait.LIMIT_S))
 #: By it the size of a checkpoint is chosen.
 WIDTH = int(os.environ.get("WIDTH", "64"))

@@ -42,7 +42,7 @@ class PretendStep:
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch):
-    for name in ("_LAST_WORDS_S", "_FOLLOW_S", "STOP_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
+    for name in ("_FAILURE_GRACE_S", "_EXIT_GRACE_S", "STOP_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
         monkeypatch.setattr(attempt_monitor, name, 0.05)
 
 
@@ -60,7 +60,7 @@ def watch(*happened, job=None, stubborn=False, ends_in=None, lead=0.1):
     watching = AttemptMonitor(
         events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead
     )
-    return watching.until_end(step), step, watching
+    return watching.wait(step), step, watching
 
 
 def test_all_done():
@@ -144,9 +144,9 @@ def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
 
 
 def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
-    monkeypatch.setattr(attempt_monitor, "_FOLLOW_S", 60.0)
+    monkeypatch.setattr(attempt_monitor, "_EXIT_GRACE_S", 60.0)
     monkeypatch.setattr(attempt_monitor, "_REQUEUE_S", 12.0)
-    monkeypatch.setattr(attempt_monitor, "_LEAST_FOLLOW_S", 0.05)
+    monkeypatch.setattr(attempt_monitor, "_MIN_EXIT_GRACE_S", 0.05)
 
     class Slurm(Local):
         def seconds_left(self):

@@ -34,17 +34,17 @@ class PretendStep:
 @pytest.fixture
 def heard(tmp_path, monkeypatch):
     """A contact whose two ranks have come and gone, the step's answer and the events."""
-    monkeypatch.setattr(module, "_END_LIMIT_S", 0.0)
+    monkeypatch.setattr(module, "_LAUNCHER_TIMEOUT_S", 0.0)
 
     def heard(answer, leave=(0, 1)):
         step, events = PretendStep(answer), queue.SimpleQueue()
         limits = PhaseLimits(None)
         contact = RankMonitor(RunDir(tmp_path), 0, step, lambda: 0, events.put, limits, lambda rank: "n1", 2)
         for rank in range(2):
-            contact.hear(rank, BEAT)
+            contact.on_message(rank, BEAT)
         for rank in leave:
-            contact.hung_up(rank)
-        contact.look()
+            contact.on_disconnect(rank)
+        contact.on_tick()
         return step, events
 
     return heard
@@ -80,4 +80,4 @@ def test_the_launcher_of_such_a_step_is_ended_and_the_attempt_has_failed():
 
     events.put(LauncherStuck())
     watch = AttemptMonitor(events=events, job_control=Local(), ends_at=None, stop_before_limit_s=1.0)
-    assert watch.until_end(Stuck()) is AttemptOutcome.FAILED
+    assert watch.wait(Stuck()) is AttemptOutcome.FAILED

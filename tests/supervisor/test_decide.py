@@ -40,7 +40,7 @@ from hpctrain.supervisor.policy.job_intent import (
     resolve_intent,
 )
 
-POLICY = RestartPolicy.of({}, max_failures=3)
+POLICY = RestartPolicy.with_changes({}, max_failures=3)
 FOUR = ("n1", "n2", "n3", "n4")
 
 
@@ -141,7 +141,7 @@ def test_kinds_without_a_number_share_max_failures():
 )
 def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed, action):
     """One that lasted may have saved by its own means, unless its ranks agreed to stop."""
-    history = History(stops=(EndKind.TIME_LIMIT,) * 2, agreed=agreed)
+    history = History(stops=(EndKind.TIME_LIMIT,) * 2, agreed_to_stop=agreed)
     decision = decide(RunSituation(POLICY, history, seconds=seconds), AttemptEnd(EndKind.TIME_LIMIT), 0.0)
     assert decision.action is action
     if action is Action.FAIL:
@@ -152,16 +152,20 @@ def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed
 
 
 def test_a_row_that_the_user_changes():
-    policy = RestartPolicy.of({"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3)
+    policy = RestartPolicy.with_changes(
+        {"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3
+    )
     assert [after(EndKind.KILLED, n, policy=policy).action for n in (5, 6)] == [Action.RESTART, Action.FAIL]
     assert after(EndKind.PYTHON, 1, policy=policy).action is Action.FAIL
     assert suspect_nodes(policy, failed(EndKind.GPU, 1)) == {}
     assert (
-        after(EndKind.USER_ERROR, policy=RestartPolicy.of({"user-error": {"retries": 1}}, 3)).action
+        after(EndKind.USER_ERROR, policy=RestartPolicy.with_changes({"user-error": {"retries": 1}}, 3)).action
         is Action.RESTART
     )
     assert (
-        after(EndKind.OUT_OF_TIME, policy=RestartPolicy.of({"out-of-time": {"retries": 1}}, 3)).action
+        after(
+            EndKind.OUT_OF_TIME, policy=RestartPolicy.with_changes({"out-of-time": {"retries": 1}}, 3)
+        ).action
         is Action.RESTART
     )
 
@@ -239,7 +243,7 @@ def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
 
 
 def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
-    history = replace(failed(EndKind.KILLED, 1), slow=("n4", "n4"))
+    history = replace(failed(EndKind.KILLED, 1), slow_nodes=("n4", "n4"))
     decision = decide(
         RunSituation(POLICY, history, nodes=Allocation(FOUR, min_nodes=2)), AttemptEnd(EndKind.KILLED), 0.0
     )
@@ -281,7 +285,7 @@ def test_what_is_wanted_with_the_job(cancelled, disposition, resume_mode, will):
     ],
 )
 def test_ways_to_another_allocation(resume_mode, will, requeues, ways):
-    assert continuation_methods(resume_mode, will, requeues=requeues) == ways
+    assert continuation_methods(resume_mode, will, can_requeue=requeues) == ways
 
 
 @pytest.mark.parametrize(
@@ -354,19 +358,19 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         # A script that saves by its own means is not given up because it is preempted every hour.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
         # The checkpoints of ranks that agreed to stop are known, so a long attempt counts, too.
-        ([*NO_PROGRESS, *NO_PROGRESS], History((), (), (T, T), agreed=True)),
+        ([*NO_PROGRESS, *NO_PROGRESS], History((), (), (T, T), agreed_to_stop=True)),
         ([*NO_PROGRESS, event("started")], History((), (), (T,))),
         (
             [*NO_PROGRESS, event("checkpoint", step=5), *NO_PROGRESS[1:]],
-            History(agreed=True),
+            History(agreed_to_stop=True),
         ),
         (
             [event("signal"), event("requeue", seconds=3600.0, **{"class": "preempted"})],
-            History(agreed=True),
+            History(agreed_to_stop=True),
         ),
         ([event("failure", cause="a checkpoint was not written")], History()),
         ([event("excluded", hosts=["n1", "n2"])], History(excluded=frozenset({"n1", "n2"}))),
-        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow=("n3", "n3"))),
+        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow_nodes=("n3", "n3"))),
         ([event("straggler", host="n3", lasting=False)], History()),
         # Written by an older version.
         (
@@ -387,8 +391,8 @@ def test_the_very_same_failure_is_known_on_any_rank_and_at_any_address():
     pasts = [
         event("failure", rank=i, host="n1", cause=f"rank {i} on n1: {text}") for i, text in enumerate(words)
     ]
-    assert History.from_events(pasts[:2]).num_alike() == 2
-    assert History.from_events(pasts).num_alike() == 1
+    assert History.from_events(pasts[:2]).consecutive_identical() == 2
+    assert History.from_events(pasts).consecutive_identical() == 1
 
 
 @pytest.mark.parametrize(
@@ -422,7 +426,7 @@ def test_sruns_reports(line, tasks):
     ],
 )
 def test_endings(task, ending):
-    assert task.ending is ending
+    assert task.result is ending
 
 
 def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0, **fields):

@@ -34,7 +34,7 @@ def test_more_nodes_are_worth_a_pause(nodes, then, left_s, pause_s, worth):
 @pytest.mark.parametrize("refusals", [0, 1])
 def test_free_nodes_stop_the_ranks_for_a_requeue(monkeypatch, tmp_path, refusals):
     """If Slurm refuses the signal, it is sent again."""
-    monkeypatch.setattr(scale_up, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(scale_up, "_POLL_INTERVAL_S", 0.01)
     run, requests = RunDir(tmp_path), []
 
     def stop_ranks():

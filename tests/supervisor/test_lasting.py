@@ -26,7 +26,7 @@ from hpctrain.supervisor.run_end import finish_run
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch):
-    monkeypatch.setattr(buffered_storage, "_RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(buffered_storage, "_RETRY_INTERVAL_S", 0.05)
     monkeypatch.setattr(buffered_storage, "_VANISHED_LIMIT_S", 0.2)
 
 

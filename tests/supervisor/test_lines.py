@@ -32,16 +32,16 @@ class Ears:
         self.gone: list[tuple[int, int]] = []
         self.looks = 0
 
-    def hear(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         if "bad" in message:
             int(float(message["bad"]))
         self.heard.put((attempt, rank, message))
 
-    def hung_up(self, attempt: int, rank: int) -> None:
+    def on_disconnect(self, attempt: int, rank: int) -> None:
         self.gone.append((attempt, rank))
         raise RuntimeError("a mistake of the listener's")
 
-    def look(self) -> None:
+    def on_tick(self) -> None:
         self.looks += 1
 
 
@@ -89,12 +89,12 @@ def works(lines: HeartbeatServer, ears: Ears) -> bool:
     line = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
     line.send({"x": 1})
     assert ears.heard.get(timeout=10) == (3, 0, {"x": 1})
-    assert lines.tell(3, {"tell": True}) == 1
+    assert lines.send(3, {"tell": True}) == 1
     assert line.receive(10) == {"tell": True}
     looks = ears.looks
     wait_for(lambda: ears.looks > looks, 10, "the next look")
     line.close()
-    wait_for(lambda: not lines.on_the_line(3), 10, "the end of the line")
+    wait_for(lambda: not lines.num_connected(3), 10, "the end of the line")
     return lines._thread.is_alive()
 
 
@@ -137,13 +137,13 @@ def test_a_flood_of_connections_leaves_room_for_ranks_and_is_reported_ten_times(
 ):
     monkeypatch.setattr(module, "_MAX_UNPROVEN", 20)
     before = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
-    wait_for(lambda: lines.on_the_line(3), 10, "a rank before the flood")
+    wait_for(lambda: lines.num_connected(3), 10, "a rank before the flood")
     flood = [stranger(lines) for _ in range(200)]
     assert all(is_closed(connection) for connection in flood[:180])
     before.send({"x": 2})
     assert ears.heard.get(timeout=10) == (3, 1, {"x": 2})
     before.close()
-    wait_for(lambda: not lines.on_the_line(3), 10, "the end of the line")
+    wait_for(lambda: not lines.num_connected(3), 10, "the end of the line")
     assert works(lines, ears)
     for connection in flood:
         connection.close()
@@ -218,7 +218,7 @@ def test_a_rank_does_not_believe_a_supervisor_without_the_secret():
 def test_a_rank_whose_line_was_cut_opens_another(lines, ears):
     first = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
     opened = [SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3), first]
-    first.every_s = 0.05
+    first.heartbeat_interval_s = 0.05
 
     def next_line() -> SupervisorConnection:
         if not opened:

@@ -172,7 +172,7 @@ def drip(server: socket.socket, over: threading.Event) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
 def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, tmp_path, caplog, number):
-    monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(notifications, "_POLL_INTERVAL_S", 0.02)
     run, told = RunDir(tmp_path), tmp_path / "told"
     run.log_event("failure", 0, rank=0, cause="before")
     read, trouble = RecordTail.read, [OSError(number, os.strerror(number))] * 5
@@ -198,8 +198,8 @@ def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, 
 def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_up(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(notification_targets, "_MOST_WAITING", 2)
-    monkeypatch.setattr(notifications, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(notification_targets, "_MAX_WAITING", 2)
+    monkeypatch.setattr(notifications, "_POLL_INTERVAL_S", 0.02)
     run, told = RunDir(tmp_path), tmp_path / "told"
     notifier = Notifier(run, NotifyConfig((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
+from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
 VALUES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=50)
@@ -19,7 +19,7 @@ PRINT = "import json, os; print(json.dumps(dict(os.environ)))"
 @given(st.dictionaries(NAMES.filter(lambda name: name != "LC_CTYPE"), VALUES, max_size=8))
 def test_every_variable_arrives_as_it_was_and_no_value_is_a_word(env):
     command = [sys.executable, "-I", "-S", "-c", PRINT]
-    words = with_own_names(command, env)
+    words = restore_names_command(command, env)
     hidden = {name.encode(): os.fsencode(value) for name, value in prefixed(env).items()}
     done = subprocess.run(words, env=hidden, capture_output=True, check=True)
     seen = json.loads(done.stdout)

@@ -22,7 +22,7 @@ def check(conditions: SimulationConfig):
     for run in report.runs:
         # Nothing is lost: each run trains, waits for its turn, or has ended, with the reason if it failed.
         assert run.state in ("trains", "waits", "complete", "failed")
-        assert (run.state == "failed") == bool(run.why)
+        assert (run.state == "failed") == bool(run.reason)
         if run.state == "complete":
             assert run.trained_s == pytest.approx(run.needs_s)
             assert run.fails_after_s is None or run.fails_after_s >= run.needs_s
@@ -44,7 +44,7 @@ def test_a_month_on_10000_gpus():
     states = report.states()
     assert states["complete"] > 0.7 * len(report.runs)
     # Only a script's own error, which comes again and again, ends a run here.
-    assert all("an error in the script" in run.why for run in report.runs if run.state == "failed")
+    assert all("an error in the script" in run.reason for run in report.runs if run.state == "failed")
     doomed = [run for run in report.runs if run.fails_after_s is not None and run.ended is not None]
     assert all(run.state == "failed" or run.fails_after_s > run.needs_s for run in doomed)
     assert {EndKind.PREEMPTED, EndKind.GPU, EndKind.NODE_LOST, EndKind.TIME_LIMIT} <= report.ends.keys()

@@ -47,19 +47,19 @@ def test_one_that_stays_slow_lasts_and_one_pause_does_not():
     stragglers = StragglerDetector(2, window_s=10.0)
     times = []
     for window in range(1, 2 * LASTING_WINDOWS + 2):
-        stragglers.heard(0, of_steps(10 * window, 0.0, 0.1, 1.0))
-        stragglers.heard(1, of_steps(10 * window, 0.0, 0.9, 1.0))
-        times += [number for _, number in stragglers.look(10.0 * window)]
+        stragglers.on_heartbeat(0, of_steps(10 * window, 0.0, 0.1, 1.0))
+        stragglers.on_heartbeat(1, of_steps(10 * window, 0.0, 0.9, 1.0))
+        times += [number for _, number in stragglers.check_window(10.0 * window)]
     assert times == list(range(1, 2 * LASTING_WINDOWS + 1))
     # As fast as the other from here on.
-    stragglers.heard(0, StepTimes(170, 0.0, 57.0, 113.0))
-    stragglers.heard(1, StepTimes(170, 0.0, 113.0, 57.0))
-    assert stragglers.look(1000.0) == []
+    stragglers.on_heartbeat(0, StepTimes(170, 0.0, 57.0, 113.0))
+    stragglers.on_heartbeat(1, StepTimes(170, 0.0, 113.0, 57.0))
+    assert stragglers.check_window(1000.0) == []
 
 
 def test_nothing_is_said_before_all_ranks_have_trained():
     stragglers = StragglerDetector(3, window_s=0.0)
-    stragglers.heard(0, of_steps(10, 0.0, 0.1, 1.0))
-    stragglers.heard(1, of_steps(10, 0.0, 0.9, 1.0))
-    assert stragglers.look(1.0) == []
-    assert stragglers.look(2.0) == []
+    stragglers.on_heartbeat(0, of_steps(10, 0.0, 0.1, 1.0))
+    stragglers.on_heartbeat(1, of_steps(10, 0.0, 0.9, 1.0))
+    assert stragglers.check_window(1.0) == []
+    assert stragglers.check_window(2.0) == []

@@ -343,7 +343,7 @@ def test_a_successor_trains_whether_or_not_its_predecessor_could_write_it_down(r
     assert kinds(run) == ["handover", "submitted", "started", "finished"]
     submitted = list(run.read_events())[2]
     assert (submitted["job_id"], submitted["after"]) == ("8", "7")
-    assert run.succession("7").read_text() == "8"
+    assert run.successor_claim("7").read_text() == "8"
 
 
 def test_of_two_successors_one_trains(run):
@@ -543,7 +543,7 @@ def checked(run, attempt, trouble):
 
     def write(_variables, _emit):
         for rank, words in enumerate(trouble):
-            path = run.check(attempt, rank)
+            path = run.node_check_result(attempt, rank)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"rank": rank, "trouble": words}))
 
@@ -577,7 +577,7 @@ def test_a_check_that_all_nodes_fail_or_none_can_do_is_no_nodes_fault(run, troub
 def test_a_stop_during_the_check_is_one_of_the_ranks(run):
     def stopped(_variables, _emit):
         run.requeue_request.write_text("0\n")
-        path = run.check(0, 1)
+        path = run.node_check_result(0, 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"rank": 1, "trouble": [], "stopped": True}))
 
@@ -591,7 +591,7 @@ def test_the_nodes_are_looked_at_after_a_failure_of_the_communication(run):
     lost = raised(run, message="Connection closed by peer")
     assert supervise(run, [lost, checked(run, 1, [[], []]), DONE]) == 0
     assert failure_of(run)["class"] == "nccl"
-    assert run.checks(1)
+    assert run.node_check_results(1)
 
 
 def test_ranks_that_need_longer_to_save_are_told_of_more_time_and_earlier(run):
@@ -640,7 +640,7 @@ def test_a_controller_that_is_out_of_reach_is_asked_again(run, monkeypatch):
 
 def test_a_controller_that_stays_out_of_reach_is_not_waited_for_for_ever(run, monkeypatch):
     monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(requeuer, "_OUT_OF_REACH_S", 0.05)
+    monkeypatch.setattr(requeuer, "_UNREACHABLE_TIMEOUT_S", 0.05)
 
     class Away(PretendJob):
         def requeue(self):
@@ -671,7 +671,7 @@ def test_a_last_loss_that_is_not_finite_is_noted(run, losses, note):
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"what": 3, "last_step": "x"}'])
 def test_damaged_files_of_unfinished_trainings_do_not_end_the_supervisor(run, content):
-    path = run.unfinished(0, 0, "00000000")
+    path = run.unfinished_marker(0, 0, "00000000")
     path.parent.mkdir()
     if content is None:
         os.mkfifo(path)
@@ -685,7 +685,7 @@ def test_damaged_files_of_unfinished_trainings_do_not_end_the_supervisor(run, co
 
 
 def test_a_file_of_an_unfinished_training_of_no_rank_is_ignored(run):
-    path = run.unfinished(0, 99999, "00000000")
+    path = run.unfinished_marker(0, 99999, "00000000")
     path.parent.mkdir()
     path.write_text("{}")
     assert supervise(run, [DONE]) == 0
@@ -724,7 +724,7 @@ def ends_unfinished(run, then, ranks=(0,)):
     def mark(variables, _emit):
         attempt = int(variables["HPCTRAIN_ATTEMPT"])
         for rank in ranks:
-            path = run.unfinished(attempt, rank, "0")
+            path = run.unfinished_marker(attempt, rank, "0")
             path.parent.mkdir(exist_ok=True)
             path.write_text('{"what": "Trainer.fit()", "last_step": 10}')
 

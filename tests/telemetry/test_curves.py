@@ -39,24 +39,24 @@ def test_every_spike_of_a_long_curve_is_seen():
 def test_of_a_step_trained_twice_the_later_line_counts():
     story = submitted(0).steps(1, 5, every=1).after(0, "failure", rank=0).after(0, "started")
     story.steps(4, 6, every=1, loss=9.0)
-    curves = MetricCurves.of(story.metrics)
+    curves = MetricCurves.from_records(story.metrics)
     assert curves.points("loss")[-3:] == [(4, 9.0), (5, 9.0), (6, 9.0)]
-    assert curves.points("loss", curves.again) == [(4, 1 / 4), (5, 1 / 5)]
+    assert curves.points("loss", curves.superseded) == [(4, 1 / 4), (5, 1 / 5)]
     assert curves.by_attempt == {0: (1, 5), 1: (4, 6)}
     assert curves.lowest("loss") == (3, 1 / 3)
 
 
 def test_lines_of_one_step_and_attempt_are_joined():
     lines = [{"step": 1, "loss": 2.0, "attempt": 0}, {"step": 1, "val_loss": 3.0, "attempt": 0}]
-    curves = MetricCurves.of(lines)
+    curves = MetricCurves.from_records(lines)
     assert curves.names == ["loss", "val_loss"]
     assert (curves.last("loss"), curves.last("val_loss")) == (2.0, 3.0)
-    assert curves.again == {}
+    assert curves.superseded == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, True, [1], 10**400])
 def test_what_is_no_number_is_a_gap(value):
-    curves = MetricCurves.of([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])
+    curves = MetricCurves.from_records([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])
     assert curves.points("loss") == [(1, 1.0), (2, None)]
 
 

@@ -14,7 +14,7 @@ from hpctrain.telemetry.accounting.time_spans import TimeCategory
 
 
 def ledger_of(story: Story, **options: Any) -> TimeBreakdown:
-    return TimeBreakdown.of(story.events, story.metrics, **options)
+    return TimeBreakdown.from_records(story.events, story.metrics, **options)
 
 
 def seconds(story: Story, **options: Any) -> dict[str, float]:
@@ -49,7 +49,7 @@ def test_steps_after_the_checkpoint_are_lost_where_a_rank_crashes():
         "idle": 1,
     }
     assert ledger.lost_steps == 10
-    assert [span.what for span in ledger.spans if span.attempt == 0][:3] == [
+    assert [span.category for span in ledger.spans if span.attempt == 0][:3] == [
         "starting",
         "training",
         "lost work",
@@ -208,7 +208,7 @@ def test_a_training_that_nobody_supervises():
 
 
 def test_a_folder_without_a_record():
-    ledger = TimeBreakdown.of([])
+    ledger = TimeBreakdown.from_records([])
     assert ledger.spans == ()
     assert ledger.wall_us == 0
     assert compute_goodput(ledger).ettr is None
@@ -267,13 +267,13 @@ def test_whatever_is_on_record_every_microsecond_is_counted_once(events, metrics
     if in_order:
         for records in (events, metrics):
             records.sort(key=lambda record: record["time"] if type(record["time"]) is float else START)
-    ledger = TimeBreakdown.of(events, metrics, until=until, waits=waits)
+    ledger = TimeBreakdown.from_records(events, metrics, until=until, waits=waits)
     assert sum(ledger.totals_us.values()) == ledger.wall_us
     for span in ledger.spans:
         assert span.start_us < span.end_us
     for span, following in zip(ledger.spans, ledger.spans[1:], strict=False):
         assert span.end_us == following.start_us
-        assert (span.what, span.attempt) != (following.what, following.attempt)
+        assert (span.category, span.attempt) != (following.category, following.attempt)
     if until is not None and ledger.spans:
         assert ledger.spans[-1].end_us == round(until * 1e6)
     assert (ledger.lost_steps or 0) >= 0

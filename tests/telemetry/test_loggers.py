@@ -71,7 +71,7 @@ def train(run: RunDir, attempt: int, first: int, last: int, *, scale: float = 1.
 
 def feed(run: RunDir, logger: Logger, say: list[str] | None = None) -> LoggerDispatcher:
     """What brings metrics to the logger, as a new start of the ranks has it."""
-    memory = LoggerState.load(run.logger_memory(logger.name))
+    memory = LoggerState.load(run.logger_state(logger.name))
     tell = ([] if say is None else say).append
     return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), run.metrics, memory, tell)
 
@@ -164,7 +164,7 @@ def test_what_was_on_its_way_when_the_process_was_killed_is_not_sent_twice(run):
     def log(lines) -> None:
         take(lines)
         # From here on nothing is written down any more.
-        one._memory.save = lambda sending=None: None
+        one._state.save = lambda sending=None: None
         raise Killed
 
     logger.log = log
@@ -187,7 +187,7 @@ def test_a_kill_while_much_is_brought_costs_a_few_steps_at_most(run):
 
     def log(lines) -> None:
         if logger.points:
-            one._memory.save = lambda sending=None: None
+            one._state.save = lambda sending=None: None
             raise Killed
         take(lines)
 
@@ -201,7 +201,7 @@ def test_a_kill_while_much_is_brought_costs_a_few_steps_at_most(run):
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"known": 3}', '{"known": null, "offset": "x"}', "\xff"])
 def test_a_memory_that_is_damaged_is_none(run, damage):
-    path = run.logger_memory("recorder")
+    path = run.logger_state("recorder")
     path.parent.mkdir()
     path.write_text(damage, encoding="latin-1")
     logger = Recorder()
@@ -294,7 +294,7 @@ def test_the_real_client_has_each_step_once_in_one_run(run, name):
         time.sleep(1 - time.time() % 1)
         train(run, attempt, first, last)
         log_all(run, name, ending)
-        known.append(json.loads(run.logger_memory(name).read_text())["known"])
+        known.append(json.loads(run.logger_state(name).read_text())["known"])
     assert len(set(known)) == 1
     points = getattr(tracker_files, f"{name}_points")(run.path)
     assert Counter(point[:2] for point in points).most_common(1)[0][1] == 1

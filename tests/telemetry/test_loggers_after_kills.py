@@ -60,7 +60,7 @@ def kill(run: RunDir, *, with_loggers: bool) -> None:
 
 def delivered(run: RunDir, loggers: list[str]) -> int:
     """The step that every logger has got."""
-    return min(LoggerState.load(run.logger_memory(name)).steps.get("loss", 0) for name in loggers)
+    return min(LoggerState.load(run.logger_state(name)).steps.get("loss", 0) for name in loggers)
 
 
 def newest(run: RunDir) -> tuple[int, int]:

@@ -112,4 +112,4 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_the_end_by_half_a_minute_at_m
     assert_no_process_left(run.path)
     assert len(csv_points(run.path)) == 40
     assert "did not end within 30 s" in run.rank_log(0, 0).read_text()
-    assert json.loads(run.logger_memory("own").read_text())["sending"]["loss"] > 0
+    assert json.loads(run.logger_state("own").read_text())["sending"]["loss"] > 0

@@ -125,7 +125,7 @@ sampler = NodeSampler(RunDir(Path({str(tmp_path / "run")!r})), detect({{}}), {{}
 import time
 while not list(Path({str(tmp_path)!r}).glob("run/telemetry/*")):
     time.sleep(0.02)
-sampler.end()
+sampler.stop()
 """
     env = {**environment(), "PYTHONPATH": ""}
     run_command([bare / "bin" / "python", "-c", code], env, timeout=30)

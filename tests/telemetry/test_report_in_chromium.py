@@ -92,7 +92,7 @@ def test_it_is_drawn(quiet, page, dark, width):
     rows = quiet.evaluate(
         "[...document.querySelectorAll('#ledger tbody tr')].map(r => [r.dataset.what, +r.dataset.us])"
     )
-    assert dict(rows) == {what.value: us for what, us in facts.ledger.totals_us.items()}
+    assert dict(rows) == {what.value: us for what, us in facts.breakdown.totals_us.items()}
 
 
 def test_hovering_tells_the_value_and_dragging_zooms(quiet, page):

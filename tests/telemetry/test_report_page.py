@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_run_folder(run):
     document = json_report(facts)
     last = json.loads(run.metrics.read_text().splitlines()[-1])
     assert (document["step"], document["loss"]) == (last["step"], last["loss"])
-    assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == facts.ledger.wall_us
+    assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == facts.breakdown.wall_us
     assert document["wall_us"] == round((document["end"] - document["start"]) * 1e6)
     data = data_of(render_run_page(facts))
     loss = data["charts"][0]["series"][0]
@@ -212,7 +212,7 @@ def test_a_damaged_folder_is_told_of(tmp_path, damage):
                     content[generator.randrange(len(content))] = generator.randrange(256)
                 path.write_bytes(content)
     facts = facts_of(run)
-    assert sum(facts.ledger.totals_us.values()) == facts.ledger.wall_us
+    assert sum(facts.breakdown.totals_us.values()) == facts.breakdown.wall_us
     data_of(render_run_page(facts))
     markdown_report(facts)
     json.dumps(json_report(facts))

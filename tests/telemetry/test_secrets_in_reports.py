@@ -44,7 +44,7 @@ def test_secrets_are_in_no_form_of_a_report(tmp_path):
         json.dumps({"args": "--lr 0.1 --hf-token s3kret11 --password=s3kret12"}) + "\n"
     )
     facts = facts_of(run)
-    facts.again = resubmit_command(facts.spec)
+    facts.resubmit_command = resubmit_command(facts.spec)
     for text in (render_run_page(facts), markdown_report(facts), json.dumps(json_report(facts))):
         assert "s3kret" not in text
     page = render_run_page(facts)

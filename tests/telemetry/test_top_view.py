@@ -14,7 +14,7 @@ def look(story: Story, state: str = "RUNNING", lines: list[dict] | None = None) 
     live = TopView()
     # In two parts, as a run writes them.
     for part in (slice(None, 5), slice(5, None)):
-        live.take(story.events[part], story.metrics[part])
+        live.add_records(story.events[part], story.metrics[part])
     return live.snapshot("digits", state, "", lines or [])
 
 
@@ -43,7 +43,7 @@ def test_a_loss_that_is_no_number_is_not_passed_over():
 def test_a_million_lines_are_taken_in_and_the_newest_losses_kept():
     live = TopView()
     # Dropping old losses one by one from a plain dict would take minutes.
-    live.take([], ({"step": step, "time": START + step, "loss": 1.0 * step} for step in range(10**6)))
+    live.add_records([], ({"step": step, "time": START + step, "loss": 1.0 * step} for step in range(10**6)))
     told = live.snapshot("digits", "RUNNING", "", [])
     assert told.losses == [float(step) for step in range(10**6 - 20_000, 10**6)]
     assert told.steps_per_s == pytest.approx(1)
@@ -174,7 +174,7 @@ def test_an_event_is_shown_with_its_details(kind, fields, line):
 
 def test_a_run_without_steps_says_so():
     live = TopView()
-    live.take(submitted(0).events, [])
+    live.add_records(submitted(0).events, [])
     for reports, words in (
         (False, "unknown: this script reports no steps"),
         (None, "unknown: no steps reported"),

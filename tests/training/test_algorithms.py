@@ -163,9 +163,9 @@ def test_eight_bits_are_off_by_half_a_step_at_most():
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [[1.0], [1e-6], [0.0]]
     )
-    quantized = QuantizedRows.of(rows)
+    quantized = QuantizedRows.quantize(rows)
     steps = (rows.amax(1) - rows.amin(1)) / 255
-    assert (quantized.restored() - rows).abs().amax(1).le(steps * 0.51).all()
+    assert (quantized.dequantize() - rows).abs().amax(1).le(steps * 0.51).all()
     assert quantized.nbytes == 3 * 1000 + 3 * 8
 
 

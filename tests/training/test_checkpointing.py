@@ -295,13 +295,15 @@ def test_a_run_of_whose_checkpoints_none_is_whole_is_not_trained_again_unasked(t
 
 
 def test_a_save_that_fails_is_said_and_tried_again_later_and_not_at_each_step(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cadence_module, "_FIRST_REST_S", 0.05)
+    monkeypatch.setattr(cadence_module, "_MIN_BACKOFF_S", 0.05)
     run = RunDir(tmp_path)
     run.checkpoints.write_text("in the way")
     tried = []
-    begin = CheckpointStore.begin
+    begin = CheckpointStore.async_save
     monkeypatch.setattr(
-        CheckpointStore, "begin", lambda self, step, *a, **k: (tried.append(step), begin(self, step, *a, **k))
+        CheckpointStore,
+        "async_save",
+        lambda self, step, *a, **k: (tried.append(step), begin(self, step, *a, **k)),
     )
     module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | {30: run.checkpoints.unlink})
     fit(tmp_path, 60, module, checkpoint_every=1)
@@ -385,8 +387,8 @@ def test_interruptions_are_counted_from_the_record_of_the_run():
         *attempt(300.0, 400.0, saved=False),  # preempted, and did not
         *attempt(500.0, 600.0, nodes=4),  # this one
     ]
-    assert InterruptionHistory.of(history) == InterruptionHistory(2, 2 * 300.0 + 4 * 100.0)
-    assert InterruptionHistory.of([]).node_mtbf_s(DAY) == DAY
+    assert InterruptionHistory.from_events(history) == InterruptionHistory(2, 2 * 300.0 + 4 * 100.0)
+    assert InterruptionHistory.from_events([]).node_mtbf_s(DAY) == DAY
     assert InterruptionHistory(3, 3 * DAY).node_mtbf_s(DAY) == DAY
     assert InterruptionHistory(0, 9 * DAY).node_mtbf_s(DAY) == 10 * DAY
 
@@ -411,14 +413,14 @@ def test_auto_saves_by_the_clock_and_sooner_where_more_nodes_can_fail():
     clock = Clock()
     one, many = (CheckpointSchedule("auto", num_nodes=n, clock=clock) for n in (1, 100))
     for cadence in (one, many):
-        cadence.begun(1.0)
+        cadence.on_save_started(1.0)
         assert not cadence.is_due_by_time()
-        cadence.saved(5.0)
+        cadence.on_save_committed(5.0)
     assert 8 < one.interval_s / many.interval_s < 11
     clock.now = many.interval_s
     assert many.is_due_by_time()
     assert not one.is_due_by_time()
-    many.begun(1.0)
+    many.on_save_started(1.0)
     clock.now = 1e6
     assert not many.is_due_by_time(), "one is in flight"
 
@@ -428,8 +430,8 @@ def test_a_failure_is_followed_by_pauses_that_grow_and_a_success_by_none():
     cadence = CheckpointSchedule(1000, clock=clock)
     pauses = []
     for _ in range(10):
-        cadence.begun(0.0)
-        cadence.failed()
+        cadence.on_save_started(0.0)
+        cadence.on_save_failed()
         begin = clock.now
         assert not cadence.is_due_by_time()
         while cadence.in_backoff:
@@ -437,8 +439,8 @@ def test_a_failure_is_followed_by_pauses_that_grow_and_a_success_by_none():
         pauses.append(clock.now - begin)
         assert cadence.is_due_by_time(), "tried again before the next step that is due"
     assert pauses == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600]
-    cadence.begun(0.0)
-    cadence.saved(1.0)
+    cadence.on_save_started(0.0)
+    cadence.on_save_committed(1.0)
     assert not cadence.is_due_by_time()
     assert not cadence.in_backoff
 
@@ -455,12 +457,12 @@ def test_what_the_site_knows_of_interruptions_is_heard(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("left_s", "write_s", "in_flight_s", "plan"),
     [
-        (math.inf, None, None, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),
-        (1.0, None, None, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),  # nothing is known against it
-        (30.0, 10.0, None, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),
-        (30.0, 10.0, 9.0, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT),
-        (20.0, 10.0, 1.0, FinalSavePlan.IN_ITS_PLACE),
-        (8.0, 10.0, 9.0, FinalSavePlan.THE_ONE_IN_FLIGHT),
+        (math.inf, None, None, FinalSavePlan.AFTER_PENDING_SAVE),
+        (1.0, None, None, FinalSavePlan.AFTER_PENDING_SAVE),  # nothing is known against it
+        (30.0, 10.0, None, FinalSavePlan.AFTER_PENDING_SAVE),
+        (30.0, 10.0, 9.0, FinalSavePlan.AFTER_PENDING_SAVE),
+        (20.0, 10.0, 1.0, FinalSavePlan.REPLACE_PENDING_SAVE),
+        (8.0, 10.0, 9.0, FinalSavePlan.PENDING_SAVE_ONLY),
         (8.0, 10.0, 1.0, FinalSavePlan.NONE),
         (13.0, 10.0, None, FinalSavePlan.NONE),
         (-1.0, 1.0, None, FinalSavePlan.NONE),
@@ -474,7 +476,7 @@ def test_what_is_left_of_the_grace_counts_from_the_signal():
     flag = StopFlag()
     grace = StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
     assert grace.left_s() == math.inf
-    flag.note(15, None)
+    flag.record(15, None)
     assert 29 < grace.left_s() <= 30
     assert grace.left_s(for_requeue=True) == math.inf
     assert (

@@ -47,7 +47,7 @@ def single_process(steps: int, batch: int, nodes: int, ranks: int) -> dict:
         total = torch.zeros(())
         for node in range(nodes):
             shares = [
-                plan.share(step, DataRank(rank, ranks))
+                plan.rank_batch(step, DataRank(rank, ranks))
                 for rank in range(node * per_node, (node + 1) * per_node)
             ]
             indices = torch.cat([share.indices for share in shares])

@@ -52,7 +52,7 @@ def test_horovod_that_was_built_for_another_pytorch_is_told_of(monkeypatch):
     with pytest.raises(
         hpctrain.UserError, match=rf"(?s)PyTorch {re.escape(torch.__version__)}.*_ZN5torch.*install_horovod"
     ):
-        horovod._imported()
+        horovod._import_horovod()
 
 
 def test_the_place_of_a_rank_among_uneven_nodes():

@@ -57,13 +57,13 @@ def test_so_many_short_pieces_go_into_a_message_as_take_some_milliseconds():
     assert grouping.size == 1
     grouping.add()
     assert grouping.is_full
-    assert grouping.take() == pytest.approx(0.002)
+    assert grouping.seconds_per_item() == pytest.approx(0.002)
     for seconds, size in [(0.002, 5), (0.0001, 16), (0.0, 16), (0.011, 1), (30.0, 1), (0.0049, 2)]:
         grouping.adapt(seconds)
         assert grouping.size == size, seconds
     grouping.add()
     assert not grouping.is_full
-    grouping.begin()
+    grouping.reset()
     grouping.add()
     assert not grouping.is_full
     one_by_one = MessageBatcher(one_by_one=True)

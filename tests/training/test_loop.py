@@ -426,7 +426,7 @@ def test_rates_are_scaled_to_the_batch_and_warmed_up_beside_any_schedule(tmp_pat
     module = Regression()
     optimizer = module.configure_optimizers()
     for step, (number, batch) in enumerate(batches(5), 1):
-        optimizer.param_groups[0]["lr"] = 0.1 * LrScaler(2.0, 4).at(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * LrScaler(2.0, 4).factor(step)
         module.training_step(batch, number).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -436,13 +436,13 @@ def test_rates_are_scaled_to_the_batch_and_warmed_up_beside_any_schedule(tmp_pat
 
 
 def test_factors_of_rates():
-    assert [LrScaler(4.0, 3).at(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
-    assert [LrScaler(1.0, 4).at(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    of = LrScaler.of(
+    assert [LrScaler(4.0, 3).factor(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
+    assert [LrScaler(1.0, 4).factor(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    of = LrScaler.from_settings(
         hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_reference_batch_size=16, lr_scaling="sqrt")
     )
     assert of == LrScaler(2.0)
-    assert LrScaler.of(hpctrain.Trainer(max_steps=1)) is None
+    assert LrScaler.from_settings(hpctrain.Trainer(max_steps=1)) is None
 
 
 def test_advice_about_data_workers():
@@ -458,8 +458,8 @@ def test_advice_about_data_workers():
 def test_progress_tells_samples_a_second():
     now = [0.0]
     pace = SampleRate(32, lambda: now[0])
-    assert pace.take(1) == ""
+    assert pace.rate_since_last(1) == ""
     now[0] = 0.5
-    assert pace.take(10) == ""
+    assert pace.rate_since_last(10) == ""
     now[0] = 2.0
-    assert pace.take(21) == "  320 samples/s"
+    assert pace.rate_since_last(21) == "  320 samples/s"

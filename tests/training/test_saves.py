@@ -63,7 +63,7 @@ def test_a_clock_that_was_set_back_makes_no_negative_time():
         {"kind": "started", "time": 5.0, "nodes": 4},
         {"kind": "checkpoint", "time": 105.0},
     ]
-    assert InterruptionHistory.of(history) == InterruptionHistory(1, 4 * 600.0)
+    assert InterruptionHistory.from_events(history) == InterruptionHistory(1, 4 * 600.0)
 
 
 def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_path, monkeypatch):
@@ -81,14 +81,14 @@ def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_
         if "step-00000004" in str(writing._folder):
             gate.set()
             wait_for(lambda: "in flight" in seen, 20, "a look at what is in flight")
-            writing.moved_at = 0.0
+            writing.last_progress = 0.0
         return write(writing, part)
 
     monkeypatch.setattr(TierCopier, "_copy_own", no_copy)
     monkeypatch.setattr(file_writer.FileWriter, "_write", write_late)
     from hpctrain.training.saving.checkpoint_manager import CheckpointManager
 
-    settle = CheckpointManager.settle
+    settle = CheckpointManager.collect_finished
 
     def watch(self):
         ended = settle(self)
@@ -96,7 +96,7 @@ def test_a_copy_that_fails_does_not_pass_for_the_save_that_is_being_written(tmp_
             seen.setdefault("in flight", self.in_flight_s)
         return ended
 
-    monkeypatch.setattr(CheckpointManager, "settle", watch)
+    monkeypatch.setattr(CheckpointManager, "collect_finished", watch)
     module = Line(at={n: lambda: time.sleep(0.05) for n in range(1, 60)})
     fit(tmp_path, 40, module, checkpoint_every=2, local_checkpoints=fast)
     assert seen["in flight"] is not None
@@ -128,7 +128,7 @@ def test_a_disk_that_hangs_does_not_hold_the_training_up_by_a_fake(tmp_path, mon
     from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
     from hpctrain.training.saving import checkpoint_manager
 
-    monkeypatch.setattr(checkpoint_manager, "_LONGEST_WAIT_S", 0.3)
+    monkeypatch.setattr(checkpoint_manager, "_MAX_WAIT_S", 0.3)
     goes_on, commit = threading.Event(), CheckpointDir.commit
 
     def hang(place, path, step, files):
@@ -169,7 +169,9 @@ def test_the_signal_is_named_by_whichever_rank_was_told_by_a_fake(tmp_path, monk
     from hpctrain.runtime.distributed_context import DistributedContext
 
     monkeypatch.setattr(
-        DistributedContext, "gather", lambda self, value: [value, "SIGUSR2"] if value is None else [value]
+        DistributedContext,
+        "all_gather_object",
+        lambda self, value: [value, "SIGUSR2"] if value is None else [value],
     )
     flags = []
 

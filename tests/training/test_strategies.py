@@ -448,7 +448,7 @@ def test_what_a_strategy_joins_is_joined_on_a_rank_that_is_alone(monkeypatch):
 
 def test_one_in_which_each_rank_would_train_alone_is_refused():
     class Alone(Strategy):
-        def updated(self, step):
+        def on_optimizer_step_end(self, step):
             pass
 
     team = SimpleNamespace(is_distributed=True, ranks=SimpleNamespace(world_size=2))

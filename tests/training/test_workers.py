@@ -74,7 +74,7 @@ def test_a_worker_that_dies_is_named_with_the_sample_that_it_was_at():
 
 
 def test_a_worker_that_is_stuck_is_given_up_after_the_limit_and_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setattr(workers_module, "_LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(workers_module, "_POLL_INTERVAL_S", 0.2)
     begun = time.monotonic()
     with pytest.raises(
         hpctrain.HpctrainError,

@@ -44,11 +44,11 @@ def import_checkpoint(
             later step.
         CheckpointError: the checkpoint could not be written, or a value cannot be stored in one.
     """
-    foreign = parse_external_state(_read(file, allow), str(file))
+    external = parse_external_state(_read(file, allow), str(file))
     if weights_only:
-        foreign = foreign.weights_alone()
+        external = external.weights_alone()
     if step is None:
-        step = foreign.step or 0
+        step = external.step or 0
     newest = max((one.step for one in list_checkpoints(run)[0]), default=-1)
     if newest >= step:
         raise UserError(
@@ -57,9 +57,9 @@ def import_checkpoint(
         )
     make_folder(run.path)
     store = CheckpointStore(run.checkpoints)
-    saved = store.save(step, foreign.tree(), {})
+    saved = store.save(step, external.tree(), {})
     store.close()
-    return [f"Wrote {saved.path}: step {step}, from {file} ({foreign.origin})", *_told(foreign)]
+    return [f"Wrote {saved.path}: step {step}, from {file} ({external.origin})", *_import_notes(external)]
 
 
 def _read(file: Path, allow: Sequence[str]) -> Any:
@@ -112,20 +112,20 @@ def _class(name: str) -> Any:
         ) from error
 
 
-def _told(foreign: ExternalState) -> Iterator[str]:
+def _import_notes(external: ExternalState) -> Iterator[str]:
     """Yield sentences about what was imported and what was not."""
     parts: Mapping[str, list[Any] | None] = {
-        "optimizer": foreign.optimizers,
-        "scheduler": foreign.schedulers,
+        "optimizer": external.optimizers,
+        "scheduler": external.schedulers,
     }
     taken = [f"{len(states)} {name}{'s' * (len(states) != 1)}" for name, states in parts.items() if states]
-    yield "imported: " + ", ".join([f"{len(foreign.weights)} weights and buffers", *taken])
+    yield "imported: " + ", ".join([f"{len(external.weights)} weights and buffers", *taken])
     for name, states in parts.items():
         if not states:
             yield f"no {name} state: it starts {'fresh' if name == 'optimizer' else 'at its first step'}"
-    if foreign.left_out:
-        yield f"left out: {', '.join(foreign.left_out)}"
-    yield from foreign.remarks
+    if external.left_out:
+        yield f"left out: {', '.join(external.left_out)}"
+    yield from external.remarks
     yield (
         "not in the file: the position in the data and the random state. The run uses its own "
         "sample order, as if it had already trained that many steps of it."

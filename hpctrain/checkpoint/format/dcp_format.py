@@ -37,7 +37,7 @@ class StoredChunk:
     key: str
     dtype: str
     """torch's name of the element type, without `torch.`."""
-    whole: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,20 +51,20 @@ def rank_file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def stored_chunks(image: StagedFile, rank: int) -> list[StoredChunk]:
+def stored_chunks(staged_file: StagedFile, rank: int) -> list[StoredChunk]:
     """Return the location of each piece in the file of a rank."""
     return [
         StoredChunk(
-            piece.key,
-            str(piece.dtype).removeprefix("torch."),
-            piece.whole,
-            piece.offsets,
-            piece.sizes,
+            item.key,
+            str(item.dtype).removeprefix("torch."),
+            item.tensor_shape,
+            item.offsets,
+            item.sizes,
             rank_file_name(rank),
             span.offset,
             span.length,
         )
-        for piece, span in zip(image.pieces, image.spans, strict=True)
+        for item, span in zip(staged_file.items, staged_file.spans, strict=True)
     ]
 
 
@@ -72,7 +72,7 @@ def build_tables(everything: Iterable[StoredChunk]) -> dict[str, bytes]:
     """Return the two tables of a checkpoint, by file name."""
     record: dict[str, Any] = {}
     for item in everything:
-        entry = record.setdefault(item.key, {"dtype": item.dtype, "size": item.whole, "pieces": []})
+        entry = record.setdefault(item.key, {"dtype": item.dtype, "size": item.tensor_shape, "pieces": []})
         entry["pieces"].append((item.offsets, item.sizes, item.file, item.offset, item.length))
     text = json.dumps(record)
     return {

@@ -40,36 +40,36 @@ class ByteRange:
 class StagedFile:
     """The file of one rank, for pieces of given types and shapes."""
 
-    def __init__(self, pieces: Sequence[WriteItem]) -> None:
-        """Compute the layout; `lie_in` provides the memory.
+    def __init__(self, items: Sequence[WriteItem]) -> None:
+        """Compute the layout; `bind_memory` provides the memory.
 
         Args:
-            pieces: the content of the file.
+            items: the content of the file.
         """
-        self.pieces = tuple(pieces)
+        self.items = tuple(items)
         self.spans: list[ByteRange] = []
         self.num_bytes = 0
         self._targets: list[torch.Tensor] = []
-        for piece in pieces:
+        for item in items:
             offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
-            head, tail = _envelope(piece.dtype, piece.sizes)
-            self.spans.append(ByteRange(offset, len(head) + item_bytes(piece) + len(tail)))
+            head, tail = _envelope(item.dtype, item.sizes)
+            self.spans.append(ByteRange(offset, len(head) + item_bytes(item) + len(tail)))
             self.num_bytes = offset + self.spans[-1].length
 
-    def lie_in(self, memory: mmap.mmap) -> None:
+    def bind_memory(self, memory: mmap.mmap) -> None:
         """Use `memory`, of at least `num_bytes` bytes, and write the bytes around the data into it."""
         self.content = memoryview(memory)[: self.num_bytes]
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         end = 0
-        for piece, span in zip(self.pieces, self.spans, strict=True):
-            head, tail = _envelope(piece.dtype, piece.sizes)
+        for item, span in zip(self.items, self.spans, strict=True):
+            head, tail = _envelope(item.dtype, item.sizes)
             begin, stop = span.offset + len(head), span.offset + span.length - len(tail)
             self.content[end:begin] = bytes(span.offset - end) + head
             end = stop + len(tail)
             self.content[stop:end] = tail
-            self._targets.append(everything[begin:stop].view(piece.dtype).view(piece.sizes))
+            self._targets.append(everything[begin:stop].view(item.dtype).view(item.sizes))
 
-    def fill(self, data: Sequence[torch.Tensor]) -> _Arrival:
+    def fill(self, data: Sequence[torch.Tensor]) -> _CopyDone:
         """Copy the data of all pieces to their places.
 
         Copies from a GPU are queued on the current stream and may still be in progress on return.
@@ -81,10 +81,10 @@ class StagedFile:
             # One call for all, because a state may have thousands of small tensors.
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, list(data), non_blocking=True)
-        return _Arrival({source.device for source in data if source.is_cuda})
+        return _CopyDone({source.device for source in data if source.is_cuda})
 
 
-class _Arrival:
+class _CopyDone:
     """Completion of all copies from some GPUs."""
 
     def __init__(self, gpus: Iterable[torch.device]) -> None:
@@ -112,7 +112,7 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
     # as that of a data worker, would make the next save copy every page.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
-    with _ignoring_refusal():
+    with _suppress_os_error():
         memory.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     everything.zero_()
@@ -128,7 +128,7 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
 
 
 @contextmanager
-def _ignoring_refusal() -> Iterator[None]:
+def _suppress_os_error() -> Iterator[None]:
     """Suppress OSError: a kernel without huge pages refuses the hint, which does no harm."""
     try:
         yield
@@ -141,12 +141,12 @@ class _Envelope:
 
     def __init__(self, num_bytes: int) -> None:
         self.head, self.tail = bytearray(), bytearray()
-        self._found, self._left = False, num_bytes
+        self._record_seen, self._left = False, num_bytes
 
     def write(self, block: Any) -> int:
         rest = memoryview(block).cast("B")
         written = len(rest)
-        if not self._found:
+        if not self._record_seen:
             self.head += rest
             rest = memoryview(self._split())
         skipped = min(self._left, len(rest))
@@ -170,7 +170,7 @@ class _Envelope:
         begin = at + name_length + extra_length
         if len(self.head) < begin:
             return b""
-        self._found = True
+        self._record_seen = True
         rest = bytes(self.head[begin:])
         del self.head[begin:]
         return rest

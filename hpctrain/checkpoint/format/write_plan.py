@@ -26,18 +26,18 @@ class WriteItem(NamedTuple):
 
     key: str
     dtype: torch.dtype
-    whole: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     """Position of the piece in the whole tensor."""
     sizes: tuple[int, ...]
 
 
-class _Held(NamedTuple):
+class _LocalPart(NamedTuple):
     """This rank's part of a tensor, and the ranks that hold the same part."""
 
     key: str
-    whole: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     data: torch.Tensor
     holders: tuple[int, ...]
@@ -60,31 +60,33 @@ def plan_writes(
     Raises:
         CheckpointError: a tensor is of a kind that cannot be stored.
     """
-    groups: dict[tuple[int, ...], list[_Held]] = {}
+    groups: dict[tuple[int, ...], list[_LocalPart]] = {}
     everyone = tuple(range(world_size))
     for key, tensor in tensors.items():
-        for held in _held(key, tensor, rank, everyone, rank_of):
-            groups.setdefault(held.holders, []).append(held)
-    for holders, members in groups.items():
-        yield from _cut(members, holders.index(rank), len(holders))
+        for part in _local_parts(key, tensor, rank, everyone, rank_of):
+            groups.setdefault(part.holders, []).append(part)
+    for holders, parts in groups.items():
+        yield from _split_among_holders(parts, holders.index(rank), len(holders))
 
 
-def slice_item(piece: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
+def slice_item(item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
     """Return the data of a piece of `tensor`, which this rank holds whole."""
     data = tensor.detach()
-    if piece.sizes == piece.whole:
+    if item.sizes == item.tensor_shape:
         return data
-    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+    for dim, (offset, size) in enumerate(zip(item.offsets, item.sizes, strict=True)):
         data = data.narrow(dim, offset, size)
     return data
 
 
-def _cut(members: Iterable[_Held], index: int, num_holders: int) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    members = list(members)
-    length = sum(held.data.nbytes for held in members) / num_holders
+def _split_among_holders(
+    parts: Iterable[_LocalPart], index: int, num_holders: int
+) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    parts = list(parts)
+    length = sum(part.data.nbytes for part in parts) / num_holders
     begin = 0
-    for held in members:
-        data, nbytes = held.data, held.data.nbytes
+    for part in parts:
+        data, nbytes = part.data, part.data.nbytes
         # Rows are slices along the first dimension with a size above 1.
         dim = next((d for d, size in enumerate(data.shape) if size > 1), None)
         rows = 1 if dim is None or nbytes < _CUT_FROM_BYTES else data.shape[dim]
@@ -101,28 +103,28 @@ def _cut(members: Iterable[_Held], index: int, num_holders: int) -> Iterator[tup
         begin += nbytes
         if first >= end:
             continue
-        offsets = list(held.offsets)
+        offsets = list(part.offsets)
         if dim is not None and end - first < rows:
             offsets[dim] += first
             data = data.narrow(dim, first, end - first)
-        yield WriteItem(held.key, data.dtype, held.whole, tuple(offsets), tuple(data.shape)), data
+        yield WriteItem(part.key, data.dtype, part.tensor_shape, tuple(offsets), tuple(data.shape)), data
 
 
-def _held(
+def _local_parts(
     key: str, tensor: torch.Tensor, rank: int, everyone: tuple[int, ...], rank_of: Callable[[int], int]
-) -> Iterator[_Held]:
+) -> Iterator[_LocalPart]:
     if isinstance(tensor, DTensor):
-        yield from _held_of_dtensor(key, tensor, rank_of)
+        yield from _local_part_of_dtensor(key, tensor, rank_of)
     elif isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
             offsets = tuple(shard.metadata.shard_offsets)
-            yield _Held(key, tuple(tensor.size()), offsets, _storable(key, shard.tensor), (rank,))
+            yield _LocalPart(key, tuple(tensor.size()), offsets, _storable(key, shard.tensor), (rank,))
     else:
         data = _storable(key, tensor)
-        yield _Held(key, tuple(data.shape), (0,) * data.dim(), data, everyone)
+        yield _LocalPart(key, tuple(data.shape), (0,) * data.dim(), data, everyone)
 
 
-def _held_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -> Iterator[_Held]:
+def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -> Iterator[_LocalPart]:
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if place is None:
         return
@@ -138,7 +140,7 @@ def _held_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -
     holders = tuple(sorted(rank_of(other) for other in mesh.mesh[alike].flatten().tolist()))
     data = _storable(key, tensor.to_local())
     for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call] # torch's protocol
-        yield _Held(key, tuple(tensor.shape), tuple(chunk.offsets), data, holders)
+        yield _LocalPart(key, tuple(tensor.shape), tuple(chunk.offsets), data, holders)
 
 
 def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -150,6 +152,6 @@ def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def item_bytes(piece: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
     """Return the size of a piece's data in bytes."""
-    return math.prod(piece.sizes) * piece.dtype.itemsize
+    return math.prod(item.sizes) * item.dtype.itemsize

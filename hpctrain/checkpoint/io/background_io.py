@@ -16,9 +16,9 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_except
 
 T = TypeVar("T")
 
-_SHORTEST_ROUND_S, _LONGEST_ROUND_S = 0.001, 0.2
+_MIN_ROUND_S, _MAX_ROUND_S = 0.001, 0.2
 #: Limit on the wait for a hanging disk once a save is being given up, in seconds.
-_PATIENCE_AT_THE_END_S = 5.0
+_ABORT_TIMEOUT_S = 5.0
 
 
 class IoTask(Generic[T]):
@@ -26,8 +26,8 @@ class IoTask(Generic[T]):
 
     Attributes:
         result: the return value, once it has succeeded.
-        problem: the error, or None.
-        moved_at: time of the last disk progress, by the monotonic clock.
+        error: the error, or None.
+        last_progress: time of the last disk progress, by the monotonic clock.
         ended: set once nothing more will be done.
         stop: set by others to request an early end, which not all work supports.
     """
@@ -36,17 +36,17 @@ class IoTask(Generic[T]):
         """Prepare to run `work`."""
         self._work = work
         self.result: T | None = None
-        self.problem: str | None = None
-        self.moved_at = time.monotonic()
+        self.error: str | None = None
+        self.last_progress = time.monotonic()
         self.ended, self.stop = threading.Event(), threading.Event()
 
     def run(self) -> None:
         """Run the work; store its result or problem."""
-        self.moved_at = time.monotonic()
+        self.last_progress = time.monotonic()
         try:
             self.result = self.work()
-        except Exception as error:  # noqa: BLE001 (reported to the ranks through `problem`)
-            self.problem = self.problem or describe_exception(error)
+        except Exception as error:  # noqa: BLE001 (reported to the ranks through `error`)
+            self.error = self.error or describe_exception(error)
         finally:
             self.ended.set()
 
@@ -54,22 +54,22 @@ class IoTask(Generic[T]):
         """Do the work; subclasses may override this."""
         return self._work() if self._work else None
 
-    def wait(self, patience_s: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Wait until it has ended; return False if the disk hangs.
 
         Args:
-            patience_s: longest time without disk progress, in seconds.
+            timeout_s: longest time without disk progress, in seconds.
         """
-        while not self.ended.wait(max(0.0, self.moved_at + patience_s - time.monotonic())):
-            if self.hangs(patience_s):
+        while not self.ended.wait(max(0.0, self.last_progress + timeout_s - time.monotonic())):
+            if self.is_timed_out(timeout_s):
                 return False
         return True
 
-    def hangs(self, patience_s: float) -> bool:
-        """True if it is unfinished without disk progress for `patience_s` seconds; then sets `problem`."""
-        if self.ended.is_set() or time.monotonic() - self.moved_at < patience_s:
+    def is_timed_out(self, timeout_s: float) -> bool:
+        """True if it is unfinished without disk progress for `timeout_s` seconds; then sets `error`."""
+        if self.ended.is_set() or time.monotonic() - self.last_progress < timeout_s:
             return False
-        self.problem = f"the disk has accepted no data for {patience_s:g} s"
+        self.error = f"the disk has accepted no data for {timeout_s:g} s"
         return True
 
 
@@ -81,36 +81,36 @@ class IoThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked: deque[IoTask[Any]] = deque()
+        self._queue: deque[IoTask[Any]] = deque()
         self._is_busy = False
 
-    def do(self, work: Callable[[], T]) -> IoTask[T]:
+    def submit(self, work: Callable[[], T]) -> IoTask[T]:
         """Queue `work` and return at once."""
-        errand = IoTask(work)
+        task = IoTask(work)
         with self._lock:
-            self._asked.append(errand)
+            self._queue.append(task)
             if self._is_busy:
-                return errand
+                return task
             self._is_busy = True
         threading.Thread(target=self._run, name="hpctrain-checkpoint-folder", daemon=True).start()
-        return errand
+        return task
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._asked:
+                if not self._queue:
                     self._is_busy = False
                     return
-                errand = self._asked.popleft()
-            errand.run()
+                task = self._queue.popleft()
+            task.run()
 
 
 def wait_on_all_ranks(
-    agreement: RankCoordinator,
-    errand: IoTask[Any] | None,
-    give_up: threading.Event,
+    coordinator: RankCoordinator,
+    task: IoTask[Any] | None,
+    abort: threading.Event,
     *,
-    patience_s: float,
+    timeout_s: float,
     failure: str,
 ) -> bool:
     """Wait until no rank has unfinished work; return True if any rank asked to give up.
@@ -119,29 +119,29 @@ def wait_on_all_ranks(
     early. All ranks must call this.
 
     Args:
-        agreement: the ranks.
-        errand: this rank's running task; None if it has none.
-        give_up: makes all ranks give up when set on any of them.
-        patience_s: longest time without disk progress, in seconds.
+        coordinator: the ranks.
+        task: this rank's running task; None if it has none.
+        abort: makes all ranks give up when set on any of them.
+        timeout_s: longest time without disk progress, in seconds.
         failure: description of a failure, as the start of a sentence.
     """
-    round_s, given_up = _SHORTEST_ROUND_S, False
-    errand = errand or _nothing()
+    round_s, given_up = _MIN_ROUND_S, False
+    task = task or _completed_task()
     while True:
-        ended = errand.ended.wait(round_s) or errand.hangs(patience_s)
-        unfinished, failed, giving_up = agreement.counts(
-            not ended, errand.problem is not None, give_up.is_set(), waiting_for=failure
+        ended = task.ended.wait(round_s) or task.is_timed_out(timeout_s)
+        unfinished, failed, giving_up = coordinator.count_flags(
+            not ended, task.error is not None, abort.is_set(), waiting_for=failure
         )
         if giving_up:
-            given_up, patience_s = True, min(patience_s, _PATIENCE_AT_THE_END_S)
+            given_up, timeout_s = True, min(timeout_s, _ABORT_TIMEOUT_S)
         if failed or given_up:
-            errand.stop.set()
+            task.stop.set()
         if not unfinished:
             return given_up
-        round_s = min(_LONGEST_ROUND_S, round_s * 1.5)
+        round_s = min(_MAX_ROUND_S, round_s * 1.5)
 
 
-def _nothing() -> IoTask[Any]:
-    errand: IoTask[Any] = IoTask()
-    errand.run()
-    return errand
+def _completed_task() -> IoTask[Any]:
+    task: IoTask[Any] = IoTask()
+    task.run()
+    return task

@@ -30,7 +30,7 @@ from hpctrain.files import (
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
-_SHOWN = re.compile(r"step-\d{8,}(\.broken-\d+)?")
+_CHECKPOINT_NAME = re.compile(r"step-\d{8,}(\.broken-\d+)?")
 #: A hidden folder of another machine counts as abandoned after this time without a change, in seconds.
 ABANDONED_AFTER_S = 600.0
 
@@ -48,7 +48,7 @@ def temporary_name(step: int, machine: str, token: str) -> str:
 
 def is_checkpoint_entry(name: str) -> bool:
     """True if an entry in a folder of checkpoints was written by hpctrain, complete or not."""
-    return name.startswith((_SAVING, _DELETING)) or _SHOWN.fullmatch(name) is not None
+    return name.startswith((_SAVING, _DELETING)) or _CHECKPOINT_NAME.fullmatch(name) is not None
 
 
 def new_save_token() -> str:
@@ -72,7 +72,7 @@ class CheckpointDir:
     """Files to sync to disk before a commit, so that their records of the checkpoint are not lost."""
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[Path]:
+    def temporary_folder(self, name: str) -> Iterator[Path]:
         """Create the hidden folder `name`; on exit, remove it unless it was committed.
 
         While it is open, a lock shows that its writer is alive.
@@ -89,7 +89,7 @@ class CheckpointDir:
                 OSError
             ):  # without locks, each of two parallel attempts could treat the other as abandoned
                 lock = lock_folder(path)
-            self._sweep(path)
+            self._remove_stale(path)
             yield path
         finally:
             if lock is not None:
@@ -161,7 +161,7 @@ class CheckpointDir:
             with suppress(CheckpointError):
                 scores[step] = Manifest.read(self.folder / checkpoint_folder_name(step)).score
         notes = []
-        for step in sorted(scores.keys() - retention.kept(scores)):
+        for step in sorted(scores.keys() - retention.steps_to_keep(scores)):
             if step < newest:
                 try:
                     self.delete(step)
@@ -193,12 +193,12 @@ class CheckpointDir:
         (self.folder / checkpoint_folder_name(step)).rename(hidden)
         shutil.rmtree(hidden)
 
-    def withdraw(self, step: int) -> None:
+    def discard(self, step: int) -> None:
         """Delete the checkpoint of a step, if it exists and deletion is possible."""
         with suppress(OSError):
             self.delete(step)
 
-    def set_aside(self, step: int) -> Path:
+    def quarantine(self, step: int) -> Path:
         """Rename a broken checkpoint, so that it no longer counts and can still be inspected.
 
         Raises:
@@ -209,7 +209,7 @@ class CheckpointDir:
         free = next(i for i in range(len(taken) + 1) if f"{folder.name}.broken-{i}" not in taken)
         return folder.rename(folder.with_name(f"{folder.name}.broken-{free}"))
 
-    def _sweep(self, own: Path) -> None:
+    def _remove_stale(self, own: Path) -> None:
         """Remove the remains of killed saves and deletions, as far as possible."""
         now = own.stat().st_mtime  # by the clock of the file system
         for path in self.folder.glob(f"{_DELETING}*"):

@@ -20,67 +20,67 @@ LayoutT = TypeVar("LayoutT")
 T = TypeVar("T")
 
 #: Limit on the wait for the cleanup after a save, in seconds; the cleanup itself always runs.
-_CLEARING_S = 30.0
+_CLEANUP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class CommitTarget:
     """A folder in which the ranks save together, from the view of one rank."""
 
-    agreement: RankCoordinator
-    place: CheckpointDir
-    leads: bool
+    coordinator: RankCoordinator
+    directory: CheckpointDir
+    is_leader: bool
     """True if this rank creates and renames folders; there is one such rank per folder."""
-    private: bool = False
+    node_local: bool = False
     """True if not all ranks see the same folder."""
     machine: str | None = None
     """`boot_identity()` of the rank that leads here; None means that of rank 0."""
-    patience_s: float = 300.0
+    io_timeout_s: float = 300.0
     """Longest time without disk progress, in seconds."""
-    hand: IoThread = field(default_factory=IoThread)
+    io_thread: IoThread = field(default_factory=IoThread)
     """Queue of this rank's operations in the folder."""
 
-    def together(self, work: Callable[[], T], failure: str, give_up: threading.Event) -> T | None:
+    def run_on_leaders(self, work: Callable[[], T], failure: str, abort: threading.Event) -> T | None:
         """Run `work` on the ranks that lead and wait for it on all; return None on the other ranks.
 
         Args:
             work: the operation. If a disk hangs, it may still complete after this has raised.
             failure: description of a failure, as the start of a sentence.
-            give_up: when set on any rank, all ranks limit their wait for a hanging disk to a few seconds.
+            abort: when set on any rank, all ranks limit their wait for a hanging disk to a few seconds.
 
         Raises:
             CheckpointError: on all ranks.
         """
-        errand = self.hand.do(work) if self.leads else None
-        wait_on_all_ranks(self.agreement, errand, give_up, patience_s=self.patience_s, failure=failure)
-        self.agreement.raise_alike(errand.problem if errand else None, failure)
-        return errand.result if errand else None
+        task = self.io_thread.submit(work) if self.is_leader else None
+        wait_on_all_ranks(self.coordinator, task, abort, timeout_s=self.io_timeout_s, failure=failure)
+        self.coordinator.raise_on_all(task.error if task else None, failure)
+        return task.result if task else None
 
-    def clear(self, work: Callable[[], object]) -> None:
+    def clean_up(self, work: Callable[[], object]) -> None:
         """Run a cleanup on this rank; wait for it only briefly if the disk hangs."""
-        self.hand.do(work).wait(min(self.patience_s, _CLEARING_S))
+        self.io_thread.submit(work).wait(min(self.io_timeout_s, _CLEANUP_TIMEOUT_S))
 
 
 @dataclass
 class RankWrite(Generic[LayoutT]):
     """The contribution of one rank to a checkpoint."""
 
-    parts: Sequence[FileWrite]
-    seal: Callable[[list[tuple[list[FileEntry], LayoutT]]], Mapping[str, bytes]]
+    files: Sequence[FileWrite]
+    finalize: Callable[[list[tuple[list[FileEntry], LayoutT]]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
-    remark: LayoutT
+    layout: LayoutT
     """Sent to rank 0. See `hpctrain.messages.gather` for the permitted types."""
-    alike: Any = None
+    fingerprint: Any = None
     """Must be equal on all ranks."""
     ready: Any = None
     """Object to `synchronize()` with before the parts are read, or None."""
-    give_up: threading.Event = field(default_factory=threading.Event)
+    abort: threading.Event = field(default_factory=threading.Event)
     """Makes all ranks give up when set on any of them."""
-    writing: FileWriter | None = None
+    writer: FileWriter | None = None
     """Set by `write_and_commit`. If the disk hangs, it may still be running after that has returned."""
 
 
-def write_and_commit(site: CommitTarget, step: int, own: RankWrite[Any]) -> Manifest:
+def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Manifest:
     """Write a checkpoint and commit it. All ranks must call this.
 
     Two saves cannot mix. Each save has a new folder name, which rank 0 sends together with the step; every
@@ -90,59 +90,65 @@ def write_and_commit(site: CommitTarget, step: int, own: RankWrite[Any]) -> Mani
         CheckpointError: on all ranks. Nothing was committed, and existing checkpoints are unchanged. If the
             disk hangs in the final call, a valid checkpoint may still appear.
     """
-    agreement, place = site.agreement, site.place
-    failure = f"checkpoint of step {step} was not written to {place.folder}"
-    token, machine, alike = agreement.from_main(
-        (new_save_token(), boot_identity(), (step, own.alike)), failure
+    coordinator, directory = target.coordinator, target.directory
+    failure = f"checkpoint of step {step} was not written to {directory.folder}"
+    token, machine, alike = coordinator.broadcast(
+        (new_save_token(), boot_identity(), (step, own.fingerprint)), failure
     )
-    name = temporary_name(step, site.machine or machine, token)
-    agreement.raise_alike(_difference(alike, (step, own.alike)), failure)
+    name = temporary_name(step, target.machine or machine, token)
+    coordinator.raise_on_all(_difference(alike, (step, own.fingerprint)), failure)
     hold = ExitStack()
     try:
-        site.together(lambda: hold.enter_context(place.opened(name)), failure, own.give_up)
-        own.writing = FileWriter(place.folder / name, own.parts, durable=place.durable, ready=own.ready)
-        entries = write_on_all_ranks(
-            agreement, own.writing, own.give_up, patience_s=site.patience_s, failure=failure
+        target.run_on_leaders(
+            lambda: hold.enter_context(directory.temporary_folder(name)), failure, own.abort
         )
-        brought = agreement.on_main(([astuple(entry) for entry in entries], own.remark), failure)
+        own.writer = FileWriter(
+            directory.folder / name, own.files, durable=directory.durable, ready=own.ready
+        )
+        entries = write_on_all_ranks(
+            coordinator, own.writer, own.abort, timeout_s=target.io_timeout_s, failure=failure
+        )
+        brought = coordinator.gather(([astuple(entry) for entry in entries], own.layout), failure)
 
         def seal() -> Mapping[str, bytes]:
-            if not agreement.is_main:
+            if not coordinator.is_main:
                 return {}
-            return own.seal(
+            return own.finalize(
                 [([FileEntry(*entry) for entry in entries], remark) for entries, remark in brought]
             )
 
-        files = agreement.together(seal, failure)
-        if site.private:
-            files = agreement.from_main(dict(files), failure)
+        files = coordinator.run_on_all(seal, failure)
+        if target.node_local:
+            files = coordinator.broadcast(dict(files), failure)
 
         def commit() -> Manifest:
-            if site.private:  # it may contain parts that an earlier attempt wrote for this step
-                place.withdraw(step)
-            if not place.commit(place.folder / name, step, files) and site.private:
-                raise CheckpointError(f"{place.folder} already has another checkpoint of this step")
-            return Manifest.decode(files[MANIFEST_NAME], place.folder / name)
+            if target.node_local:  # it may contain parts that an earlier attempt wrote for this step
+                directory.discard(step)
+            if not directory.commit(directory.folder / name, step, files) and target.node_local:
+                raise CheckpointError(f"{directory.folder} already has another checkpoint of this step")
+            return Manifest.decode(files[MANIFEST_NAME], directory.folder / name)
 
         try:
-            manifest = site.together(commit, failure, own.give_up)
+            manifest = target.run_on_leaders(commit, failure, own.abort)
         except PeerLost:
             raise
         except CheckpointError:
-            if site.private and site.leads:  # some nodes have committed their part, others have not
-                site.clear(lambda: place.withdraw(step))
+            if (
+                target.node_local and target.is_leader
+            ):  # some nodes have committed their part, others have not
+                target.clean_up(lambda: directory.discard(step))
             raise
     finally:
-        if site.leads:
-            site.clear(hold.close)
-    return shared_manifest(agreement, manifest, place.folder, failure)
+        if target.is_leader:
+            target.clean_up(hold.close)
+    return shared_manifest(coordinator, manifest, directory.folder, failure)
 
 
 def shared_manifest(
-    agreement: RankCoordinator, own: Manifest | None, path: Path, waiting_for: str
+    coordinator: RankCoordinator, own: Manifest | None, path: Path, waiting_for: str
 ) -> Manifest:
     """Return rank 0's manifest of the checkpoint at `path`. All ranks must call this."""
-    content = agreement.from_main(None if own is None else own.encode(), waiting_for)
+    content = coordinator.broadcast(None if own is None else own.encode(), waiting_for)
     assert content is not None
     return Manifest.decode(content, path)
 

@@ -45,7 +45,7 @@ class RankCoordinator:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self._limit_s = limit_s
-        self._lost: str | None = None
+        self._lost_reason: str | None = None
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
         self._group = (
             None
@@ -58,15 +58,15 @@ class RankCoordinator:
         return self.rank == 0
 
     @property
-    def lost(self) -> str | None:
+    def lost_reason(self) -> str | None:
         """The reason why this rank can no longer communicate; None while it can."""
-        return self._lost
+        return self._lost_reason
 
     def rank_of(self, global_rank: int) -> int:
         """Return the rank within the saving group for a global rank."""
         return self._members.index(global_rank)
 
-    def from_main(self, value: T, waiting_for: str) -> T:
+    def broadcast(self, value: T, waiting_for: str) -> T:
         """Return rank 0's `value`."""
         box = [value]
 
@@ -76,11 +76,11 @@ class RankCoordinator:
         self._communicate(waiting_for, exchange)
         return box[0]
 
-    def all(self, value: T, waiting_for: str) -> list[T]:
+    def all_gather(self, value: T, waiting_for: str) -> list[T]:
         """Return the values of all ranks."""
         return self._gather(value, waiting_for, None)
 
-    def on_main(self, value: T, waiting_for: str) -> list[T]:
+    def gather(self, value: T, waiting_for: str) -> list[T]:
         """Return the values of all ranks on rank 0; the result on other ranks is meaningless."""
         return self._gather(value, waiting_for, 0)
 
@@ -93,13 +93,13 @@ class RankCoordinator:
         self._communicate(waiting_for, exchange)
         return values
 
-    def counts(self, *flags: bool, waiting_for: str) -> list[int]:
+    def count_flags(self, *flags: bool, waiting_for: str) -> list[int]:
         """Return, for each flag, the number of ranks on which it is set."""
         numbers = torch.tensor(flags, dtype=torch.int32)
         self._communicate(waiting_for, lambda group: dist.all_reduce(numbers, group=group))
         return [int(number) for number in numbers]
 
-    def together(self, action: Callable[[], T], failure: str) -> T:
+    def run_on_all(self, action: Callable[[], T], failure: str) -> T:
         """Run `action` on every rank and return its result; if it raises on any rank, raise on all.
 
         Args:
@@ -115,37 +115,37 @@ class RankCoordinator:
             result = action()
         except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
             problem = describe_exception(error)
-        self.raise_alike(problem, failure)
+        self.raise_on_all(problem, failure)
         return result  # type: ignore[no-any-return]
 
-    def raise_alike(self, problem: str | None, failure: str) -> None:
+    def raise_on_all(self, problem: str | None, failure: str) -> None:
         """Raise on all ranks if any has a problem.
 
         Raises:
-            CheckpointError: as for `together`.
+            CheckpointError: as for `run_on_all`.
         """
-        for rank, text in enumerate(self.all(problem, failure)):
+        for rank, text in enumerate(self.all_gather(problem, failure)):
             if text:
                 kind = DiskFull if _FULL.search(text) else CheckpointError
-                raise kind(f"{failure}: {text}{self._whose(rank)}")
+                raise kind(f"{failure}: {text}{self._rank_suffix(rank)}")
 
-    def _whose(self, rank: int) -> str:
+    def _rank_suffix(self, rank: int) -> str:
         return f" (rank {rank})" if self.world_size > 1 else ""
 
     def _communicate(self, waiting_for: str, exchange: Callable[[dist.ProcessGroup], Any]) -> None:
         if self._group is None:
             return
-        if self._lost:
-            raise PeerLost(self._lost)
+        if self._lost_reason:
+            raise PeerLost(self._lost_reason)
         try:
             exchange(self._group)
         except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._lost = (
+            self._lost_reason = (
                 f"the ranks lost contact while saving ({waiting_for}; limit {self._limit_s:g} s): {cause}. "
                 "Nothing can be saved until the ranks are restarted."
             )
-            raise PeerLost(self._lost) from error
+            raise PeerLost(self._lost_reason) from error
 
 
 def describe_exception(error: BaseException) -> str:

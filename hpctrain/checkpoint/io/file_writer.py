@@ -36,7 +36,7 @@ class FileWrite:
     blocks: Callable[[], Iterator[memoryview]]
 
 
-def write_of_bytes(name: str, content: memoryview) -> FileWrite:
+def bytes_file_write(name: str, content: memoryview) -> FileWrite:
     """Return a write of `content` to the file `name`."""
 
     def blocks() -> Iterator[memoryview]:
@@ -46,7 +46,7 @@ def write_of_bytes(name: str, content: memoryview) -> FileWrite:
     return FileWrite(name, blocks)
 
 
-def write_of_file(path: Path) -> FileWrite:
+def file_copy_write(path: Path) -> FileWrite:
     """Return a write that copies the file at `path`."""
 
     def blocks() -> Iterator[memoryview]:
@@ -61,17 +61,17 @@ def write_of_file(path: Path) -> FileWrite:
 class FileWriter(IoTask[list[FileEntry]]):
     """Background writer of files into a folder; its result is the entries of the files."""
 
-    def __init__(self, folder: Path, parts: Sequence[FileWrite], *, durable: bool, ready: Any = None) -> None:
+    def __init__(self, folder: Path, files: Sequence[FileWrite], *, durable: bool, ready: Any = None) -> None:
         """Prepare to write; `start` begins it.
 
         Args:
             folder: the target folder.
-            parts: the files to write.
+            files: the files to write.
             durable: sync the files, so that they survive a power failure.
             ready: object to `synchronize()` with before anything is read, or None.
         """
         super().__init__()
-        self._folder, self._parts, self._durable, self._ready = folder, parts, durable, ready
+        self._folder, self._files, self._durable, self._ready = folder, files, durable, ready
 
     def start(self) -> None:
         """Start writing in a new thread."""
@@ -80,7 +80,7 @@ class FileWriter(IoTask[list[FileEntry]]):
     def work(self) -> list[FileEntry]:
         if self._ready is not None:
             self._ready.synchronize()
-        return [self._write(part) for part in self._parts]
+        return [self._write(file) for file in self._files]
 
     def _write(self, part: FileWrite) -> FileEntry:
         digest, size, flushed = xxhash.xxh3_128(), 0, 0
@@ -92,22 +92,22 @@ class FileWriter(IoTask[list[FileEntry]]):
                 rest = block
                 while rest:
                     rest = rest[file.write(rest) :]
-                    self.moved_at = time.monotonic()
+                    self.last_progress = time.monotonic()
                 size += len(block)
                 if self._durable and size - flushed >= _FLUSH_BYTES:
                     os.fdatasync(file.fileno())
-                    self.moved_at, flushed = time.monotonic(), size
+                    self.last_progress, flushed = time.monotonic(), size
             if self._durable:
                 os.fsync(file.fileno())
         return FileEntry(part.name, size, digest.hexdigest())
 
 
 def write_on_all_ranks(
-    agreement: RankCoordinator,
-    writing: FileWriter,
-    give_up: threading.Event,
+    coordinator: RankCoordinator,
+    writer: FileWriter,
+    abort: threading.Event,
     *,
-    patience_s: float,
+    timeout_s: float,
     failure: str,
 ) -> list[FileEntry]:
     """Write the files of all ranks; return when all ranks have finished. All ranks must call this.
@@ -115,24 +115,24 @@ def write_on_all_ranks(
     After it returns or raises, no rank writes any more, unless its disk hangs.
 
     Args:
-        agreement: the ranks.
-        writing: the writer of this rank; this function starts it.
-        give_up: makes all ranks give up when set on any of them.
-        patience_s: longest time without disk progress, in seconds.
+        coordinator: the ranks.
+        writer: the writer of this rank; this function starts it.
+        abort: makes all ranks give up when set on any of them.
+        timeout_s: longest time without disk progress, in seconds.
         failure: description of a failure, as the start of a sentence.
 
     Raises:
         CheckpointError: on all ranks, if any could not write.
         SaveAborted: on all ranks, if any asked to give up.
     """
-    writing.start()
+    writer.start()
     try:
-        given_up = wait_on_all_ranks(agreement, writing, give_up, patience_s=patience_s, failure=failure)
+        given_up = wait_on_all_ranks(coordinator, writer, abort, timeout_s=timeout_s, failure=failure)
     finally:
         # It has already ended, unless a rank was lost or the disk hangs.
-        writing.stop.set()
-    agreement.raise_alike(writing.problem, failure)
+        writer.stop.set()
+    coordinator.raise_on_all(writer.error, failure)
     if given_up:
         raise SaveAborted(f"{failure}: it was abandoned.")
-    assert writing.result is not None
-    return writing.result
+    assert writer.result is not None
+    return writer.result

@@ -48,39 +48,43 @@ class VerifiedCheckpoint:
     manifest: Manifest
 
 
-def list_shared_steps(site: CommitTarget) -> Iterator[int]:
+def list_shared_steps(target: CommitTarget) -> Iterator[int]:
     """Return the steps in the folder that all ranks share, newest first. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks: the folder cannot be read.
     """
-    agreement, folder = site.agreement, site.place.folder
+    coordinator, folder = target.coordinator, target.directory.folder
     failure = f"{folder} cannot be listed"
-    steps = agreement.together(lambda: list_checkpoint_steps(folder) if agreement.is_main else [], failure)
-    return reversed(agreement.from_main(steps, failure))
+    steps = coordinator.run_on_all(
+        lambda: list_checkpoint_steps(folder) if coordinator.is_main else [], failure
+    )
+    return reversed(coordinator.broadcast(steps, failure))
 
 
-def check_shared(site: CommitTarget, step: int) -> VerifiedCheckpoint:
+def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
     """Verify the files of a checkpoint that all ranks see, each rank its share. All ranks must call this.
 
     Raises:
         CorruptCheckpoint: on all ranks: the checkpoint is not intact; the message names the cause.
         CheckpointError: on all ranks: a file cannot be checked at the moment.
     """
-    agreement, folder = site.agreement, site.place.folder / checkpoint_folder_name(step)
-    read = check_on_all(agreement, lambda: Manifest.read(folder) if agreement.is_main else None)
-    manifest = shared_manifest(agreement, read, folder, f"reading {folder}")
-    check_files(agreement, folder, manifest.shares(agreement.world_size)[agreement.rank], all_see_it=True)
+    coordinator, folder = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
+    read = check_on_all(coordinator, lambda: Manifest.read(folder) if coordinator.is_main else None)
+    manifest = shared_manifest(coordinator, read, folder, f"reading {folder}")
+    check_files(
+        coordinator, folder, manifest.shares(coordinator.world_size)[coordinator.rank], all_see_it=True
+    )
     return VerifiedCheckpoint(folder, manifest)
 
 
 def check_files(
-    agreement: RankCoordinator, folder: Path, own: Sequence[FileEntry], *, all_see_it: bool
+    coordinator: RankCoordinator, folder: Path, own: Sequence[FileEntry], *, all_see_it: bool
 ) -> None:
     """Verify this rank's share of a checkpoint's files. All ranks must call this.
 
     Args:
-        agreement: the ranks.
+        coordinator: the ranks.
         folder: the checkpoint.
         own: this rank's share.
         all_see_it: True if rank 0 sees the same files. It then checks whether a file is broken or is only
@@ -97,7 +101,7 @@ def check_files(
 
     broken: CheckpointError | None = None
     try:
-        check_on_all(agreement, check)
+        check_on_all(coordinator, check)
     except CorruptCheckpoint as error:
         if not all_see_it:
             raise
@@ -106,18 +110,18 @@ def check_files(
         return
 
     def look_again() -> None:
-        if agreement.is_main:
+        if coordinator.is_main:
             for entry in Manifest.read(folder).files:
                 entry.verify(folder)
 
-    check_on_all(agreement, look_again)
+    check_on_all(coordinator, look_again)
     raise CheckpointError(
         f"{broken} Rank 0 can read the whole checkpoint, so nothing was changed. "
         "Check the file system of the other rank's node, then start the run again."
     )
 
 
-def check_on_all(agreement: RankCoordinator, check: Callable[[], T]) -> T:
+def check_on_all(coordinator: RankCoordinator, check: Callable[[], T]) -> T:
     """Run `check` on every rank and return its result; if it raises on any rank, raise on all.
 
     Raises:
@@ -130,36 +134,42 @@ def check_on_all(agreement: RankCoordinator, check: Callable[[], T]) -> T:
         result = check()
     except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
         finding = isinstance(error, CorruptCheckpoint), describe_exception(error)
-    findings = [found for found in agreement.all(finding, "checking a checkpoint") if found is not None]
+    findings = [
+        found for found in coordinator.all_gather(finding, "checking a checkpoint") if found is not None
+    ]
     for broken, text in sorted(findings, key=lambda found: found[0]):
         raise CorruptCheckpoint(text) if broken else CheckpointError(text)
     return result  # type: ignore[no-any-return]
 
 
-def load(agreement: RankCoordinator, whole: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
+def load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
     """Load this rank's part of a checkpoint. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks: a rank could not read it.
     """
-    return agreement.together(lambda: _load(agreement, whole, like), f"{whole.folder} cannot be loaded")
+    return coordinator.run_on_all(
+        lambda: _load(coordinator, verified, like), f"{verified.folder} cannot be loaded"
+    )
 
 
-def _load(agreement: RankCoordinator, whole: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
-    plain = json.loads((whole.folder / STATE_NAME).read_bytes())
-    reader = TensorReader(whole.folder)
-    own = rank_key(agreement.rank)
-    same_ranks = whole.manifest.world_size == agreement.world_size
+def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
+    plain = json.loads((verified.folder / STATE_NAME).read_bytes())
+    reader = TensorReader(verified.folder)
+    own = rank_key(coordinator.rank)
+    same_ranks = verified.manifest.world_size == coordinator.world_size
     distributed = _distributed(like)
     tensors: dict[str, Any] = {
         key: _empty_like(distributed, key, reader.empty(key))
         for key in reader.keys([STATE_KEY, *([own] if same_ranks else [])])
     }
-    with _without_remark_on_single_process():
+    with _suppress_single_process_warning():
         dcp_load(tensors, storage_reader=reader, no_dist=True)
     rank_state = {key.removeprefix(own): tensors.pop(key) for key in list(tensors) if key.startswith(own)}
     state = join_tree(plain, tensors)
-    return LoadedCheckpoint(whole.manifest.step, whole.folder, state, rank_state if same_ranks else None)
+    return LoadedCheckpoint(
+        verified.manifest.step, verified.folder, state, rank_state if same_ranks else None
+    )
 
 
 def _distributed(like: Any) -> dict[str, torch.Tensor]:
@@ -180,7 +190,7 @@ def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.
 
 
 @contextlib.contextmanager
-def _without_remark_on_single_process() -> Iterator[None]:
+def _suppress_single_process_warning() -> Iterator[None]:
     """Suppress DCP's warning about a single process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -37,7 +37,7 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
 
-    def kept(self, scores: Mapping[int, float | None]) -> set[int]:
+    def steps_to_keep(self, scores: Mapping[int, float | None]) -> set[int]:
         """Return the steps to keep; the newest is always among them.
 
         Args:

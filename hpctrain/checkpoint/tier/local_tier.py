@@ -34,14 +34,14 @@ class LocalTier:
     """The local tier of one run, from the view of one rank.
 
     Attributes:
-        site: the target of saves in the tier.
+        target: the target of saves in the tier.
     """
 
     def __init__(
         self,
         folder: Path,
         shared: CommitTarget,
-        agreement: RankCoordinator,
+        coordinator: RankCoordinator,
         *,
         members: list[int],
         machine: str,
@@ -50,26 +50,28 @@ class LocalTier:
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
         """Use `open` instead; it determines `members`, the ranks that see the same folder, and `machine`."""
-        self._shared = shared.place
+        self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
-        leads = agreement.rank == min(members)
-        place = CheckpointDir(folder, durable=False)
-        self.site = CommitTarget(
-            shared.agreement,
-            place,
-            leads=leads,
-            private=True,
+        leads = coordinator.rank == min(members)
+        directory = CheckpointDir(folder, durable=False)
+        self.target = CommitTarget(
+            shared.coordinator,
+            directory,
+            is_leader=leads,
+            node_local=True,
             machine=machine,
-            patience_s=shared.patience_s,
+            io_timeout_s=shared.io_timeout_s,
         )
-        self._copying = TierCopier(self.site, shared, agreement, on_copied=on_copied, on_failure=on_failure)
+        self._copier = TierCopier(
+            self.target, shared, coordinator, on_copied=on_copied, on_failure=on_failure
+        )
 
     @classmethod
     def open(
         cls,
         base: Path,
         shared: CommitTarget,
-        agreement: RankCoordinator,
+        coordinator: RankCoordinator,
         *,
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
@@ -80,7 +82,7 @@ class LocalTier:
         Args:
             base: the fast folder; the same path on all nodes.
             shared: the permanent target of checkpoints.
-            agreement: for communication in parallel to the saves.
+            coordinator: for communication in parallel to the saves.
             limit_bytes: capacity of the run's folder per node; half of its file system if None.
             on_copied: called with the manifest and the start time of the copy when a checkpoint has reached
                 the shared folder.
@@ -89,31 +91,31 @@ class LocalTier:
         Returns:
             The tier, or None and the reason why there is none.
         """
-        home = shared.place.folder.resolve()
+        home = shared.directory.folder.resolve()
         # Two runs with the same name in different folders must not share a folder.
         folder = base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"
-        token = agreement.from_main(secrets.token_hex(4), f"opening the local tier {base}")
-        marker = folder / f".rank-{token}-{agreement.rank}"
+        token = coordinator.broadcast(secrets.token_hex(4), f"opening the local tier {base}")
+        marker = folder / f".rank-{token}-{coordinator.rank}"
         failure = f"the local tier {base} cannot be used"
 
         def mark() -> None:
             if not base.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no such folder on this node", str(base))
-            _make_own(folder)
+            _make_run_folder(folder)
             marker.touch()
 
         try:
-            agreement.together(mark, failure)
-            machines = agreement.all(boot_identity(), failure)
-            seen = agreement.together(lambda: list(folder.glob(f".rank-{token}-*")), failure)
-            agreement.together(marker.unlink, failure)
+            coordinator.run_on_all(mark, failure)
+            machines = coordinator.all_gather(boot_identity(), failure)
+            seen = coordinator.run_on_all(lambda: list(folder.glob(f".rank-{token}-*")), failure)
+            coordinator.run_on_all(marker.unlink, failure)
         except CheckpointError as error:
-            return None, f"{error}. Checkpoints are written directly to {shared.place.folder}."
+            return None, f"{error}. Checkpoints are written directly to {shared.directory.folder}."
         members = [int(path.name.rpartition("-")[2]) for path in seen]
         tier = cls(
             folder,
             shared,
-            agreement,
+            coordinator,
             members=members,
             machine=machines[min(members)],
             limit_bytes=limit_bytes,
@@ -129,13 +131,13 @@ class LocalTier:
             CheckpointError: on all ranks: it does not fit.
         """
         self._drop_superseded(keep_newest=True)
-        self.site.agreement.together(lambda: self._check_room(num_bytes), "nothing was written")
+        self.target.coordinator.run_on_all(lambda: self._check_room(num_bytes), "nothing was written")
 
     def _check_room(self, num_bytes: int) -> None:
-        folder = self.site.place.folder
-        if lost := self._copying.lost:
+        folder = self.target.directory.folder
+        if lost := self._copier.stop_reason:
             raise CheckpointError(f"copying from {folder} has stopped: {lost}")
-        if not self.site.leads:
+        if not self.target.is_leader:
             return
         disk = shutil.disk_usage(folder)
         used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -147,16 +149,16 @@ class LocalTier:
                 f"{disk.free} are free on its disk"
             )
 
-    def committed(self, step: int, *, may_skip: bool) -> None:
+    def schedule_copy(self, step: int, *, may_skip: bool) -> None:
         """Schedule the copy of a step committed in the tier. All ranks must call this, in the background.
 
         Args:
             step: the step.
             may_skip: if copying is behind, a newer step may replace this one.
         """
-        begin = self.site.agreement.is_main and self._copying.request(step, may_skip=may_skip)
-        if self.site.agreement.from_main(begin, f"step {step} in the local tier"):
-            self._copying.start(step)
+        begin = self.target.coordinator.is_main and self._copier.request(step, may_skip=may_skip)
+        if self.target.coordinator.broadcast(begin, f"step {step} in the local tier"):
+            self._copier.start(step)
         self._drop_superseded(keep_newest=True)
 
     def close(self, deadline: float | None, *, clean: bool) -> list[str]:
@@ -169,78 +171,82 @@ class LocalTier:
         Returns:
             Sentences about problems.
         """
-        self._copying.finish(deadline)
+        self._copier.finish(deadline)
         if not clean:
             return []
-        place, shared = self.site.place, self._shared.folder
+        directory, shared = self.target.directory, self._shared.folder
         try:
             newest, in_shared = (
-                max(list_checkpoint_steps(folder), default=-1) for folder in (place.folder, shared)
+                max(list_checkpoint_steps(folder), default=-1) for folder in (directory.folder, shared)
             )
         except OSError as error:
             reason = describe_exception(error)
             return [
-                f"{place.folder} was kept, because it is unknown which checkpoints were copied: {reason}."
+                f"{directory.folder} was kept, because it is unknown which checkpoints were copied: {reason}."
             ]
         if newest > in_shared:
-            return [f"Step {newest} exists only in {place.folder}; it could not be copied to {shared}."]
-        if self.site.leads:
-            for step in place.steps():
-                place.withdraw(step)  # a kill during the removal must not leave an incomplete checkpoint
-            shutil.rmtree(place.folder, ignore_errors=True)
+            return [f"Step {newest} exists only in {directory.folder}; it could not be copied to {shared}."]
+        if self.target.is_leader:
+            for step in directory.steps():
+                directory.discard(step)  # a kill during the removal must not leave an incomplete checkpoint
+            shutil.rmtree(directory.folder, ignore_errors=True)
         return []
 
-    def holdings(self) -> dict[int, list[NodeFiles | None]]:
+    def gather_node_files(self) -> dict[int, list[NodeFiles | None]]:
         """Return the result of `gather_node_files`. All ranks must call this."""
-        return gather_node_files(self.site)
+        return gather_node_files(self.target)
 
-    def find(self, step: int, held: list[NodeFiles | None]) -> VerifiedCheckpoint:
+    def find(self, step: int, node_files: list[NodeFiles | None]) -> VerifiedCheckpoint:
         """Return the checkpoint of a step if the available parts are complete. All ranks must call this.
 
         Raises:
             CorruptCheckpoint: on all ranks: a part is missing or changed.
             CheckpointError: on all ranks: a part cannot be checked or copied at the moment.
         """
-        found = find_complete(self.site, step, held)
-        if found.all_see_all:
-            return VerifiedCheckpoint(self.site.place.folder / checkpoint_folder_name(step), found.manifest)
+        found = find_complete(self.target, step, node_files)
+        if found.all_ranks_see_all:
+            return VerifiedCheckpoint(
+                self.target.directory.folder / checkpoint_folder_name(step), found.manifest
+            )
         large = [entry.name for entry in found.own if entry.name.endswith(LARGE_SUFFIX)]
-        self._copying.copy(step, large, found.small)
+        self._copier.copy(step, large, found.small)
         return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), found.manifest)
 
-    def start_from(self, whole: VerifiedCheckpoint | None) -> None:
+    def reset_to(self, verified: VerifiedCheckpoint | None) -> None:
         """Drop steps that can no longer be loaded; copy the loaded one. All ranks must call this.
 
         Args:
-            whole: the checkpoint from which the run resumes.
+            verified: the checkpoint from which the run resumes.
         """
-        place = self.site.place
-        in_tier = whole is not None and whole.folder.parent == place.folder
-        step = whole.manifest.step if whole is not None else -1
+        directory = self.target.directory
+        in_tier = verified is not None and verified.folder.parent == directory.folder
+        step = verified.manifest.step if verified is not None else -1
         self._drop_superseded(keep_newest=in_tier)
-        self.site.agreement.all(None, "clearing the local tier")
+        self.target.coordinator.all_gather(None, "clearing the local tier")
         if in_tier and not self._is_in_shared(step):
-            self.committed(step, may_skip=True)
+            self.schedule_copy(step, may_skip=True)
 
     def _is_in_shared(self, step: int) -> bool:
-        path, agreement = (
+        path, coordinator = (
             self._shared.folder / checkpoint_folder_name(step) / MANIFEST_NAME,
-            self.site.agreement,
+            self.target.coordinator,
         )
-        return agreement.from_main(agreement.is_main and os.path.isfile(path), f"looking for {path}")
+        return coordinator.broadcast(coordinator.is_main and os.path.isfile(path), f"looking for {path}")
 
     def _drop_superseded(self, *, keep_newest: bool) -> None:
         """Delete all steps except those still to be copied and the newest. All ranks must call this."""
-        needed = self.site.agreement.from_main(sorted(self._copying.needed), "clearing the local tier")
-        if not self.site.leads:
+        needed = self.target.coordinator.broadcast(
+            sorted(self._copier.pending_steps), "clearing the local tier"
+        )
+        if not self.target.is_leader:
             return
         with suppress(OSError):  # a step that stays only takes up space
-            for step in self.site.place.steps()[: -1 if keep_newest else None]:
+            for step in self.target.directory.steps()[: -1 if keep_newest else None]:
                 if step not in needed:
-                    self.site.place.withdraw(step)
+                    self.target.directory.discard(step)
 
 
-def _make_own(folder: Path) -> None:
+def _make_run_folder(folder: Path) -> None:
     """Create the run's folder. Its name is predictable, and other users may be able to write to `base`.
 
     Raises:

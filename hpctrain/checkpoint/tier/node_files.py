@@ -38,19 +38,19 @@ class NodeCheckpoint:
     """Content of all files except the large ones."""
     own: Sequence[FileEntry]
     """The share of the files that this rank has verified."""
-    all_see_all: bool
+    all_ranks_see_all: bool
     """True if each rank sees every file."""
 
 
-def gather_node_files(site: CommitTarget) -> dict[int, list[NodeFiles | None]]:
+def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
     """Return the files that every rank sees in its node's folder, by step. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks: a rank cannot read its folder.
     """
-    agreement, folder = site.agreement, site.place.folder
-    own = agreement.together(lambda: _own_holdings(folder), f"{folder} cannot be listed")
-    told = agreement.all(
+    coordinator, folder = target.coordinator, target.directory.folder
+    own = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
+    told = coordinator.all_gather(
         {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
         "listing the local tier",
     )
@@ -58,34 +58,34 @@ def gather_node_files(site: CommitTarget) -> dict[int, list[NodeFiles | None]]:
         {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
         for held in told
     ]
-    steps = {step for held in everyone for step in held}
-    return {step: [held.get(step) for held in everyone] for step in steps}
+    steps = {step for node_files in everyone for step in node_files}
+    return {step: [node_files.get(step) for node_files in everyone] for step in steps}
 
 
-def find_complete(site: CommitTarget, step: int, held: list[NodeFiles | None]) -> NodeCheckpoint:
+def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | None]) -> NodeCheckpoint:
     """Verify the parts of a step. All ranks must call this.
 
     Args:
-        site: the target of saves on the nodes.
+        target: the target of saves on the nodes.
         step: the step.
-        held: the files that each rank sees of it.
+        node_files: the files that each rank sees of it.
 
     Raises:
         CorruptCheckpoint: on all ranks: a part is missing or changed.
         CheckpointError: on all ranks: a part cannot be checked at the moment.
     """
-    agreement, path = site.agreement, site.place.folder / checkpoint_folder_name(step)
+    coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     # If two attempts saved this step, use the version that more ranks see.
-    kinds = [each.manifest for each in held if each is not None]
+    kinds = [each.manifest for each in node_files if each is not None]
     kind = max(sorted(set(kinds)), key=kinds.count)
-    holders = [rank for rank, each in enumerate(held) if each is not None and each.manifest == kind]
-    reads = agreement.rank == holders[0]
-    own_small = check_on_all(agreement, lambda: read_small_files(path) if reads else None)
-    small = next(each for each in agreement.all(own_small, f"reading {path}") if each is not None)
+    holders = [rank for rank, each in enumerate(node_files) if each is not None and each.manifest == kind]
+    reads = coordinator.rank == holders[0]
+    own_small = check_on_all(coordinator, lambda: read_small_files(path) if reads else None)
+    small = next(each for each in coordinator.all_gather(own_small, f"reading {path}") if each is not None)
     manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
     shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
     for entry in manifest.files:
-        seeing = [rank for rank in holders if entry.name in _names(held[rank])]
+        seeing = [rank for rank in holders if entry.name in _names(node_files[rank])]
         if not seeing:
             raise CorruptCheckpoint(
                 f"{path} is incomplete: {entry.name} is on none of the current nodes, or is truncated."
@@ -93,10 +93,12 @@ def find_complete(site: CommitTarget, step: int, held: list[NodeFiles | None]) -
         rank = min(seeing, key=lambda rank: loads[rank])
         shares[rank].append(entry)
         loads[rank] += entry.bytes
-    own = shares.get(agreement.rank, [])
-    check_files(agreement, path, own, all_see_it=False)
+    own = shares.get(coordinator.rank, [])
+    check_files(coordinator, path, own, all_see_it=False)
     everything = {entry.name for entry in manifest.files}
-    all_see_all = len(holders) == agreement.world_size and all(_names(each) >= everything for each in held)
+    all_see_all = len(holders) == coordinator.world_size and all(
+        _names(each) >= everything for each in node_files
+    )
     return NodeCheckpoint(manifest, small, own, all_see_all)
 
 
@@ -107,7 +109,7 @@ def read_small_files(path: Path) -> dict[str, bytes]:
     }
 
 
-def _own_holdings(folder: Path) -> dict[int, NodeFiles]:
+def _local_node_files(folder: Path) -> dict[int, NodeFiles]:
     own: dict[int, NodeFiles] = {}
     for step in list_checkpoint_steps(folder):
         path = folder / checkpoint_folder_name(step)

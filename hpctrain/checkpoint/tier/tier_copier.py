@@ -10,7 +10,7 @@ from dataclasses import replace
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
-from hpctrain.checkpoint.io.file_writer import write_of_file
+from hpctrain.checkpoint.io.file_writer import file_copy_write
 from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, read_small_files
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name
@@ -30,29 +30,29 @@ class TierCopier:
         self,
         nodes: CommitTarget,
         shared: CommitTarget,
-        agreement: RankCoordinator,
+        coordinator: RankCoordinator,
         *,
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Prepare to copy from `nodes` to `shared`; `agreement` is separate from that of the saves."""
-        self._nodes, self._shared = nodes, replace(shared, agreement=agreement)
-        self._agreement = agreement
+        """Prepare to copy from `nodes` to `shared`; `coordinator` is separate from that of the saves."""
+        self._nodes, self._shared = nodes, replace(shared, coordinator=coordinator)
+        self._coordinator = coordinator
         self._on_copied, self._on_failure = on_copied, on_failure
         self._lock = threading.Lock()
         self._pending: list[tuple[int, bool]] = []
         self._is_copying = False
         self._in_use: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._give_up = threading.Event()
+        self._abort = threading.Event()
 
     @property
-    def lost(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """The reason why copying has stopped for good; None while it works."""
-        return self._agreement.lost
+        return self._coordinator.lost_reason
 
     @property
-    def needed(self) -> set[int]:
+    def pending_steps(self) -> set[int]:
         """The steps still to be copied, on rank 0."""
         with self._lock:
             return self._in_use | {step for step, _ in self._pending}
@@ -92,7 +92,7 @@ class TierCopier:
             return
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._give_up.set()
+            self._abort.set()
             self._thread.join()
 
     def copy(self, step: int, large: Iterable[str], small: Mapping[str, bytes] | None) -> Manifest:
@@ -106,7 +106,7 @@ class TierCopier:
         Raises:
             CheckpointError: on all ranks.
         """
-        path = self._nodes.place.folder / checkpoint_folder_name(step)
+        path = self._nodes.directory.folder / checkpoint_folder_name(step)
 
         def seal(everything: list[tuple[list[FileEntry], None]]) -> Mapping[str, bytes]:
             files = read_small_files(path) if small is None else small
@@ -116,7 +116,7 @@ class TierCopier:
                     raise CorruptCheckpoint(f"{path} has changed since it was written: {entry.name}.")
             return files
 
-        own = RankWrite([write_of_file(path / name) for name in large], seal, None, give_up=self._give_up)
+        own = RankWrite([file_copy_write(path / name) for name in large], seal, None, abort=self._abort)
         return write_and_commit(self._shared, step, own)
 
     def _copy_all(self, first: int) -> None:
@@ -130,26 +130,26 @@ class TierCopier:
             else:
                 self._on_copied(manifest, begun)
             try:
-                step = self._agreement.from_main(self._next(), "the next step to copy")
+                step = self._coordinator.broadcast(self._next_step(), "the next step to copy")
             except PeerLost:
                 return  # The next save reports it.
 
     def _copy_own(self, step: int) -> Manifest:
         """Copy the files that the ranks have written themselves. All ranks must call this."""
-        failure = f"step {step} was not copied from {self._nodes.place.folder}"
-        own = self._agreement.together(lambda: self._own_large_files(step), failure)
+        failure = f"step {step} was not copied from {self._nodes.directory.folder}"
+        own = self._coordinator.run_on_all(lambda: self._own_large_files(step), failure)
         return self.copy(step, own, None)
 
     def _own_large_files(self, step: int) -> list[str]:
         """Return the names of the large files that this rank has written itself."""
-        name = f"__{self._agreement.rank}_0{LARGE_SUFFIX}"
-        return [name] if (self._nodes.place.folder / checkpoint_folder_name(step) / name).exists() else []
+        name = f"__{self._coordinator.rank}_0{LARGE_SUFFIX}"
+        return [name] if (self._nodes.directory.folder / checkpoint_folder_name(step) / name).exists() else []
 
-    def _next(self) -> int | None:
-        if not self._agreement.is_main:
+    def _next_step(self) -> int | None:
+        if not self._coordinator.is_main:
             return None
         with self._lock:
-            if self._pending and not self._give_up.is_set():
+            if self._pending and not self._abort.is_set():
                 step = self._pending.pop(0)[0]
                 self._in_use = {step}
                 return step

@@ -66,7 +66,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         master_addr=address,
         master_port=port,
         environment="slurm",
-        meeting_key=key,
+        rendezvous_id=key,
         sources={
             "rank": "SLURM_PROCID",
             "world_size": NUM_TASKS,

@@ -57,7 +57,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         master_addr=environ["MASTER_ADDR"],
         master_port=read_port(environ, "MASTER_PORT"),
         environment="torchrun",
-        meeting_key=f"torchrun/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+        rendezvous_id=f"torchrun/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
         sources={
             "rank": "RANK",
             "world_size": "WORLD_SIZE",

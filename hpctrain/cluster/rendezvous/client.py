@@ -20,17 +20,17 @@ from hpctrain.cluster.rendezvous.protocol import (
     Handshake,
     decode_message,
     encode_message,
-    key_of,
-    nonce_in,
     proof_of_rank_0,
+    read_nonce,
+    rendezvous_key,
 )
 from hpctrain.errors import RendezvousError, Unauthenticated
 
 #: Time limits for a host that drops packets, and for a server that does not follow the protocol.
 _CONNECT_LIMIT_S, _ANSWER_LIMIT_S = 3.0, 3.0
 #: Time for rank 0 to report the missing ranks after the time limit of this rank.
-_VERDICT_GRACE_S = 3.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_RESULT_GRACE_S = 3.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MasterEndpoint:
 
 
 @dataclass(frozen=True)
-class _Door:
+class _ServerConnection:
     """An authenticated connection to rank 0."""
 
     connection: socket.socket
@@ -53,15 +53,15 @@ class _Door:
     address: str
     port: int
 
-    def hear(self, limit_s: float) -> dict[str, Any] | None:
+    def receive(self, limit_s: float) -> dict[str, Any] | None:
         """Return the next message of rank 0; None if it does not arrive within `limit_s` seconds."""
-        line = _hear(self.connection, limit_s)
+        line = _receive_line(self.connection, limit_s)
         if line is None:
             return None
         try:
             return self.down.open(line)
         except Unauthenticated as error:
-            raise RendezvousError(f"rank 0 at {_at(self.address, self.port)}: {error}") from None
+            raise RendezvousError(f"rank 0 at {_format_endpoint(self.address, self.port)}: {error}") from None
 
 
 class RendezvousClient:
@@ -71,11 +71,11 @@ class RendezvousClient:
         self, ranks: Ranks, me: Handshake, ports: Sequence[int], environ: Mapping[str, str], deadline: float
     ) -> None:
         self._ranks, self._me, self._ports, self._environ = ranks, me, ports, environ
-        self._key = key_of(ranks, environ)
+        self._key = rendezvous_key(ranks, environ)
         self._deadline = deadline
-        self._tried: dict[str, str] = {}
+        self._attempts: dict[str, str] = {}
         self._resolved: list[str] = []
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def wait(self, remind_at: float, remind: Callable[[str], None]) -> MasterEndpoint:
         """Find rank 0, and wait there for the other ranks.
@@ -87,66 +87,68 @@ class RendezvousClient:
         Raises:
             RendezvousError: rank 0 was not found in time, or reports a missing or duplicate rank.
         """
-        door = self._find(remind_at, remind)
-        if door is None:
-            raise RendezvousError(f"rank 0 not found: {self.account()}")
-        with contextlib.closing(door.connection):
-            words = door.hear(self._deadline - time.monotonic() + _VERDICT_GRACE_S)
-            own_address = normalize_address(str(door.connection.getsockname()[0]))
-        where = f"rank 0 at {_at(door.address, door.port)}"
+        server = self._find(remind_at, remind)
+        if server is None:
+            raise RendezvousError(f"rank 0 not found: {self.attempts_summary()}")
+        with contextlib.closing(server.connection):
+            words = server.receive(self._deadline - time.monotonic() + _RESULT_GRACE_S)
+            own_address = normalize_address(str(server.connection.getsockname()[0]))
+        where = f"rank 0 at {_format_endpoint(server.address, server.port)}"
         if words is None:
             raise RendezvousError(f"{where} answered, but disconnected before all ranks had arrived")
         if "address" not in words:
             raise RendezvousError(f"{where} reports: {words.get('failed', words)}")
         return MasterEndpoint(
             str(words["address"]),
-            door.port,
+            server.port,
             str(words["host_address"]) if is_loopback(own_address) else own_address,
         )
 
-    def knock_as_rank_0(self) -> None:
+    def detect_duplicate_rank0(self) -> None:
         """As rank 0, connect to rank 0: this reaches this process itself, or a second rank 0.
 
         Raises:
             RendezvousError: there is a second rank 0, which now has detected this one, too.
         """
-        if door := self._find(float("inf"), lambda _: None):
-            door.connection.close()
+        if server := self._find(float("inf"), lambda _: None):
+            server.connection.close()
 
-    def end(self) -> None:
-        """Make `knock_as_rank_0` return."""
-        self._over.set()
+    def stop(self) -> None:
+        """Make `detect_duplicate_rank0` return."""
+        self._stopped.set()
 
-    def account(self) -> str:
+    def attempts_summary(self) -> str:
         """Return the addresses tried, with the result of each."""
-        return "; ".join(f"{what}: {how}" for what, how in self._tried.items()) or "no address could be tried"
+        return (
+            "; ".join(f"{what}: {how}" for what, how in self._attempts.items()) or "no address could be tried"
+        )
 
-    def _find(self, remind_at: float, remind: Callable[[str], None]) -> _Door | None:
+    def _find(self, remind_at: float, remind: Callable[[str], None]) -> _ServerConnection | None:
         """Return a connection to rank 0; None after the time limit."""
         pause_s = _FIRST_PAUSE_S
-        while not self._is_over():
+        while not self._is_expired():
             # All addresses of a port first: rank 0 usually has the first port, and an unreachable address
             # costs time for each port.
             for port, address in product(self._ports, self._addresses()):
-                if self._is_over():
+                if self._is_expired():
                     break
                 try:
-                    return self._knock(address, port)
+                    return self._try_connect(address, port)
                 except OSError as error:
-                    self._tried[_at(address, port)] = str(error.strerror or error)
+                    self._attempts[_format_endpoint(address, port)] = str(error.strerror or error)
             if time.monotonic() >= remind_at:
-                remind(self.account())
+                remind(self.attempts_summary())
                 remind_at = float("inf")
             # Random pauses, because thousands of ranks may connect at the same time.
-            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+            pause_s = min(_MAX_PAUSE_S, 1.5 * pause_s)
             wait_s = random.uniform(0.5, 1.0) * pause_s
-            self._over.wait(max(0.0, min(wait_s, self._deadline - time.monotonic())))
+            self._stopped.wait(max(0.0, min(wait_s, self._deadline - time.monotonic())))
         return None
 
-    def _is_over(self) -> bool:
-        return self._over.is_set() or time.monotonic() >= self._deadline
+    def _is_expired(self) -> bool:
+        return self._stopped.is_set() or time.monotonic() >= self._deadline
 
-    def _knock(self, address: str, port: int) -> _Door:
+    def _try_connect(self, address: str, port: int) -> _ServerConnection:
         """Return a connection to rank 0 at this address and port.
 
         Raises:
@@ -159,8 +161,8 @@ class RendezvousClient:
             left_s = max(0.1, self._deadline - time.monotonic())
             own = new_nonce()
             connection.sendall(encode_message({"nonce": own.decode()}))
-            words = decode_message(_hear(connection, min(_ANSWER_LIMIT_S, left_s)) or b"")
-            theirs = nonce_in(words)
+            words = decode_message(_receive_line(connection, min(_ANSWER_LIMIT_S, left_s)) or b"")
+            theirs = read_nonce(words)
             if words is None or theirs is None:
                 raise OSError("a server that is not rank 0 of this job")
             proof = str(words.get("proof")).encode()
@@ -171,16 +173,18 @@ class RendezvousClient:
             connection.sendall(
                 up.seal(asdict(replace(self._me, left_s=left_s, reached=normalize_address(address))))
             )
-            door = _Door(connection, down, address, port)
-            words = door.hear(min(_ANSWER_LIMIT_S, left_s))
+            server = _ServerConnection(connection, down, address, port)
+            words = server.receive(min(_ANSWER_LIMIT_S, left_s))
             if words is None:
                 raise OSError("no answer from rank 0")
             if "failed" in words:
-                raise RendezvousError(f"rank 0 at {_at(address, port)} reports: {words['failed']}")
+                raise RendezvousError(
+                    f"rank 0 at {_format_endpoint(address, port)} reports: {words['failed']}"
+                )
             if "refused" in words:
                 raise OSError(str(words["refused"]))
             on_error.pop_all()
-        return door
+        return server
 
     def _addresses(self) -> list[str]:
         """Return the possible addresses of rank 0's host: its resolved name, or else guesses.
@@ -194,7 +198,7 @@ class RendezvousClient:
             short, dot, _ = self._ranks.master_addr.partition(".")
             if dot and not _is_numeric(self._ranks.master_addr):
                 addresses += self._resolve(short)
-            addresses += self._told_by_slurm()
+            addresses += self._addresses_from_slurm()
             if self._ranks.node_rank == 0:
                 addresses.append("127.0.0.1")
         return list(dict.fromkeys(addresses))
@@ -203,13 +207,13 @@ class RendezvousClient:
         try:
             addresses = resolve_host(name, min(5.0, max(0.1, self._deadline - time.monotonic())))
         except OSError as error:
-            self._tried[f"the name {name}"] = str(error.strerror or error)
+            self._attempts[f"the name {name}"] = str(error.strerror or error)
             return []
         if name not in addresses:
-            self._tried[f"the name {name}"] = f"resolves to {', '.join(addresses)}"
+            self._attempts[f"the name {name}"] = f"resolves to {', '.join(addresses)}"
         return addresses
 
-    def _told_by_slurm(self) -> list[str]:
+    def _addresses_from_slurm(self) -> list[str]:
         """Return addresses from Slurm's variables: of cloud nodes, and of the host that runs srun."""
         addresses = []
         for entry in self._environ.get("SLURM_NODE_ALIASES", "").split(","):
@@ -220,7 +224,7 @@ class RendezvousClient:
         return [address for address in addresses if _is_numeric(address)]
 
 
-def _hear(connection: socket.socket, limit_s: float) -> bytes | None:
+def _receive_line(connection: socket.socket, limit_s: float) -> bytes | None:
     """Return the next line, or None if none arrives within `limit_s` seconds."""
     heard, deadline = bytearray(), time.monotonic() + limit_s
     with contextlib.suppress(OSError):
@@ -244,5 +248,5 @@ def _is_numeric(address: str) -> bool:
     return True
 
 
-def _at(address: str, port: int) -> str:
+def _format_endpoint(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -17,7 +17,7 @@ from hpctrain.cluster.port_candidates import port_candidates
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.cluster.rendezvous.client import RendezvousClient
 from hpctrain.cluster.rendezvous.port import ReservedPort, bind_port
-from hpctrain.cluster.rendezvous.protocol import Handshake, key_of
+from hpctrain.cluster.rendezvous.protocol import Handshake, rendezvous_key
 from hpctrain.cluster.rendezvous.server import RendezvousServer
 from hpctrain.errors import RendezvousError
 
@@ -37,7 +37,7 @@ class RendezvousInfo:
     """Rank 0's port: MASTER_PORT on every rank."""
     own_address: str | None
     """The address of this host for the hosts of the other ranks; None if unknown."""
-    held: ReservedPort | None = None
+    reserved_port: ReservedPort | None = None
     """On rank 0 the listening port; None on other ranks, and if no rendezvous was needed."""
 
     def gloo_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -67,35 +67,35 @@ def rendezvous(
         HpctrainError: rank 0's process cannot open a connection to each peer.
     """
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
-        return RendezvousInfo(ranks.master_addr, ranks.master_port, _known_by(ranks))
+        return RendezvousInfo(ranks.master_addr, ranks.master_port, _own_address(ranks))
     begun = time.monotonic()
     deadline = begun + timeout_s
     remind_at = float("inf") if remind_after_s is None else begun + remind_after_s
-    me = Handshake.of(ranks, environ)
+    me = Handshake.of_this_process(ranks, environ)
     name = f"rank {ranks.rank} on {me.host}"
 
     def remind(text: str) -> None:
         print(f"hpctrain: {name} is waiting for its peers: {text}", file=sys.stderr, flush=True)
 
     ports = _ports(ranks, environ)
-    visit = RendezvousClient(ranks, me, ports, environ, deadline)
+    client = RendezvousClient(ranks, me, ports, environ, deadline)
     try:
         if not ranks.is_main:
-            place = visit.wait(remind_at, remind)
-            return RendezvousInfo(place.address, place.port, place.own_address)
+            endpoint = client.wait(remind_at, remind)
+            return RendezvousInfo(endpoint.address, endpoint.port, endpoint.own_address)
         port = bind_port(ports)
         if ranks.world_size == 1:
             return RendezvousInfo("127.0.0.1", port.number, "127.0.0.1", port)
         try:
-            host = RendezvousServer(
+            server = RendezvousServer(
                 port.listener,
                 me,
-                key_of(ranks, environ),
+                rendezvous_key(ranks, environ),
                 deadline,
                 f"{ranks.master_addr}, port {port.number}",
             )
-            with raised_fd_limit(ranks.world_size), _looking_for_a_second(visit, host):
-                address = host.gather(remind_at, remind)
+            with raised_fd_limit(ranks.world_size), _duplicate_rank0_check(client, server):
+                address = server.gather(remind_at, remind)
         except BaseException:
             port.close()
             raise
@@ -112,11 +112,11 @@ def _ports(ranks: Ranks, environ: Mapping[str, str]) -> list[int]:
     if environ.get("MASTER_PORT"):
         return [ranks.master_port]
     # A single process has no peers, so any port will do.
-    key = ranks.meeting_key if ranks.world_size > 1 else f"process {os.getpid()}"
+    key = ranks.rendezvous_id if ranks.world_size > 1 else f"process {os.getpid()}"
     return list(islice(port_candidates(key), _NUM_PORTS))
 
 
-def _known_by(ranks: Ranks) -> str | None:
+def _own_address(ranks: Ranks) -> str | None:
     """Return the address of this host for other hosts: that on the route to rank 0."""
     if ranks.num_nodes == 1:
         return None
@@ -126,17 +126,17 @@ def _known_by(ranks: Ranks) -> str | None:
 
 
 @contextlib.contextmanager
-def _looking_for_a_second(visit: RendezvousClient, host: RendezvousServer) -> Iterator[None]:
+def _duplicate_rank0_check(client: RendezvousClient, server: RendezvousServer) -> Iterator[None]:
     """Check in a thread that no other process claims to be rank 0."""
 
     def look() -> None:
         try:
-            visit.knock_as_rank_0()
+            client.detect_duplicate_rank0()
         except RendezvousError as error:
-            host.give_up(str(error))
+            server.abort(str(error))
 
     threading.Thread(target=look, name="hpctrain-second-rank-0", daemon=True).start()
     try:
         yield
     finally:
-        visit.end()
+        client.stop()

@@ -35,7 +35,7 @@ class ReservedPort:
             self.listener.listen(socket.SOMAXCONN)
             on_error.pop_all()
 
-    def hand_over_listener(self) -> int:
+    def detach_listener(self) -> int:
         """Return the descriptor of the listening socket, which the caller then owns."""
         listener = self.listener.detach()
         self.close()

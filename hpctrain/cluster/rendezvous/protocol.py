@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hpctrain.authentication import NONCE_LENGTH, code, secret_of
+from hpctrain.authentication import NONCE_LENGTH, code, read_secret
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.ranks import Ranks
 
@@ -23,9 +23,9 @@ from hpctrain.cluster.ranks import Ranks
 MAX_LINE_BYTES = 4096
 
 
-def key_of(ranks: Ranks, environ: Mapping[str, str]) -> bytes:
+def rendezvous_key(ranks: Ranks, environ: Mapping[str, str]) -> bytes:
     """Return the key that the ranks of a job share."""
-    return code(secret_of(environ), "meeting", ranks.meeting_key, os.getuid())
+    return code(read_secret(environ), "meeting", ranks.rendezvous_id, os.getuid())
 
 
 def proof_of_rank_0(key: bytes, theirs: bytes, own: bytes) -> str:
@@ -49,20 +49,24 @@ class Handshake:
     """Distinguishes this process from others with the same rank."""
 
     @classmethod
-    def of(cls, ranks: Ranks, environ: Mapping[str, str]) -> Handshake:
+    def of_this_process(cls, ranks: Ranks, environ: Mapping[str, str]) -> Handshake:
         """Return the introduction of this process."""
         return cls(ranks.rank, ranks.world_size, host_name(environ), os.getpid())
 
     @classmethod
-    def read(cls, message: Mapping[str, Any]) -> Handshake | None:
+    def parse(cls, message: Mapping[str, Any]) -> Handshake | None:
         """Return the introduction in a message, or None if it is invalid."""
         names = [entry.name for entry in fields(cls)]
         if sorted(message) != sorted(names):
             return None
-        hello, sample = cls(**message), cls(0, 0, "", 0)
-        if any(type(getattr(hello, name)) is not type(getattr(sample, name)) for name in names):
+        handshake, sample = cls(**message), cls(0, 0, "", 0)
+        if any(type(getattr(handshake, name)) is not type(getattr(sample, name)) for name in names):
             return None
-        return hello if 0 <= hello.rank < hello.world_size and math.isfinite(hello.left_s) else None
+        return (
+            handshake
+            if 0 <= handshake.rank < handshake.world_size and math.isfinite(handshake.left_s)
+            else None
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -82,7 +86,7 @@ def decode_message(line: bytes) -> dict[str, Any] | None:
     return words if isinstance(words, dict) else None
 
 
-def nonce_in(words: Mapping[str, Any] | None) -> bytes | None:
+def read_nonce(words: Mapping[str, Any] | None) -> bytes | None:
     """Return the nonce of a peer; None if there is none."""
     nonce = (words or {}).get("nonce")
     return nonce.encode() if isinstance(nonce, str) and len(nonce.encode()) == NONCE_LENGTH else None

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from hpctrain.authentication import Signed, new_nonce, sign_connection
 from hpctrain.cluster.addresses import is_loopback, normalize_address
-from hpctrain.cluster.connection_owners import owner_of
+from hpctrain.cluster.connection_owners import connection_owner
 from hpctrain.cluster.rendezvous.protocol import (
     MAX_LINE_BYTES,
     Handshake,
     decode_message,
     encode_message,
-    nonce_in,
     proof_of_rank_0,
+    read_nonce,
 )
 from hpctrain.errors import RendezvousError, Unauthenticated
 from hpctrain.text import format_ranks
@@ -31,25 +31,25 @@ _SEND_LIMIT_S = 2.0
 _LINGER_S = 3.0
 #: Time limit and maximum number of connections that have not introduced themselves. A new one replaces the
 #: oldest; a rank that loses its connection this way retries.
-_PROOF_LIMIT_S, _MAX_STRANGERS = 5.0, 256
+_PROOF_LIMIT_S, _MAX_UNIDENTIFIED = 5.0, 256
 #: Interval in which a request of another thread to stop is noticed.
 _TICK_S = 0.2
 
 
 @dataclass(eq=False)
-class _Visitor:
+class _Peer:
     """A connection; it belongs to a rank after it has proved the key and introduced itself."""
 
     connection: socket.socket
     address: str
     port: int
     since: float = field(default_factory=time.monotonic)
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     up: Signed | None = None
     down: Signed | None = None
-    hello: Handshake | None = None
+    handshake: Handshake | None = None
 
-    def tell(self, **words: str) -> None:
+    def send(self, **words: str) -> None:
         """Send a message. A rank that does not receive it is reported missing, or reaches its time limit."""
         assert self.down is not None
         with contextlib.suppress(OSError):
@@ -75,12 +75,12 @@ class RendezvousServer:
         """
         self._where = where
         self._me, self._key, self._deadline = me, key, deadline
-        self._strangers: dict[_Visitor, None] = {}
+        self._unidentified: dict[_Peer, None] = {}
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._present: dict[int, _Visitor] = {}
+        self._peers: dict[int, _Peer] = {}
         self._notes: dict[str, None] = {}
-        self._verdict: str | None = None
+        self._failure: str | None = None
         self._failed = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -88,7 +88,7 @@ class RendezvousServer:
     @property
     def missing(self) -> list[int]:
         """Ranks that have not arrived, ascending."""
-        return [rank for rank in range(1, self._me.world_size) if rank not in self._present]
+        return [rank for rank in range(1, self._me.world_size) if rank not in self._peers]
 
     def gather(self, remind_at: float, remind: Callable[[str], None]) -> str:
         """Wait for the other ranks, and notify them. Returns the address at which they reach this host.
@@ -101,175 +101,175 @@ class RendezvousServer:
             RendezvousError: a rank did not arrive in time, or twice. The connected ranks are notified.
         """
         try:
-            while len(self._present) < self._me.world_size - 1:
+            while len(self._peers) < self._me.world_size - 1:
                 now = time.monotonic()
-                if self._verdict is not None:
-                    raise RendezvousError(self._verdict)
+                if self._failure is not None:
+                    raise RendezvousError(self._failure)
                 if now >= self._deadline:
-                    raise RendezvousError(self._who_is_missing())
+                    raise RendezvousError(self._describe_missing())
                 if now >= remind_at:
-                    remind(self._who_is_missing())
+                    remind(self._describe_missing())
                     remind_at = float("inf")
-                self._attend(min(self._deadline - now, remind_at - now, _TICK_S))
-            return self._send_on()
+                self._poll(min(self._deadline - now, remind_at - now, _TICK_S))
+            return self._release_peers()
         except RendezvousError as error:
-            self._tell_all(str(error))
+            self._broadcast_failure(str(error))
             raise
         finally:
             self._close()
 
-    def give_up(self, verdict: str) -> None:
-        """Make `gather` raise a `RendezvousError` with message `verdict`. Called from another thread."""
-        self._verdict = verdict
+    def abort(self, message: str) -> None:
+        """Make `gather` raise a `RendezvousError` with message `message`. Called from another thread."""
+        self._failure = message
 
-    def _attend(self, limit_s: float) -> None:
+    def _poll(self, limit_s: float) -> None:
         """Handle the connections and messages of the next `limit_s` seconds."""
         for key, _ in self._selector.select(limit_s):
             if key.data is None:
-                self._admit()
+                self._accept()
             elif key.data.connection.fileno() >= 0:
-                self._hear(key.data)
+                self._receive(key.data)
         now = time.monotonic()
-        for visitor in [each for each in self._strangers if now - each.since > _PROOF_LIMIT_S]:
-            self._refuse(visitor)
+        for peer in [each for each in self._unidentified if now - each.since > _PROOF_LIMIT_S]:
+            self._refuse(peer)
 
-    def _tell_all(self, verdict: str) -> None:
+    def _broadcast_failure(self, verdict: str) -> None:
         """Send the reason of the failure to the connected ranks, and to those that connect soon after."""
-        self._verdict, self._failed = verdict, True
-        for visitor in self._present.values():
-            visitor.tell(failed=verdict)
+        self._failure, self._failed = verdict, True
+        for peer in self._peers.values():
+            peer.send(failed=verdict)
         until = min(self._deadline, time.monotonic() + _LINGER_S)
         with contextlib.suppress(RendezvousError):
             while self.missing and (left_s := until - time.monotonic()) > 0:
-                self._attend(left_s)
+                self._poll(left_s)
 
-    def _admit(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                if self._strangers:
-                    self._refuse(next(iter(self._strangers)))
+                if self._unidentified:
+                    self._refuse(next(iter(self._unidentified)))
                     return
                 raise RendezvousError(
                     f"{error.strerror}, with {len(self._selector.get_map())} connections; "
-                    f"{self._who_is_missing()}"
+                    f"{self._describe_missing()}"
                 ) from error
             return  # The peer is gone again: accept(2) also reports errors of the network.
         connection.setblocking(False)
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._refuse(next(iter(self._strangers)))
-        visitor = _Visitor(connection, normalize_address(str(address[0])), int(address[1]))
-        self._selector.register(connection, selectors.EVENT_READ, visitor)
-        self._strangers[visitor] = None
+        if len(self._unidentified) >= _MAX_UNIDENTIFIED:
+            self._refuse(next(iter(self._unidentified)))
+        peer = _Peer(connection, normalize_address(str(address[0])), int(address[1]))
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._unidentified[peer] = None
 
-    def _hear(self, visitor: _Visitor) -> None:
+    def _receive(self, peer: _Peer) -> None:
         try:
-            data = visitor.connection.recv(MAX_LINE_BYTES)
+            data = peer.connection.recv(MAX_LINE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        visitor.heard += data
-        if visitor.hello is None:
-            while b"\n" in visitor.heard and visitor.hello is None and visitor.connection.fileno() >= 0:
-                line, _, visitor.heard = visitor.heard.partition(b"\n")
-                self._take(visitor, bytes(line))
-            if visitor.hello is not None or visitor.connection.fileno() < 0:
+        peer.received += data
+        if peer.handshake is None:
+            while b"\n" in peer.received and peer.handshake is None and peer.connection.fileno() >= 0:
+                line, _, peer.received = peer.received.partition(b"\n")
+                self._handle_line(peer, bytes(line))
+            if peer.handshake is not None or peer.connection.fileno() < 0:
                 return
-        if not data or len(visitor.heard) > MAX_LINE_BYTES:
-            self._refuse(visitor)
+        if not data or len(peer.received) > MAX_LINE_BYTES:
+            self._refuse(peer)
 
-    def _take(self, visitor: _Visitor, line: bytes) -> None:
+    def _handle_line(self, peer: _Peer, line: bytes) -> None:
         """Handle a line of a connection that has not introduced itself."""
-        if visitor.up is None:
-            theirs, own = nonce_in(decode_message(line)), new_nonce()
+        if peer.up is None:
+            theirs, own = read_nonce(decode_message(line)), new_nonce()
             if theirs is None:
-                self._refuse(visitor)
+                self._refuse(peer)
                 return
-            visitor.up, visitor.down = sign_connection(self._key, own, theirs)
+            peer.up, peer.down = sign_connection(self._key, own, theirs)
             proof = proof_of_rank_0(self._key, theirs, own)
             with contextlib.suppress(OSError):
-                visitor.connection.send(encode_message({"nonce": own.decode(), "proof": proof}))
+                peer.connection.send(encode_message({"nonce": own.decode(), "proof": proof}))
             return
         try:
-            hello = Handshake.read(visitor.up.open(line))
+            handshake = Handshake.parse(peer.up.open(line))
         except Unauthenticated:
-            hello = None
-        if hello is None:
-            self._refuse(visitor)
+            handshake = None
+        if handshake is None:
+            self._refuse(peer)
         else:
-            self._greet(visitor, hello)
+            self._handshake(peer, handshake)
 
-    def _refuse(self, visitor: _Visitor) -> None:
+    def _refuse(self, peer: _Peer) -> None:
         """Close a connection. If it did not belong to a rank, note its origin."""
-        if visitor in self._strangers:
-            owner = owner_of(visitor.port, self._listener.getsockname()[1])
+        if peer in self._unidentified:
+            owner = connection_owner(peer.port, self._listener.getsockname()[1])
             whose = f" of {owner}" if owner else ""
-            self._note(f"a program{whose} at {visitor.address} connected that does not belong to this job")
-        self._dismiss(visitor)
+            self._note(f"a program{whose} at {peer.address} connected that does not belong to this job")
+        self._disconnect(peer)
 
-    def _greet(self, visitor: _Visitor, hello: Handshake) -> None:
+    def _handshake(self, peer: _Peer, handshake: Handshake) -> None:
         me = self._me
-        del self._strangers[visitor]
-        if hello.world_size != me.world_size:
+        del self._unidentified[peer]
+        if handshake.world_size != me.world_size:
             text = (
-                f"world size is {hello.world_size} on rank {hello.rank}, {hello}, "
+                f"world size is {handshake.world_size} on rank {handshake.rank}, {handshake}, "
                 f"but {me.world_size} on rank 0, {me}"
             )
             self._note(text)
-            visitor.tell(refused=text)
-            self._dismiss(visitor)
-        elif hello.nonce == me.nonce:
-            visitor.tell()
-            self._dismiss(visitor)
+            peer.send(refused=text)
+            self._disconnect(peer)
+        elif handshake.nonce == me.nonce:
+            peer.send()
+            self._disconnect(peer)
         else:
-            self._welcome(visitor, hello)
+            self._register(peer, handshake)
 
-    def _welcome(self, visitor: _Visitor, hello: Handshake) -> None:
+    def _register(self, peer: _Peer, handshake: Handshake) -> None:
         if self._failed:
-            visitor.hello = hello
-            self._present[hello.rank] = visitor
-            visitor.tell(failed=str(self._verdict))
+            peer.handshake = handshake
+            self._peers[handshake.rank] = peer
+            peer.send(failed=str(self._failure))
             return
-        other = self._me if hello.rank == 0 else self._earlier(hello.rank)
-        if other is not None and other.nonce != hello.nonce:
+        other = self._me if handshake.rank == 0 else self._earlier_handshake(handshake.rank)
+        if other is not None and other.nonce != handshake.nonce:
             text = (
-                f"two processes claim rank {hello.rank} of {hello.world_size}: {other} and {hello}. "
-                "Start one process per rank; `hpctrain env` shows the settings of each."
+                f"two processes claim rank {handshake.rank} of {handshake.world_size}: {other} and "
+                f"{handshake}. Start one process per rank; `hpctrain env` shows the settings of each."
             )
-            visitor.tell(failed=text)
+            peer.send(failed=text)
             raise RendezvousError(text)
-        visitor.hello = hello
-        self._present[hello.rank] = visitor
-        self._deadline = min(self._deadline, time.monotonic() + hello.left_s)
-        visitor.tell()
+        peer.handshake = handshake
+        self._peers[handshake.rank] = peer
+        self._deadline = min(self._deadline, time.monotonic() + handshake.left_s)
+        peer.send()
 
-    def _earlier(self, rank: int) -> Handshake | None:
-        visitor = self._present.get(rank)
-        return visitor.hello if visitor else None
+    def _earlier_handshake(self, rank: int) -> Handshake | None:
+        peer = self._peers.get(rank)
+        return peer.handshake if peer else None
 
-    def _dismiss(self, visitor: _Visitor) -> None:
+    def _disconnect(self, peer: _Peer) -> None:
         """Close a connection. If it belonged to a rank, that rank is missing again, and may return."""
-        self._selector.unregister(visitor.connection)
-        visitor.connection.close()
-        self._strangers.pop(visitor, None)
-        if visitor.hello is not None and self._present.get(visitor.hello.rank) is visitor:
-            del self._present[visitor.hello.rank]
-            self._note(f"rank {visitor.hello.rank}, {visitor.hello}, connected and disconnected")
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._unidentified.pop(peer, None)
+        if peer.handshake is not None and self._peers.get(peer.handshake.rank) is peer:
+            del self._peers[peer.handshake.rank]
+            self._note(f"rank {peer.handshake.rank}, {peer.handshake}, connected and disconnected")
 
-    def _send_on(self) -> str:
-        reached = Counter(visitor.hello.reached for visitor in self._present.values() if visitor.hello)
+    def _release_peers(self) -> str:
+        reached = Counter(peer.handshake.reached for peer in self._peers.values() if peer.handshake)
         elsewhere = {address: count for address, count in reached.items() if not is_loopback(address)}
         common = max(elsewhere or reached, key=lambda address: reached[address])
-        for visitor in self._present.values():
-            assert visitor.hello is not None
+        for peer in self._peers.values():
+            assert peer.handshake is not None
             # One address for all, unless ranks reach this host through different networks.
-            own_way = len(elsewhere) > 1 and visitor.hello.reached in elsewhere
-            visitor.tell(address=visitor.hello.reached if own_way else common, host_address=common)
+            own_way = len(elsewhere) > 1 and peer.handshake.reached in elsewhere
+            peer.send(address=peer.handshake.reached if own_way else common, host_address=common)
         return common
 
-    def _who_is_missing(self) -> str:
+    def _describe_missing(self) -> str:
         missing, peers = self.missing, self._me.world_size - 1
         text = (
             f"{peers - len(missing)} of {peers} peers have connected to {self._where}; missing: "
@@ -284,7 +284,7 @@ class RendezvousServer:
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Visitor):
+            if isinstance(key.data, _Peer):
                 key.data.connection.close()
         self._selector.close()
         self._listener.setblocking(True)

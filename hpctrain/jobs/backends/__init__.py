@@ -48,7 +48,7 @@ def choose_backend(
     from hpctrain.jobs.backends.slurm import SlurmBackend
 
     slurm = SlurmBackend(environ)
-    trouble = slurm.trouble()
+    trouble = slurm.unavailable_reason()
     if trouble is None:
         return slurm, []
     if asked == "slurm":

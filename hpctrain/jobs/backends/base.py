@@ -26,7 +26,7 @@ class PreflightResult:
 
     notes: tuple[str, ...] = ()
     """Notes for the user, one line each."""
-    foretell: Callable[[], tuple[str, ...]] = tuple
+    get_forecast: Callable[[], tuple[str, ...]] = tuple
     """Return the expected start and cost; may wait for the scheduler's answer."""
     refusal: Callable[[], str] = str
     """Return the scheduler's reason for refusing the job; empty if it would accept it or gives no answer."""
@@ -62,7 +62,7 @@ class Backend(Protocol):
             SchedulerError: the scheduler refused or cannot be reached.
         """
 
-    def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
+    def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         """Return the scheduler's view of each job; do not raise if it is unreachable."""
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
@@ -79,7 +79,7 @@ class Backend(Protocol):
             SchedulerError: the scheduler refused or cannot be reached.
         """
 
-    def lift_hold(self, jobs: Sequence[JobRecord]) -> None:
+    def release_hold(self, jobs: Sequence[JobRecord]) -> None:
         """End the scheduler's delay of requeued jobs.
 
         Raises:

@@ -25,7 +25,7 @@ from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.text import pluralize
 
 #: Each rank is a process with PyTorch: more than this only overloads a laptop.
-_RANKS_PER_CPU, _LEAST_RANKS = 4, 32
+_RANKS_PER_CPU, _MIN_RANKS = 4, 32
 #: Seconds until the supervisor's process id is in the lock; it is written within milliseconds.
 _NUMBER_LIMIT_S = 2.0
 #: A supervisor starts the ranks within a second, unless the job script's setup takes longer.
@@ -42,7 +42,7 @@ class LocalBackend:
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (no site here)
         at_once = _tasks_at_once(spec)
-        most = max(_LEAST_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
+        most = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (asked := at_once * spec.world_size) > most:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
@@ -100,8 +100,8 @@ class LocalBackend:
         threading.Thread(target=process.wait, name=f"reap-{process.pid}", daemon=True).start()
         return str(process.pid)
 
-    def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
-        return [self._look(job.run) for job in jobs]
+    def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
+        return [self._query(job.run) for job in jobs]
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
@@ -114,10 +114,10 @@ class LocalBackend:
             _await_start(job.run)
             _signal_supervisor(job.run, signal.SIGUSR2)
 
-    def lift_hold(self, jobs: Sequence[JobRecord]) -> None:
+    def release_hold(self, jobs: Sequence[JobRecord]) -> None:
         """Do nothing: there is no delay here."""
 
-    def _look(self, run: RunDir) -> JobStateView:
+    def _query(self, run: RunDir) -> JobStateView:
         try:
             is_going = is_locked(run.lock)
         except PermissionError:

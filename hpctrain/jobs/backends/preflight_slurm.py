@@ -51,7 +51,7 @@ def preflight_slurm(
     def ask(command: Sequence[str]) -> str:
         return run_slurm(command, outer)
 
-    request = JobRequest.of(spec, environ)
+    request = JobRequest.from_spec(spec, environ)
     site, gaps = parse_site(answers or run_all(query_site(outer)), profile)
     notes, partitions = check_request(request, site, ask)
     forecast = None

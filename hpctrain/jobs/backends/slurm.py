@@ -38,17 +38,17 @@ class SlurmBackend:
         self._answers: SiteAnswers | None = None
         """Slurm's answers about the site."""
 
-    def trouble(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Return briefly why Slurm cannot be used here; None if it answers."""
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "sbatch not found on PATH"
         # The caller is about to submit, and then needs all of these answers.
-        questions = query_site(self._outer)
+        calls = query_site(self._outer)
         # Import the checks while Slurm answers.
         import hpctrain.jobs.backends.preflight_slurm  # noqa: F401
 
         try:
-            self._answers = run_all(questions, probe_s=_PROBE_TIMEOUT_S)
+            self._answers = run_all(calls, probe_s=_PROBE_TIMEOUT_S)
         except SchedulerError as error:
             return str(error)
         return None
@@ -75,7 +75,7 @@ class SlurmBackend:
                 "Nothing is queued. Correct the options that Slurm reports and submit again."
             ) from error
 
-    def look(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
+    def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         from hpctrain.jobs.backends.slurm_status import query_jobs
 
         return query_jobs(jobs, self._outer)
@@ -87,7 +87,7 @@ class SlurmBackend:
         # The ranks save and exit; the supervisor detects that and requests the requeue.
         signal_ranks([job.job_id for job in jobs], signal.SIGTERM, self._outer)
 
-    def lift_hold(self, jobs: Sequence[JobRecord]) -> None:
+    def release_hold(self, jobs: Sequence[JobRecord]) -> None:
         from hpctrain.jobs.backends.slurm_status import REQUEUE_DELAY_S
 
         update_job([job.job_id for job in jobs], self._outer, StartTime=f"now+{REQUEUE_DELAY_S}")

@@ -44,22 +44,22 @@ REQUEUE_DELAY_S = 2
 _DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
 
 #: Errors if the controller cannot be reached: a second command would only wait again.
-_OUT_OF_REACH = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER_MESSAGE)
+_UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER_MESSAGE)
 
 #: Job states that a requeue may have followed, which accounting records only later.
-_MAY_GO_ON = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+_REQUEUABLE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 #: Maximum difference in seconds between hosts' clocks, and between their times of one submission.
 _CLOCKS_DIFFER_S = 120.0
 
 #: View of an array task that was cancelled while pending.
-_TAKEN_OUT = JobStateView(
+_REMOVED_VIEW = JobStateView(
     RunState.CANCELLED,
     "cancelled before it started: Slurm's array no longer has this task",
     job_state="CANCELLED",
 )
 
-_Ask = Callable[[Sequence[str], Mapping[str, str]], JobTable]
+_QueryFunction = Callable[[Sequence[str], Mapping[str, str]], JobTable]
 
 
 def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[JobStateView]:
@@ -68,7 +68,7 @@ def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[Jo
     views, trouble = _listed(asked, query_squeue, environ)
     if rest := [job for job in asked if job not in views]:
         ends = _recorded_ends(rest, environ)
-        sure = {job: view for job, view in ends.items() if view.job_state not in _MAY_GO_ON}
+        sure = {job: view for job, view in ends.items() if view.job_state not in _REQUEUABLE_STATES}
         views |= sure
         if unsure := [job for job in rest if job not in sure]:
             views |= _by_name(unsure, trouble, ends, environ)
@@ -77,7 +77,7 @@ def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[Jo
 
 
 def _listed(
-    jobs: Sequence[JobRecord], ask: _Ask, environ: Mapping[str, str]
+    jobs: Sequence[JobRecord], ask: _QueryFunction, environ: Mapping[str, str]
 ) -> tuple[dict[JobRecord, JobStateView], str | None]:
     """Return views of the jobs that a source lists, and the error if it gave no answer."""
     try:
@@ -87,23 +87,23 @@ def _listed(
     mine = {job: _rows_of(job, rows) for job in jobs}
     views = {job: combine_views([_view(row) for row in found]) for job, found in mine.items() if found}
     if ask is query_squeue:
-        views |= {job: _TAKEN_OUT for job in jobs if job not in views and _was_taken_out(job, rows)}
+        views |= {job: _REMOVED_VIEW for job in jobs if job not in views and _was_removed(job, rows)}
     return views, None
 
 
-def _was_taken_out(job: JobRecord, rows: JobTable) -> bool:
+def _was_removed(job: JobRecord, rows: JobTable) -> bool:
     """True if a task has never started and is missing from the array that squeue lists.
 
     All pending tasks share one record, from which Slurm removes a cancelled one (seen in 22.05). It keeps no
     other record of that task, not even in accounting. A started task has its own record.
     """
     array_id = parent_job_id(job.job_id)
-    if array_id == job.job_id or _has_begun(job):
+    if array_id == job.job_id or _has_started(job):
         return False
-    return any(job.by_hand or _is_of(row, job) for row in rows.of(array_id))
+    return any(job.submitted_manually or _belongs_to_job(row, job) for row in rows.rows_of(array_id))
 
 
-def _has_begun(job: JobRecord) -> bool:
+def _has_started(job: JobRecord) -> bool:
     """True if the job may have started: it first writes its own log, then the supervisor's."""
     for path in (job.run.slurm_log, job.run.supervisor_log):
         with suppress(OSError):
@@ -116,7 +116,7 @@ def _recorded_ends(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> dic
     """Return ends of jobs on record: in accounting, or from an earlier status query."""
     ends = {}
     for job in jobs:
-        if (seen := job.seen) is not None:
+        if (seen := job.observed_state) is not None:
             ends[job] = JobStateView(
                 parse_job_state(seen), f"Slurm reported {seen}", job_state=base_state(seen)
             )
@@ -141,7 +141,7 @@ def _by_name(
     """
     views: dict[JobRecord, JobStateView] = {}
     remembered_s: float | None = None
-    if trouble is None or not any(words in trouble for words in _OUT_OF_REACH):
+    if trouble is None or not any(words in trouble for words in _UNREACHABLE_ERRORS):
         views, trouble_too = _listed(jobs, query_scontrol, environ)
         trouble = trouble_too and (trouble or f"squeue does not list it, and {trouble_too}")
         jobs = [job for job in jobs if job not in views]
@@ -152,7 +152,7 @@ def _by_name(
             trouble = str(error)
     if remembered_s is None:
         return views | {job: _unreachable(trouble or "", ends.get(job)) for job in jobs}
-    return views | {job: ends.get(job) or _denied(job, remembered_s) for job in jobs}
+    return views | {job: ends.get(job) or _unknown_view(job, remembered_s) for job in jobs}
 
 
 def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
@@ -162,7 +162,7 @@ def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
     return JobStateView(RunState.UNKNOWN, words)
 
 
-def _denied(job: JobRecord, remembered_s: float) -> JobStateView:
+def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
     """Return the view of a job that is unknown to the controller and has no recorded end.
 
     Args:
@@ -182,10 +182,10 @@ def _denied(job: JobRecord, remembered_s: float) -> JobStateView:
 
 def _rows_of(job: JobRecord, rows: JobTable) -> list[JobRow]:
     """Return the job's rows that belong to this run: a reinstalled cluster reuses job ids from 1."""
-    return [row for row in rows.of(job.job_id) if job.by_hand or _is_of(row, job)]
+    return [row for row in rows.rows_of(job.job_id) if job.submitted_manually or _belongs_to_job(row, job)]
 
 
-def _is_of(row: JobRow, job: JobRecord) -> bool:
+def _belongs_to_job(row: JobRow, job: JobRecord) -> bool:
     """True if the row's job runs in the folder of the run, or of the run's array.
 
     The folder may be mounted or linked elsewhere here, so the same name suffices.

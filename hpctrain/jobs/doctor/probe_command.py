@@ -12,7 +12,7 @@ from typing import Any
 from hpctrain.errors import HpctrainError
 
 #: Seconds between SIGTERM and SIGKILL.
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0
 
 
 class ProbeFailed(HpctrainError):
@@ -75,8 +75,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     """Terminate the process, then kill it. Do not wait for one that a dead file server blocks."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=_PATIENCE_S)
+        process.communicate(timeout=_TIMEOUT_S)
         return
     process.kill()
     with suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=_PATIENCE_S)
+        process.communicate(timeout=_TIMEOUT_S)

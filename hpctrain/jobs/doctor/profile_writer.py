@@ -31,7 +31,7 @@ def profile_options(report: DoctorReport) -> dict[str, Any]:
     options = (
         {_GPU_DIRECTIVE: report.gpu_request_style} if report.gpu_request_style not in (None, "gres") else {}
     )
-    return {**options, SITE_KEY: write_profile(_lasting(report.site))}
+    return {**options, SITE_KEY: write_profile(_without_node_states(report.site))}
 
 
 def write_profile_file(report: DoctorReport, path: Path) -> None:
@@ -74,12 +74,14 @@ def _refuse_other_content(path: Path) -> None:
         )
 
 
-def _lasting(site: Site) -> Site:
+def _without_node_states(site: Site) -> Site:
     """Return the site without the states of its nodes, which change by the hour."""
-    return replace(site, partitions=tuple(replace(one, groups=_alike(one)) for one in site.partitions))
+    return replace(
+        site, partitions=tuple(replace(one, groups=_merge_by_state(one)) for one in site.partitions)
+    )
 
 
-def _alike(partition: Partition) -> tuple[NodeGroup, ...]:
+def _merge_by_state(partition: Partition) -> tuple[NodeGroup, ...]:
     """Return the partition's node groups, merged if they differ only in state."""
     merged: list[NodeGroup] = []
     for group in partition.groups:

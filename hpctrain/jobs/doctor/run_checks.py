@@ -68,7 +68,7 @@ def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorR
         gpus = pool.submit(check_gpus, outer)
         containers = pool.submit(check_containers, outer)
         network = pool.submit(check_network, outer)
-        slurm = _look_at_slurm(environ, outer, profile, pool)
+        slurm = _check_slurm(environ, outer, profile, pool)
         folder = pool.submit(
             _guarded,
             lambda: check_runs_folder(runs, outer, other_machines=slurm.other_machines),
@@ -96,18 +96,18 @@ def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorR
 
 
 @dataclass(frozen=True)
-class _SlurmLook:
+class _SlurmFindings:
     findings: tuple[Finding, ...]
     site: Site | None = None
     gpu_request_style: GpuRequestStyle | None = None
     other_machines: bool = False
 
 
-def _look_at_slurm(
+def _check_slurm(
     environ: Mapping[str, str], outer: Mapping[str, str], profile: Site, pool: ThreadPoolExecutor
-) -> _SlurmLook:
-    if (trouble := SlurmBackend(environ).trouble()) is not None:
-        return _SlurmLook((_without_slurm(trouble),))
+) -> _SlurmFindings:
+    if (trouble := SlurmBackend(environ).unavailable_reason()) is not None:
+        return _SlurmFindings((_without_slurm(trouble),))
 
     def ask(command: Sequence[str]) -> str:
         return run_slurm(command, outer, timeout_s=_SLURM_LIMIT_S)
@@ -122,7 +122,7 @@ def _look_at_slurm(
     findings += partition_findings(site)
     findings += qos_findings(_every_qos(ask, site))
     tried: ProbeResults = tries.result()
-    return _SlurmLook(
+    return _SlurmFindings(
         (*findings, *tried.findings),
         replace(site, habits=tried.habits),
         tried.gpu_request_style,

@@ -35,7 +35,7 @@ _HINTS = {
     "stderr_to_stdout": "Both streams of a rank go to one log.",
 }
 #: Submitit's name for the number of concurrent tasks of an array.
-_AT_ONCE = "array_parallelism"
+_ARRAY_PARALLELISM = "array_parallelism"
 
 
 class Executor(submitit.Executor):
@@ -53,7 +53,7 @@ class Executor(submitit.Executor):
 
     def __init__(self, folder: str | os.PathLike[str] = "runs", **options: Unpack[SubmitOptions]) -> None:
         super().__init__(os.fspath(folder))
-        self._told: set[str] = set()
+        self._shown_notes: set[str] = set()
         self.update_parameters(**options)
 
     @classmethod
@@ -72,11 +72,11 @@ class Executor(submitit.Executor):
             raise UserError(
                 f"{run_id!r} is an array of {len(tasks)} jobs. Choose one, such as {tasks[0].run_id!r}."
             )
-        return Job.of(run)
+        return Job.from_run(run)
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return {*all_options(), _AT_ONCE} - _HINTS.keys()
+        return {*all_options(), _ARRAY_PARALLELISM} - _HINTS.keys()
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Set options; None removes one.
@@ -98,14 +98,14 @@ class Executor(submitit.Executor):
             FunctionCall(delayed.function, delayed.args, delayed.kwargs) for delayed in delayed_submissions
         ]
         asked = dict(self.parameters)
-        at_once = asked.pop(_AT_ONCE, 0)
+        at_once = asked.pop(_ARRAY_PARALLELISM, 0)
         runs, world_size = submit_calls(
             calls,
             cast(SubmitOptions, asked),
             folder=self.folder,
             at_once=at_once,
             environ=dict(os.environ),
-            told=self._told,
+            shown_notes=self._shown_notes,
         )
         return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
 

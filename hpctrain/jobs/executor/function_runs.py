@@ -35,7 +35,7 @@ log = logging.getLogger("hpctrain")
 _SCRIPT = Path(__file__).resolve().parents[2] / "runtime" / "function_worker.py"
 
 #: Seconds to wait for a file of another host to become visible here.
-_RESULT_PATIENCE_S = 30.0
+_RESULT_TIMEOUT_S = 30.0
 
 
 @named_as_in_python()
@@ -46,7 +46,7 @@ def submit_calls(
     folder: Path,
     at_once: int = 0,
     environ: Mapping[str, str],
-    told: set[str],
+    shown_notes: set[str],
 ) -> tuple[list[Run], int]:
     """Submit calls; several become a job array.
 
@@ -56,7 +56,7 @@ def submit_calls(
         folder: parent of the new folder of the run or array.
         at_once: maximum number of concurrent tasks of the array; 0 leaves it to the backend.
         environ: the environment variables of the submission.
-        told: notes already given to the user; the new ones are added.
+        shown_notes: notes already given to the user; the new ones are added.
 
     Returns:
         The run of each call, and the number of ranks of each.
@@ -67,7 +67,7 @@ def submit_calls(
     """
     # A function that raised is called again only on request.
     again = "max_failures" in options or "restart" in options
-    parcels = [CallPayload.pack(call, again=again).to_bytes() for call in calls]
+    parcels = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
     names = {call.name for call in calls}
     name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
     array = f"0-{len(calls) - 1}" + (f"%{at_once}" if at_once else "") if len(calls) > 1 else ""
@@ -89,11 +89,11 @@ def submit_calls(
                 "returns one result per rank, so the number of ranks must be fixed. Give one number of nodes."
             )
         for note in submission.notes:
-            if note not in told:
-                told.add(note)
+            if note not in shown_notes:
+                shown_notes.add(note)
                 log.warning(note)
         run = submit_prepared(submission, parcels)
-        for prospect in submission.prospects:
+        for prospect in submission.forecast:
             log.info(prospect)
     return run.tasks() or [run], submission.spec.world_size
 
@@ -142,7 +142,7 @@ def read_result(run: RunDir, rank: int) -> Any:
         RunFailed: there is no result.
     """
     path = run.result(int((read_run_record(run).finished or {}).get("attempt", 0)), rank)
-    deadline = time.monotonic() + _RESULT_PATIENCE_S
+    deadline = time.monotonic() + _RESULT_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:
             raise RunFailed(f"Rank {rank} of run {run.run_id} left no result: {path} does not exist.")
@@ -169,7 +169,7 @@ def read_stdout(run: RunDir, ranks: Sequence[int], has_ended: Callable[[], bool]
         logs = _logs_of(run, ranks)  # One may have appeared in between.
     texts = [b"".join(map(read_regular, its)).decode(errors="replace") for its in logs.values() if its]
     if is_final and (without := [rank for rank, its in logs.items() if not its]):
-        texts.append(_in_place_of_logs(run, without))
+        texts.append(_job_output(run, without))
     return "\n".join(texts) if texts else None
 
 
@@ -181,7 +181,7 @@ def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
     }
 
 
-def _in_place_of_logs(run: RunDir, ranks: list[int]) -> str:
+def _job_output(run: RunDir, ranks: list[int]) -> str:
     whose = format_ranks(ranks).capitalize()
     said = f"{whose} of run {run.run_id} wrote no log."
     for path in (run.slurm_log, run.supervisor_log):
@@ -204,7 +204,7 @@ class FunctionFailure:
     """The exception that the function raised, if it could be pickled."""
 
     @classmethod
-    def of(cls, status: RunStatus) -> FunctionFailure:
+    def from_status(cls, status: RunStatus) -> FunctionFailure:
         """Return the failure of a failed run."""
         run = RunDir(Path(status.run_dir))
         told = read_run_record(run).failure or {}
@@ -219,10 +219,10 @@ class FunctionFailure:
                 message += f"\n\n{record['traceback']}".rstrip()
             # Unpickling runs code of the exception's class, which may not even exist here.
             with suppress(Exception):
-                exception = pickle.loads(read_regular(run.raised(told["attempt"], rank)))
+                exception = pickle.loads(read_regular(run.exception_pickle(told["attempt"], rank)))
         return cls(message, rank, told.get("host"), status.log, exception)
 
 
 def read_call(run: RunDir) -> FunctionCall:
     """Return the call that the run's ranks make."""
-    return CallPayload.read(run.function).open()
+    return CallPayload.read(run.function).deserialize()

@@ -42,7 +42,7 @@ class RunWatcher(InfoWatcher):
         self._poller = StatusPoller([], {})
         self._watched: list[str] = []
 
-    def follow(self, run: Run) -> None:
+    def add_run(self, run: Run) -> None:
         """Include `run` in later queries."""
         key = str(run.dir.path)
         with self._lock:
@@ -52,12 +52,12 @@ class RunWatcher(InfoWatcher):
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
         """Return the run's status, possibly cached, so as not to overload the scheduler."""
-        self.follow(run)
+        self.add_run(run)
         key = str(run.dir.path)
         with self._lock:
             self.update_if_long_enough(mode)
             if mode != "cache" and key not in self._finished and read_run_record(run.dir).finished:
-                self._learn([key], StatusPoller([run.dir], run.environ))
+                self._cache_statuses([key], StatusPoller([run.dir], run.environ))
             return self._statuses.get(key)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
@@ -81,11 +81,11 @@ class RunWatcher(InfoWatcher):
                 self._poller = StatusPoller([self._runs[key].dir for key in going], os.environ)
                 self._watched = going
             self._num_calls += 1
-            self._learn(going, self._poller)
+            self._cache_statuses(going, self._poller)
             self._last_status_check = time.time()
 
-    def _learn(self, keys: Sequence[str], poller: StatusPoller) -> None:
-        for key, status in zip(keys, poller.look(), strict=True):
+    def _cache_statuses(self, keys: Sequence[str], poller: StatusPoller) -> None:
+        for key, status in zip(keys, poller.poll(), strict=True):
             self._statuses[key] = status
             if status.state.ended:
                 self._finished.add(key)
@@ -94,7 +94,7 @@ class RunWatcher(InfoWatcher):
 log = logging.getLogger("hpctrain")
 
 #: Seconds between two polls of a job; they only load this machine.
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 R = TypeVar("R", covariant=True)
 
@@ -112,7 +112,7 @@ class JobFailed(RunFailed, FailedJobError):
     """Log of that rank."""
 
     @classmethod
-    def of(cls, failure: FunctionFailure) -> JobFailed:
+    def from_failure(cls, failure: FunctionFailure) -> JobFailed:
         error = cls(failure.message)
         error.rank, error.host, error.log = failure.rank, failure.host, failure.log
         error.__cause__ = failure.exception
@@ -172,7 +172,7 @@ class Job(submitit.Job[R]):
         self._paths = RunJobPaths(self.run.dir, job_id, self.task_id)
 
     @classmethod
-    def of(cls, run: Run) -> Job[Any]:
+    def from_run(cls, run: Run) -> Job[Any]:
         """Return the job of a run that an executor submitted.
 
         Raises:
@@ -208,11 +208,11 @@ class Job(submitit.Job[R]):
             SchedulerError: the state was unknown for an hour in which the run wrote nothing, or it will never
                 start.
         """
-        doubt = UnknownStateTracker()
+        tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
-            if status is not None and (words := doubt.words(status)):
+            if status is not None and (words := tracker.message_for(status)):
                 log.warning(f"Waiting for run {status.run_id}: {words}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         self.run.await_exit()
 
     def result(self) -> R:
@@ -255,7 +255,7 @@ class Job(submitit.Job[R]):
             case RunState.CANCELLED:
                 return JobCancelled(f"Run {status.run_id} was cancelled.")
             case _:
-                return JobFailed.of(FunctionFailure.of(status))
+                return JobFailed.from_failure(FunctionFailure.from_status(status))
 
     @property
     def state(self) -> str:
@@ -270,7 +270,7 @@ class Job(submitit.Job[R]):
         return str(self.run.dir.path)
 
     def _register_in_watcher(self) -> None:
-        self.watcher.follow(self.run)
+        self.watcher.add_run(self.run)
 
     def stdout(self) -> str | None:
         """Return the ranks' output of all attempts; for ranks without a log, the job's own output."""

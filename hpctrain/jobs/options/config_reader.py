@@ -117,11 +117,11 @@ class _Reader:
         if (text := self._text(key, node, source)) is None:
             return None
         try:
-            value = option.kind.take(text)
+            value = option.kind.parse(text)
         except ValueError:
             raise SpecError(f"{source}: {invalid_value_message(key, text, option)}") from None
         if option.about.is_path is not None and option.about.is_path(text):
-            return option.kind.take(self._anchored(text))
+            return option.kind.parse(self._anchored(text))
         return value
 
     def _text(self, key: str, node: yaml.Node, source: OptionSource) -> str | None:

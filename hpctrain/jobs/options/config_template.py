@@ -48,7 +48,7 @@ def _entry(option: Option) -> str:
         f"default: {about.default_words}" if about.default_words else "",
         f"example: {{{about.example}}}" if option.kind.pairs else "",
         f"example: {about.example}" if about.example and not option.kind.pairs else "",
-        str(option.kind) if option.kind.words else "",
+        str(option.kind) if option.kind.choices else "",
     ]
     remark = "; ".join(filter(None, remarks))
     line = f"#{option.name}:" + (f" {value}" if value else "") + (f"  # {remark}" if remark else "")

@@ -63,7 +63,7 @@ _SHORT = {
     "W": "wait",
 }  # fmt: skip
 #: Options of torchrun, accelerate and other launchers.
-_OTHERS = {
+_FOREIGN_OPTIONS = {
     "devices": "Use --gpus-per-node",
     "gpu": "Use --gpus-per-node",
     "gpu-ids": "Slurm chooses the GPUs. Use --gpus-per-node",
@@ -89,7 +89,7 @@ def explain_foreign(name: str) -> str:
     """
     key = name.lstrip("-").replace("_", "-").partition("=")[0]
     key = _SHORT.get(key, key)
-    if sentence := _OURS.get(key) or _OTHERS.get(key):
+    if sentence := _OURS.get(key) or _FOREIGN_OPTIONS.get(key):
         return f"{sentence}."
     if key in _FLAGS.split():
         return f"Use --sbatch {key}."

@@ -20,7 +20,7 @@ _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 class OptionType(NamedTuple):
     """The value type of an option; a union type sets several fields."""
 
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     """Fixed words."""
     flag: bool = False
     number: bool = False
@@ -34,13 +34,13 @@ class OptionType(NamedTuple):
     """Several texts, in order."""
 
     @classmethod
-    def of(cls, hint: Any) -> OptionType:
+    def from_hint(cls, hint: Any) -> OptionType:
         """Return the value type for a type hint."""
         origin, parts = get_origin(hint), get_args(hint)
         if origin in (types.UnionType, Union):
-            return reduce(_either, map(cls.of, parts))
+            return reduce(_union, map(cls.from_hint, parts))
         if origin is Literal:
-            return cls(words=parts)
+            return cls(choices=parts)
         if origin is Mapping:
             return cls(pairs=True, grouped=get_origin(parts[1]) is Mapping)
         if origin is Sequence:
@@ -49,7 +49,7 @@ class OptionType(NamedTuple):
             return cls(path=True)
         return {bool: cls(flag=True), int: cls(number=True), str: cls(text=True)}[hint]
 
-    def take(self, value: object) -> Any:
+    def parse(self, value: object) -> Any:
         """Convert `value` to the option's type: texts are parsed, and a number may stand for its text.
 
         If the option takes several values, a single one may stand for a list of one.
@@ -87,7 +87,7 @@ class OptionType(NamedTuple):
                 yield name, entry
 
     def _read(self, text: str) -> str | int | bool:
-        if text in self.words:
+        if text in self.choices:
             return text
         if self.flag and text.lower() in (*_YES, *_NO):
             return text.lower() in _YES
@@ -101,7 +101,7 @@ class OptionType(NamedTuple):
         """Describe the accepted values, as in "must be …"."""
         names = [
             *(["true", "false"] if self.flag else []),
-            *self.words,
+            *self.choices,
             *(["a whole number"] if self.number else []),
             *(["text"] if self.text else []),
             *(["a mapping of names to text"] if self.pairs else []),
@@ -110,9 +110,9 @@ class OptionType(NamedTuple):
         return join_or(names)
 
 
-def _either(one: OptionType, other: OptionType) -> OptionType:
+def _union(one: OptionType, other: OptionType) -> OptionType:
     """Return the union of two types."""
-    words = one.words + other.words
+    words = one.choices + other.choices
     return OptionType(words, *(mine or others for mine, others in zip(one[1:], other[1:], strict=True)))
 
 
@@ -173,7 +173,7 @@ class Option(NamedTuple):
         """Placeholder of the value: its fixed words if it takes nothing else; empty for a flag."""
         if self.kind.flag:
             return ""
-        words = "" if self.kind.text else "|".join(self.kind.words)
+        words = "" if self.kind.text else "|".join(self.kind.choices)
         return self.about.metavar or words or self.name.upper()
 
     @property

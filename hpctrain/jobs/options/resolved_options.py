@@ -39,7 +39,7 @@ _FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")
 class ResolvedOptions:
     """The value of every option that has one, with its source."""
 
-    given: Mapping[str, OptionValue]
+    values: Mapping[str, OptionValue]
     """Values by key: the name of an option, or `env.NAME` and the like for one entry."""
     files: tuple[ConfigFile, ...] = ()
     """The files that were read, weakest first."""
@@ -64,7 +64,7 @@ class ResolvedOptions:
     def options(self) -> SubmitOptions:
         """The values without their sources."""
         values: dict[str, Any] = {}
-        for key, given in self.given.items():
+        for key, given in self.values.items():
             name, dot, entry = key.partition(".")
             if dot:
                 values.setdefault(name, {})[entry] = given.value
@@ -72,11 +72,11 @@ class ResolvedOptions:
                 values[name] = given.value
         return cast(SubmitOptions, values)
 
-    def places_of(self, text: str) -> str:
+    def describe_sources(self, text: str) -> str:
         """Return the sources (files or `--set`) of the options whose flags occur in a text; empty if none."""
         flags, known = set(_FLAG.findall(text)), all_options()
         places: dict[str, None] = {}
-        for key, given in self.given.items():
+        for key, given in self.values.items():
             flag = known[key.partition(".")[0]].flag
             if flag in flags and (given.source.path is not None or given.source == _SET):
                 places[f"{flag} is from {given.source}"] = None
@@ -174,15 +174,15 @@ def _from_caller(given: SubmitOptions, source: OptionSource) -> Iterator[OptionV
             raise SpecError(f"submit() has no option {key!r}. {explain_foreign(key) or suggest(key, known)}")
         if value is not None:
             label = f"{key} (submit())" if source is PYTHON_SOURCE else known[name].flag
-            yield from _taken(known[name], value, label, source)
+            yield from _parse_value(known[name], value, label, source)
 
 
-def _taken(option: Option, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:
+def _parse_value(option: Option, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:
     if option.name == "sbatch" and isinstance(value, Mapping):
         # A flag of sbatch is a boolean in Python, as in YAML.
         value = {key: "true" if it is True else it for key, it in value.items() if it is not False}
     try:
-        taken = option.kind.take(value)
+        taken = option.kind.parse(value)
     except ValueError:
         raise SpecError(invalid_value_message(label, value, option)) from None
     if option.kind.pairs:
@@ -208,5 +208,5 @@ def _from_assignment(text: str) -> OptionValue:
         raise SpecError(f"--set {text!r} is not of the form {form}.")
     if not value:
         return OptionValue(name, None, _SET)
-    (given,) = _taken(option, value, f"--set {name}", _SET)
+    (given,) = _parse_value(option, value, f"--set {name}", _SET)
     return given

@@ -29,7 +29,7 @@ def read_profile(site: Site, path: Path, node: Node) -> Site:
         SpecError: a key is unknown, or a value is of a wrong type; the message has the line.
     """
     reader = _Reader(path)
-    return site if reader.is_null(node) else reader.onto(site, node, SITE_KEY)
+    return site if reader.is_null(node) else reader.update(site, node, SITE_KEY)
 
 
 def write_profile(site: Site) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def onto(self, base: _T, node: Node, key: str) -> _T:
+    def update(self, base: _T, node: Node, key: str) -> _T:
         """Return the dataclass `base` updated with the fields of the node."""
         entries = self._entries(node, key)
         hints = get_type_hints(type(base))
@@ -67,7 +67,7 @@ class _Reader:
                 raise self._unknown(node, key, name, list(hints))
             current = getattr(base, name)
             if is_dataclass(current) and not self.is_null(value):
-                given[name] = self.onto(current, value, f"{key}.{name}")
+                given[name] = self.update(current, value, f"{key}.{name}")
             else:
                 given[name] = self._value(hints[name], value, f"{key}.{name}")
         changed: _T = replace(base, **given)  # type: ignore[type-var]
@@ -84,15 +84,15 @@ class _Reader:
             return self._value(next(part for part in parts if part is not type(None)), node, key)
         if origin is tuple:
             if not isinstance(node, yaml.SequenceNode):
-                raise self._wrong(node, key, "a list")
+                raise self._invalid_value(node, key, "a list")
             return tuple(self._value(parts[0], one, f"{key}[{i}]") for i, one in enumerate(node.value))
         if origin is Mapping:
             return {name: self._value(parts[1], one, key) for name, one in self._entries(node, key).items()}
         if is_dataclass(hint):
-            return self._made(hint, node, key)
+            return self._build(hint, node, key)
         return self._scalar(hint, node, key)
 
-    def _made(self, kind: Any, node: Node, key: str) -> Any:
+    def _build(self, kind: Any, node: Node, key: str) -> Any:
         hints = get_type_hints(kind)
         entries = self._entries(node, key)
         for name in entries:
@@ -119,14 +119,14 @@ class _Reader:
                 except ValueError:
                     pass
         choices = join_or(get_args(hint)) if get_origin(hint) is Literal else _NAMES[hint]
-        raise self._wrong(node, key, choices)
+        raise self._invalid_value(node, key, choices)
 
     def _entries(self, node: Node, key: str) -> dict[str, Node]:
         if not isinstance(node, yaml.MappingNode):
-            raise self._wrong(node, key, "a mapping (lines of the form `key: value`)")
+            raise self._invalid_value(node, key, "a mapping (lines of the form `key: value`)")
         return {str(name.value): value for name, value in node.value}
 
-    def _wrong(self, node: Node, key: str, takes: str) -> SpecError:
+    def _invalid_value(self, node: Node, key: str, takes: str) -> SpecError:
         what = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         if isinstance(node, yaml.ScalarNode):
             what = repr(node.value)

@@ -26,7 +26,7 @@ from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
 RUNS_FOLDER = "runs"
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
-_LONGEST_NAME_IN_ID = 40
+_MAX_NAME_IN_ID = 40
 
 
 def build_spec(
@@ -116,7 +116,7 @@ def validate_option(name: str, value: object) -> None:
     if (option := all_options().get(name)) is None:
         return
     try:
-        taken = option.kind.take(value)
+        taken = option.kind.parse(value)
     except ValueError:
         raise SpecError(invalid_value_message(name, value, option)) from None
     readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": _gpus}
@@ -156,7 +156,7 @@ def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
 
 def new_run_id(name: str) -> str:
     """Return a run id for a job of that name. Collisions within the same second are very unlikely."""
-    stem = _NOT_IN_ID.sub("-", name)[:_LONGEST_NAME_IN_ID].strip("-.") or "run"
+    stem = _NOT_IN_ID.sub("-", name)[:_MAX_NAME_IN_ID].strip("-.") or "run"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 

@@ -605,6 +605,6 @@ def all_options() -> dict[str, Option]:
     found = {}
     for group in _GROUPS:
         for name, hint in group.__annotations__.items():
-            kind, (about,) = OptionType.of(hint.__origin__), hint.__metadata__
+            kind, (about,) = OptionType.from_hint(hint.__origin__), hint.__metadata__
             found[name] = Option(name, str(group.__doc__).rstrip("."), kind, about)
     return found

@@ -114,15 +114,15 @@ class ChaosRunner:
         run: the run.
         faults: the faults to choose from.
         seed: random seed; each fault has its own generator, so its timing does not affect the choice.
-        tell: called with a message about each fault.
+        report: called with a message about each fault.
     """
 
     run: Run
     faults: tuple[Fault, ...]
     seed: int
-    tell: Callable[[str], object]
+    report: Callable[[str], object]
 
-    def go_on(self, times: int, every_s: float, *, dry_run: bool = False) -> int:
+    def inject_faults(self, times: int, every_s: float, *, dry_run: bool = False) -> int:
         """Disturb the run until it has ended or `times` is reached; return the number of faults.
 
         Args:
@@ -142,9 +142,9 @@ class ChaosRunner:
             if status.state is RunState.PENDING or now < due:
                 continue
             chance = random.Random(f"{self.seed}/{done}")
-            blow = self._next(status, chance)
-            if blow is not None and (dry_run or self._strike(blow, status)):
-                self.tell(f"would inject {blow}" if dry_run else str(blow))
+            injection = self._next(status, chance)
+            if injection is not None and (dry_run or self._inject(injection, status)):
+                self.report(f"would inject {injection}" if dry_run else str(injection))
                 done, missed = done + 1, None
                 if done == times:
                     break
@@ -154,7 +154,7 @@ class ChaosRunner:
             elif now - missed > _REACH_LIMIT_S:
                 raise SchedulerError(
                     f"Run {self.run.run_id} is {status.state}, but no fault could be injected for "
-                    f"{_REACH_LIMIT_S:.0f} s: {blow or 'no ranks have been started'}."
+                    f"{_REACH_LIMIT_S:.0f} s: {injection or 'no ranks have been started'}."
                 )
         return done
 
@@ -164,22 +164,26 @@ class ChaosRunner:
             return None
         return choose_fault(self.faults, started, chance)
 
-    def _strike(self, blow: FaultInjection, status: RunStatus) -> bool:
+    def _inject(self, injection: FaultInjection, status: RunStatus) -> bool:
         """Inject the fault; True if it hit a process. Ranks come and go, so it may hit none."""
         try:
-            if not self._does(blow, status):
+            if not self._send_fault(injection, status):
                 return False
         except SchedulerError:
             return False
         self.run.dir.log_event(
-            "chaos", blow.attempt, fault=blow.fault, ranks=list(blow.ranks), host=blow.host
+            "chaos",
+            injection.attempt,
+            fault=injection.fault,
+            ranks=list(injection.ranks),
+            host=injection.host,
         )
         return True
 
-    def _does(self, blow: FaultInjection, status: RunStatus) -> bool:
+    def _send_fault(self, injection: FaultInjection, status: RunStatus) -> bool:
         run_dir, slurm = str(self.run.dir.path), status.backend == "slurm"
         environ = strip_job_env(self.run.environ)
-        match blow.fault:
+        match injection.fault:
             case Fault.PREEMPT:
                 control.preempt([self.run.dir], self.run.environ)
                 return True
@@ -190,12 +194,12 @@ class ChaosRunner:
                 raw_id, host = _batch_host(str(status.job_id), environ)
                 words = [run_dir, signal.SIGKILL.name, "supervisor"]
                 return _on_host(raw_id, host, words, environ)
-        number = signal.SIGSTOP if blow.fault is Fault.STOP_RANK else signal.SIGKILL
+        number = signal.SIGSTOP if injection.fault is Fault.STOP_RANK else signal.SIGKILL
         if not slurm:
-            return bool(signal_ranks(run_dir, number, blow.attempt, blow.ranks))
+            return bool(signal_ranks(run_dir, number, injection.attempt, injection.ranks))
         raw_id, _ = _batch_host(str(status.job_id), environ)
-        words = [run_dir, number.name, str(blow.attempt), *map(str, blow.ranks)]
-        return _on_host(raw_id, str(blow.host), words, environ)
+        words = [run_dir, number.name, str(injection.attempt), *map(str, injection.ranks)]
+        return _on_host(raw_id, str(injection.host), words, environ)
 
 
 def check_disturbable(run: Run) -> RunStatus:

@@ -22,7 +22,7 @@ _Answer = TypeVar("_Answer")
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     """Ask the run to save its state and end for good. See `Run.cancel`."""
-    status, parts = _look(run, environ)
+    status, parts = _query_status(run, environ)
     if status.state.ended:
         return status
     going = [part for part, its in parts.items() if not its.state.ended]
@@ -32,14 +32,14 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     for part in asked_now:
         part.cancel_request.touch(0o644)
     try:
-        _ask(jobs, environ, lambda backend, these: backend.cancel(these))
-        for part, now in zip(waiting, StatusPoller(waiting, environ).look(), strict=True):
+        _request(jobs, environ, lambda backend, these: backend.cancel(these))
+        for part, now in zip(waiting, StatusPoller(waiting, environ).poll(), strict=True):
             if now.state is RunState.CANCELLED:
                 # There is no supervisor to record its end, and Slurm forgets the job.
                 part.log_event("finished", now.attempt or 0, state="CANCELLED", exit_code=0, cause=None)
     except SchedulerError:
         # It may have ended by itself just now, which is as good.
-        if not StatusPoller([run], environ).look()[0].state.ended:
+        if not StatusPoller([run], environ).poll()[0].state.ended:
             # A refused request must not take effect at the next preemption.
             for part in asked_now:
                 part.cancel_request.unlink(missing_ok=True)
@@ -49,12 +49,12 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
 
 def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     """Ask the run to save its state and continue in a new attempt. See `Run.requeue`."""
-    status, parts = _look(run, environ)
+    status, parts = _query_status(run, environ)
     running = [part for part, its in parts.items() if its.state is RunState.RUNNING]
     held = [part for part, its in parts.items() if its.held]
     if not running and not held:
         raise SpecError(f"Run {run.run_id} is {status.state}; only a running run can be requeued.")
-    _ask(_jobs_of(held), environ, lambda backend, these: backend.lift_hold(these))
+    _request(_jobs_of(held), environ, lambda backend, these: backend.release_hold(these))
     # The signal is that of a preemption: without this file, the ranks expect to be killed soon.
     for part in running:
         with suppress(OSError):  # then the ranks assume the short time of a preemption
@@ -74,13 +74,13 @@ def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
     Raises:
         SchedulerError: the signal could not be sent.
     """
-    _ask(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
+    _request(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
 
 
-def _look(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
+def _query_status(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
     """Return the status of the run and of each of its tasks, or of the run itself if it has none."""
     parts = [run.task(index) for index in run.tasks()] or [run]
-    status, *each = StatusPoller([run, *parts], environ).look()
+    status, *each = StatusPoller([run, *parts], environ).poll()
     return status, dict(zip(parts, each, strict=True))
 
 
@@ -94,7 +94,7 @@ def _jobs_of(runs: Iterable[RunDir]) -> dict[BackendName, list[JobRecord]]:
     return jobs
 
 
-def _ask(
+def _request(
     jobs: Mapping[BackendName, list[JobRecord]],
     environ: Mapping[str, str],
     request: Callable[[Backend, list[JobRecord]], _Answer],

@@ -59,7 +59,7 @@ def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -
             yield f"also {format_ranks(list(same))}: {words}"
 
 
-def traceback_of(run: RunDir, failure: dict[str, Any]) -> list[str]:
+def rank_traceback(run: RunDir, failure: dict[str, Any]) -> list[str]:
     """Return the traceback of the rank that failed first, as lines; empty if it left none."""
     record = _records(run, int(failure.get("attempt", 0))).get(int(failure.get("rank", -1)), {})
     return fold(str(record.get("traceback") or "")).rstrip().splitlines()

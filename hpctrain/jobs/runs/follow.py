@@ -17,7 +17,7 @@ from hpctrain.spec.load_spec import load_spec
 
 _POLL_S = 0.2
 #: Tasks of a job array per poll: reading thousands at once would overload the file system.
-_TASKS_A_LOOK = 64
+_TASKS_PER_POLL = 64
 
 #: All logs of all ranks.
 ALL_RANKS = LogFilter()
@@ -36,29 +36,29 @@ def follow_run(
         shown: the logs to show.
         whole: start at the last submission instead of the newest attempt.
     """
-    readings = deque(_readings(run, shown, whole=whole))
+    readings = deque(_open_readers(run, shown, whole=whole))
     poller, unknown = StatusPoller([run.dir], run.environ), UnknownStateTracker()
     before: RunStatus | None = None
     while True:
         # Query before reading, so that nothing written before the end is missed.
-        status = poller.look()[0] if poller.is_due else None
+        status = poller.poll()[0] if poller.is_due else None
         has_ended = status is not None and status.state.ended
-        for _ in range(len(readings) if has_ended else min(_TASKS_A_LOOK, len(readings))):
+        for _ in range(len(readings) if has_ended else min(_TASKS_PER_POLL, len(readings))):
             yield from readings[0].read()
             readings.rotate(-1)
         if status is not None:
             yield from _notices(status, before, unknown)
             before = status
-        if status is not None and has_ended and not any(reading.has_news for reading in readings):
-            for reading in readings:
-                yield from reading.read_rest()
+        if status is not None and has_ended and not any(reader.has_new_events for reader in readings):
+            for reader in readings:
+                yield from reader.read_rest()
             run.await_exit()
             yield status
             return
         time.sleep(_POLL_S)
 
 
-def _readings(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogReader]:
+def _open_readers(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogReader]:
     """Return a reader for the run, or for each task of a job array; `whole` takes those last submitted."""
     tasks: Sequence[int] = run.dir.tasks()
     if not tasks:
@@ -77,7 +77,7 @@ def _notices(
     status: RunStatus, before: RunStatus | None, unknown: UnknownStateTracker
 ) -> Iterator[EventLine]:
     """Yield a line if the state became unknown or changed."""
-    if words := unknown.words(status):
+    if words := unknown.message_for(status):
         yield EventLine(words)
     is_array = status.tasks is not None
     is_new = before is None or before.state is not status.state or (is_array and before.words != status.words)

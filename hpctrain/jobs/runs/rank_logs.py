@@ -17,9 +17,9 @@ from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event
 
 #: Logs per poll: a run of thousands of ranks must not overload the file system.
-_LOGS_A_LOOK = 64
+_LOGS_PER_POLL = 64
 #: Seconds between two searches for ranks with a new log.
-_RANKS_EVERY_S = 1.0
+_LISTING_INTERVAL_S = 1.0
 
 
 class RankLogReader:
@@ -38,14 +38,14 @@ class RankLogReader:
         self._wanted = frozenset(ranks)
         self._tails: dict[int, FileTail] = {}
         self._queue: deque[int] = deque()
-        self._torn: dict[int, str] = {}
+        self._partial_lines: dict[int, str] = {}
         self._next_listing = 0.0
-        self._tells_ranks, self._width = False, 0
+        self._labels_ranks, self._width = False, 0
 
     def read_past(self) -> Iterator[str]:
         """Yield the existing lines in order of time."""
         self._find_ranks()
-        for _, rank, size in heapq.merge(*map(_notes, self._run.all_log_times(self._attempt))):
+        for _, rank, size in heapq.merge(*map(_notes, self._run.all_log_indexes(self._attempt))):
             if (tail := self._tails.get(rank)) is not None:
                 yield from self._read(rank, tail, size)
         # Lines written after a rank's last time record.
@@ -56,7 +56,7 @@ class RankLogReader:
         """Yield the lines since the last poll; with many ranks, each poll reads a part of them in turn."""
         if time.monotonic() >= self._next_listing:
             self._find_ranks()
-        for _ in range(min(_LOGS_A_LOOK, len(self._queue))):
+        for _ in range(min(_LOGS_PER_POLL, len(self._queue))):
             rank = self._queue.popleft()
             self._queue.append(rank)
             if self._tails[rank].has_grown():
@@ -68,11 +68,11 @@ class RankLogReader:
         for rank, tail in sorted(self._tails.items()):
             if tail.has_grown():
                 yield from self._read(rank, tail)
-            if torn := self._torn.pop(rank, ""):
+            if torn := self._partial_lines.pop(rank, ""):
                 yield self._line(rank, torn)
 
     def _find_ranks(self) -> None:
-        self._next_listing = time.monotonic() + _RANKS_EVERY_S
+        self._next_listing = time.monotonic() + _LISTING_INTERVAL_S
         for rank in self._run.ranks(self._attempt):
             if rank not in self._tails and (not self._wanted or rank in self._wanted):
                 self._tails[rank] = FileTail(self._run.rank_log(self._attempt, rank))
@@ -80,24 +80,24 @@ class RankLogReader:
         if self._tails and not self._width:
             world_size = _world_size(self._run, self._attempt) or len(self._tails)
             # A single rank needs no prefix.
-            self._tells_ranks = len(self._wanted) != 1 and world_size > 1
+            self._labels_ranks = len(self._wanted) != 1 and world_size > 1
             self._width = len(str(max(world_size - 1, *self._tails)))
 
     def _read(self, rank: int, tail: FileTail, size: int | None = None) -> Iterator[str]:
         while text := tail.read(size):
-            if not self._tells_ranks and not self._label:
+            if not self._labels_ranks and not self._label:
                 yield text
                 continue
-            *lines, torn = (self._torn.pop(rank, "") + text).split("\n")
+            *lines, torn = (self._partial_lines.pop(rank, "") + text).split("\n")
             if lines:
                 yield "".join([self._line(rank, line) for line in lines])
             if torn:
-                self._torn[rank] = torn
+                self._partial_lines[rank] = torn
 
     def _line(self, rank: int, line: str) -> str:
         # For a line that overwrites itself (progress bars), show the last state as a terminal does.
         shown = line.rstrip("\r").rpartition("\r")[2]
-        origin = f"[{rank:>{self._width}}] " if self._tells_ranks else ""
+        origin = f"[{rank:>{self._width}}] " if self._labels_ranks else ""
         return f"{self._label}{origin}{shown}\n"
 
 

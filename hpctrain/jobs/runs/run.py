@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
 
 #: A supervisor has nothing left to do after it has recorded the end.
-_EXIT_PATIENCE_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Run:
         self,
         timeout: float | None = None,
         unknown_limit: float | None = None,
-        tell: Callable[[str], object] | None = None,
+        report: Callable[[str], object] | None = None,
     ) -> RunStatus:
         """Wait until the run has ended, successfully or not.
 
@@ -89,7 +89,7 @@ class Run:
             timeout: maximum wait in seconds; None waits without limit.
             unknown_limit: maximum seconds in which the scheduler gives no definite answer and the run writes
                 nothing; None is an hour.
-            tell: called with a message now and then while the state is unknown; None logs it.
+            report: called with a message now and then while the state is unknown; None logs it.
 
         Raises:
             WaitTimeout: it has not ended yet.
@@ -100,11 +100,11 @@ class Run:
         from hpctrain.jobs.runs.unknown_state import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
         from hpctrain.slurm.states import RunState
 
-        doubt = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
-        tell = tell or logging.getLogger("hpctrain").warning
-        for status in self._watch(timeout, doubt):
-            if words := doubt.words(status):
-                tell(f"Waiting for run {self.run_id}: {words}")
+        tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
+        report = report or logging.getLogger("hpctrain").warning
+        for status in self._watch(timeout, tracker):
+            if words := tracker.message_for(status):
+                report(f"Waiting for run {self.run_id}: {words}")
         if not status.state.ended:
             state = describe_unknown(status) if status.state is RunState.UNKNOWN else status.state
             raise WaitTimeout(
@@ -114,22 +114,24 @@ class Run:
         self.await_exit()
         return status
 
-    def _watch(self, limit_s: float | None, doubt: UnknownStateTracker | None = None) -> Iterator[RunStatus]:
-        """Yield statuses until the run ends or `limit_s` is over; do not oversleep the limit of `doubt`."""
+    def _watch(
+        self, limit_s: float | None, tracker: UnknownStateTracker | None = None
+    ) -> Iterator[RunStatus]:
+        """Yield statuses until the run ends or `limit_s` is over; do not oversleep the limit of `tracker`."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         poller = _poller([self])
         while True:
-            (status,) = poller.look()
+            (status,) = poller.poll()
             yield status
             left = deadline - time.monotonic()
             if status.state.ended or left <= 0:
                 return
             pause = min(poller.poll_s, left)
-            time.sleep(min(pause, doubt.left_s) if doubt is not None and doubt.left_s else pause)
+            time.sleep(min(pause, tracker.left_s) if tracker is not None and tracker.left_s else pause)
 
     def await_exit(self) -> None:
         """Wait for the local supervisor of an ended run to exit, so that no process is left."""
-        deadline = time.monotonic() + _EXIT_PATIENCE_S
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
         with suppress(PermissionError):  # another user's run
             while is_locked(self.dir.lock) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -186,7 +188,7 @@ def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> lis
     Raises:
         OSError: the folder of a run cannot be read.
     """
-    return _poller(runs, skip_unreadable=skip_unreadable).look() if runs else []
+    return _poller(runs, skip_unreadable=skip_unreadable).poll() if runs else []
 
 
 def _poller(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoller:

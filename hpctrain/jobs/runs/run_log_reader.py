@@ -54,36 +54,36 @@ class RunLogReader:
         """
         self._run, self._shown, self._whole, self._label = run, shown, whole, label
         self._events = RecordTail(run.events, is_event)
-        self._logs: _Logs | None = None
-        self._news: list[dict[str, Any]] = []
-        self._told: list[dict[str, Any]] = []
+        self._logs: _AttemptLogs | None = None
+        self._new_events: list[dict[str, Any]] = []
+        self._announced_events: list[dict[str, Any]] = []
 
     @property
-    def has_news(self) -> bool:
+    def has_new_events(self) -> bool:
         """True if the last `read` found events that have not been yielded yet."""
-        return bool(self._news)
+        return bool(self._new_events)
 
     def read(self) -> Iterator[LogText | EventLine]:
         """Yield new log text, then the events that the previous call found."""
-        logs = self._logs or self._begin()
+        logs = self._logs or self._start_attempt_logs()
         yield from self._reports() if self._shown.errors else logs.read()
-        for event in self._told:
+        for event in self._announced_events:
             if line := describe_event(event):
                 yield EventLine(f"{self._label}{line}", self._details(event))
-        self._told = self._news = self._events.read()
+        self._announced_events = self._new_events = self._events.read()
 
     def read_rest(self) -> Iterator[LogText]:
         """Yield the remaining logs of an ended run, including unterminated lines."""
         if self._logs is not None and not self._shown.errors:
             yield from self._logs.read_rest()
 
-    def _begin(self) -> _Logs:
+    def _start_attempt_logs(self) -> _AttemptLogs:
         past = list(self._events.read_in_parts())
         start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
         first = past[start - 1].get("attempt", 0) if self._whole and start else None
-        self._news = past[start:]
-        self._told = self._news if self._whole else []
-        self._logs = _Logs(self._run, self._shown, first, self._label)
+        self._new_events = past[start:]
+        self._announced_events = self._new_events if self._whole else []
+        self._logs = _AttemptLogs(self._run, self._shown, first, self._label)
         return self._logs
 
     def _details(self, event: dict[str, Any]) -> tuple[str, ...]:
@@ -94,13 +94,13 @@ class RunLogReader:
         return tuple(line for line in lines if not is_shown or line.startswith("also "))
 
     def _reports(self) -> Iterator[LogText]:
-        for event in self._news:
+        for event in self._new_events:
             if event.get("kind") == "failure" and self._shown.attempt in (None, event.get("attempt")):
                 lines = report_failure(self._run, event, self._shown.ranks)
                 yield LogText("".join(f"{self._label}{line}\n" for line in lines))
 
 
-class _Logs:
+class _AttemptLogs:
     """Logs of the ranks across attempts."""
 
     def __init__(self, run: RunDir, shown: LogFilter, first_attempt: int | None, label: str) -> None:

@@ -72,13 +72,13 @@ class RunStatus:
     tasks: Mapping[str, int] | None = None
 
 
-def derive_status(record: RunRecord, view: JobStateView | None, last_sure: float = 0.0) -> RunStatus:
+def derive_status(record: RunRecord, view: JobStateView | None, last_known: float = 0.0) -> RunStatus:
     """Combine the run's own record with the scheduler's answer.
 
     Args:
         record: the run's record, read before the scheduler was asked.
         view: the scheduler's answer; None if there was nothing to ask.
-        last_sure: time of the scheduler's last definite answer, in seconds since the epoch.
+        last_known: time of the scheduler's last definite answer, in seconds since the epoch.
     """
     run = record.run
     if record.finished is None and view is not None and view.state.ended:
@@ -99,7 +99,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_sure: float
     else:
         state = view.state
     if state is RunState.FAILED:
-        cause, log = _cause(record, _end_in_words(record, view))
+        cause, log = _cause(record, _describe_end(record, view))
     held = view is not None and view.held and state is RunState.PENDING
     if held:
         words += f"; `hpctrain requeue {run.run_id}` ends the wait"
@@ -115,7 +115,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_sure: float
         backend=record.backend,
         job_state=view.job_state if view is not None else None,
         never_starts=state is RunState.PENDING and DEPENDENCY_NEVER_SATISFIED in words,
-        unknown_s=_unknown_s(record, last_sure) if state is RunState.UNKNOWN else None,
+        unknown_s=_unknown_s(record, last_known) if state is RunState.UNKNOWN else None,
         attempt=attempt,
         nodes=record.started.get("nodes") if record.started else None,
         step=metrics.get("step"),
@@ -167,8 +167,8 @@ def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
     )
 
 
-def _unknown_s(record: RunRecord, last_sure: float) -> float | None:
-    known = max(last_sure, last_activity(record.run)) if record.submitted else 0.0
+def _unknown_s(record: RunRecord, last_known: float) -> float | None:
+    known = max(last_known, last_activity(record.run)) if record.submitted else 0.0
     return max(0.0, time.time() - known) if known else None
 
 
@@ -179,7 +179,7 @@ def _finished_state(finished: dict[str, Any]) -> RunState:
         return RunState.UNKNOWN
 
 
-def _end_in_words(record: RunRecord, view: JobStateView | None) -> str:
+def _describe_end(record: RunRecord, view: JobStateView | None) -> str:
     """Describe the end of a job whose supervisor recorded no cause, from the scheduler's answer."""
     if view is None or record.backend != "slurm" or view.job_state is None:
         return view.words if view else ""

@@ -17,7 +17,7 @@ from hpctrain.spec.job_spec import BackendName
 #: Seconds between queries: a scheduler query costs other users, the local lock does not.
 _POLL_S: dict[BackendName, float] = {"slurm": 2.0, "local": 0.2}
 #: Longest interval in seconds; a scheduler that does not answer is queried less and less often.
-_LONGEST_POLL_S = 30.0
+_MAX_POLL_S = 30.0
 
 
 class StatusPoller:
@@ -36,7 +36,7 @@ class StatusPoller:
         self._runs = runs
         self._environ = environ
         self._skip_unreadable = skip_unreadable
-        self._last_sure: dict[RunDir, float] = {}
+        self._last_known: dict[RunDir, float] = {}
         self._poll_s = 0.0
         self._asks_slurm = False
         self._due = 0.0
@@ -51,7 +51,7 @@ class StatusPoller:
         """True once `poll_s` have passed since the last query."""
         return time.monotonic() >= self._due
 
-    def look(self) -> list[RunStatus]:
+    def poll(self) -> list[RunStatus]:
         """Return the status of each run, in order; that of a job array combines its tasks.
 
         Raises:
@@ -59,9 +59,9 @@ class StatusPoller:
         """
         tasks = {run: self._tasks_of(run) for run in self._runs}
         single = list(dict.fromkeys(each for run in self._runs for each in (tasks[run] or [run])))
-        found = dict(zip(single, self._look(single), strict=True))
+        found = dict(zip(single, self._query(single), strict=True))
         if any(status.state is RunState.UNKNOWN and status.job_id for status in found.values()):
-            self._poll_s = min(2 * self.poll_s, _LONGEST_POLL_S)
+            self._poll_s = min(2 * self.poll_s, _MAX_POLL_S)
         else:
             self._poll_s = 0.0
         self._due = time.monotonic() + self.poll_s
@@ -88,7 +88,7 @@ class StatusPoller:
                 raise
             found[run] = unreadable(run, error)
 
-    def _look(self, runs: Sequence[RunDir]) -> list[RunStatus]:
+    def _query(self, runs: Sequence[RunDir]) -> list[RunStatus]:
         records: list[RunRecord] = []
         found: dict[RunDir, RunStatus] = {}
         for run in runs:
@@ -99,14 +99,14 @@ class StatusPoller:
         for name in _POLL_S:
             asked = [record for record in records if record.backend == name and record.finished is None]
             if jobs := [record.job for record in asked if record.job]:
-                answers = open_backend(name, self._environ).look(jobs)
+                answers = open_backend(name, self._environ).query(jobs)
                 for record, view in zip(asked, answers, strict=True):
                     views[record.run] = view
                     self._remember(record, view)
         for record in records:
             run = record.run
             with self._noting_unreadable(run, found):
-                found[run] = derive_status(record, views.get(run), self._last_sure.get(run, 0.0))
+                found[run] = derive_status(record, views.get(run), self._last_known.get(run, 0.0))
         gone_on = [
             record.run
             for record in records
@@ -116,13 +116,13 @@ class StatusPoller:
             and is_continued_by_other_job(record, self._environ)
         ]
         if gone_on:
-            found |= dict(zip(gone_on, self._look(gone_on), strict=True))
+            found |= dict(zip(gone_on, self._query(gone_on), strict=True))
         return [found[run] for run in runs]
 
     def _remember(self, record: RunRecord, view: JobStateView) -> None:
         if view.state is not RunState.UNKNOWN:
-            self._last_sure[record.run] = time.time()
-        seen = record.seen["job_state"] if record.seen else None
+            self._last_known[record.run] = time.time()
+        seen = record.observed_end["job_state"] if record.observed_end else None
         if view.state.ended and view.job_state not in (None, seen):
             # Record it: Slurm forgets jobs, and many clusters have no accounting. Other users cannot.
             with suppress(OSError):

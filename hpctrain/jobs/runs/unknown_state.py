@@ -46,7 +46,7 @@ class UnknownStateTracker:
         """Seconds until the limit if nothing changes; infinite if the state is known."""
         return math.inf if self._since is None else max(0.0, self._since + self._limit_s - time.monotonic())
 
-    def words(self, status: RunStatus) -> str | None:
+    def message_for(self, status: RunStatus) -> str | None:
         """Return the message for this status; mostly None.
 
         Raises:

@@ -17,7 +17,7 @@ from hpctrain.text import join_or, pluralize
 #: Slurm simulates its queue to predict a start. With a long queue there is no forecast.
 FORECAST_TIMEOUT_S = 10.0
 #: A start within this many seconds is "at once".
-_AT_ONCE_S = 60
+_IMMEDIATE_S = 60
 _NOW = "now"
 
 _START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
@@ -41,21 +41,21 @@ _WAITS = ("are busy", "Required node not available", "not available now", "depen
 class StartForecast:
     """Cached answer of `sbatch --test-only`."""
 
-    def __init__(self, question: SlurmCall) -> None:
-        self._question: SlurmCall | None = question
-        self._said: tuple[str, str] | SchedulerError = ("", "")
+    def __init__(self, call: SlurmCall) -> None:
+        self._call: SlurmCall | None = call
+        self._answer: tuple[str, str] | SchedulerError = ("", "")
 
     def answer(self) -> tuple[str, str]:
         """Return the answer, waiting for it on the first call. See `SlurmCall.answer`."""
-        if self._question is not None:
+        if self._call is not None:
             try:
-                self._said = self._question.answer()
+                self._answer = self._call.answer()
             except SchedulerError as error:
-                self._said = error.with_traceback(None)
-            self._question = None
-        if isinstance(self._said, SchedulerError):
-            raise self._said
-        return self._said
+                self._answer = error.with_traceback(None)
+            self._call = None
+        if isinstance(self._answer, SchedulerError):
+            raise self._answer
+        return self._answer
 
     def refusal(self) -> str:
         """Return Slurm's message if it would refuse the job; empty if it would not or does not answer."""
@@ -85,10 +85,10 @@ def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> 
     where = f"on {nodes}" + (f", partition {partition}" if partition else "")
     # The forecast ignores dependencies (seen with Slurm 22.05).
     when = _when(time)
-    if request.gives("dependency"):
+    if request.is_given("dependency"):
         allowed = "its dependency is satisfied (--dependency)"
         when = f"as soon as {allowed}" if when == _NOW else f"{when}, once {allowed}"
-    if request.gives("hold"):
+    if request.is_given("hold"):
         return "The job is held (--hold) and starts only after `scontrol release`."
     return f"Estimated start: {when}, {where}."
 
@@ -96,7 +96,7 @@ def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> 
 def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
     """Return a sentence on the maximum cost of the job for each start."""
     spec = request.spec
-    tasks = len(JobArray.parse(word).indices) if (word := request.word("array")) else 1
+    tasks = len(JobArray.parse(word).indices) if (word := request.value("array")) else 1
     gpus, cpus = spec.gpus_per_node, request.cpus_per_node
     groups = [group for partition in partitions for group in partition.groups if group.num_gpus >= gpus]
     if groups and _gets_whole_nodes(request, partitions, site):
@@ -107,7 +107,9 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
     if tasks > 1:
         size = f"{tasks} tasks × {size}"
     limits = (
-        [request.time_limit_s] if request.gives("time") else [one.time_without_option_s for one in partitions]
+        [request.time_limit_s]
+        if request.is_given("time")
+        else [one.time_without_option_s for one in partitions]
     )
     if not limits or None in limits:
         names = join_or(partition.name for partition in partitions) if partitions else "its partition"
@@ -129,7 +131,7 @@ def _when(time: str) -> str:
     except ValueError:
         return f"at {time}"
     now = datetime.now()
-    if (start - now).total_seconds() < _AT_ONCE_S:
+    if (start - now).total_seconds() < _IMMEDIATE_S:
         return _NOW
     same_day = start.date() == now.date()
     return f"at {start:%H:%M}" if same_day else f"on {start:%Y-%m-%d} at {start:%H:%M}"

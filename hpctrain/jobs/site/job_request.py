@@ -26,11 +26,11 @@ class JobRequest:
     """Environment of sbatch. Its SBATCH_* variables apply to options that the script does not set."""
 
     @classmethod
-    def of(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
+    def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
         directives = all_directives(spec)
         return cls(spec, directives, sbatch_env(environ, directives))
 
-    def word(self, key: str) -> str:
+    def value(self, key: str) -> str:
         """Return the value of an option; empty if it is not given."""
         return self.directives.get(key) or self.variables.get(sbatch_variable(key), "")
 
@@ -39,18 +39,18 @@ class JobRequest:
         variable = sbatch_variable(key)
         return variable if key not in self.directives and self.variables.get(variable) else f"--{key}"
 
-    def gives(self, key: str) -> bool:
+    def is_given(self, key: str) -> bool:
         return key in self.directives or bool(self.variables.get(sbatch_variable(key)))
 
     @property
     def partitions(self) -> list[str]:
         """Partitions in which the job may run; empty if the site chooses."""
-        return [name for name in self.word("partition").split(",") if name]
+        return [name for name in self.value("partition").split(",") if name]
 
     @property
     def time_limit_s(self) -> float | None:
         """The requested time limit; None if it is unlimited or not given."""
-        return parsing.parse_time_limit(self.word("time")) if self.gives("time") else None
+        return parsing.parse_time_limit(self.value("time")) if self.is_given("time") else None
 
     @property
     def cpus_per_node(self) -> int:
@@ -59,24 +59,24 @@ class JobRequest:
     @property
     def memory_option(self) -> str | None:
         """The option that requests memory; None if the job requests none."""
-        return next((key for key in _MEMORY if self.gives(key)), None)
+        return next((key for key in _MEMORY if self.is_given(key)), None)
 
     @property
     def memory_per_node_mib(self) -> int:
         """Requested MiB of memory per node; 0 means no request, or all memory."""
         if (option := self.memory_option) is None:
             return 0
-        each = parsing.parse_size_mib(self.word(option)) or 0
+        each = parsing.parse_size_mib(self.value(option)) or 0
         units = {"mem": 1, "mem-per-cpu": self.cpus_per_node, "mem-per-gpu": self.spec.gpus_per_node}
         return each * units[option]
 
     @property
     def whole_nodes(self) -> bool:
         """True if the job requests exclusive nodes."""
-        return self.gives("exclusive") and self.word("exclusive") in ("", "exclusive")
+        return self.is_given("exclusive") and self.value("exclusive") in ("", "exclusive")
 
     @property
     def last_task(self) -> int | None:
         """The highest index of a job array; None if it is not an array."""
-        numbers = _LAST_TASK.findall(self.word("array").partition("%")[0])
+        numbers = _LAST_TASK.findall(self.value("array").partition("%")[0])
         return max(map(int, numbers), default=None)

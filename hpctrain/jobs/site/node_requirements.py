@@ -25,7 +25,7 @@ def node_problems(request: JobRequest, partition: Partition) -> Iterator[SitePro
     wrong_words += _names(request, partition)
     yield from wrong_words
     if not wrong_words:
-        yield from _room(request, partition)
+        yield from _capacity_problems(request, partition)
 
 
 def nodes_in_service(request: JobRequest, partition: Partition) -> int:
@@ -50,7 +50,7 @@ def _gpu_type(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
 
 def _features(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     known = list(dict.fromkeys(feature for group in partition.groups for feature in group.features))
-    for word in _words_of(request.word("constraint")):
+    for word in _feature_names(request.value("constraint")):
         if word not in known:
             hint = suggest(word, known) if known else "Its nodes have no features. Leave the option out."
             yield SiteProblem(
@@ -59,12 +59,12 @@ def _features(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
             )
 
 
-def _words_of(constraint: str) -> list[str]:
+def _feature_names(constraint: str) -> list[str]:
     return [word.partition("*")[0] for word in _FEATURE.findall(constraint)]
 
 
 def _names(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
-    if not (asked := _hosts(request.word("nodelist"))):
+    if not (asked := _hosts(request.value("nodelist"))):
         return
     known = {name: None for group in partition.groups for name in _hosts(group.names)}
     for name in asked:
@@ -88,7 +88,7 @@ def _hosts(hostlist: str) -> list[str]:
         return []
 
 
-def _room(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
+def _capacity_problems(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     """Yield the first demand that exceeds every node, or a lack of fitting nodes."""
     where = f"partition {partition.name}"
     for asked, amount, words, mend in _demands(request):
@@ -97,12 +97,13 @@ def _room(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
             yield SiteProblem(f"{words}, but no node of {where} has more than {most} (sinfo). {mend}")
             return
     fitting = sum(group.num for group in partition.groups if _fits(request, group))
-    excluded = len(set(_hosts(request.word("exclude"))) & _fitting_names(request, partition))
+    excluded = len(set(_hosts(request.value("exclude"))) & _fitting_names(request, partition))
     if request.spec.least_granted > fitting - excluded:
         less = f", {excluded} of them excluded (--exclude)" if excluded else ""
         yield SiteProblem(
-            f"{pluralize(request.spec.least_granted, 'node')}{_alike(request)} requested (--nodes), "
-            f"but {where} has {fitting}{less} (sinfo). Request fewer, or choose another --partition."
+            f"{pluralize(request.spec.least_granted, 'node')}{_describe_demands(request)} requested "
+            f"(--nodes), but {where} has {fitting}{less} (sinfo). Request fewer, or choose another "
+            "--partition."
         )
 
 
@@ -131,7 +132,7 @@ def _demands(request: JobRequest) -> Iterator[tuple[int, Callable[[NodeGroup], i
     )
 
 
-def _alike(request: JobRequest) -> str:
+def _describe_demands(request: JobRequest) -> str:
     """Describe the demands on each node."""
     spec, demands = request.spec, []
     if spec.gpus_per_node:
@@ -140,7 +141,7 @@ def _alike(request: JobRequest) -> str:
         demands.append(f"{pluralize(request.cpus_per_node, 'CPU')} each")
     if request.memory_per_node_mib:
         demands.append(f"{format_memory(request.memory_per_node_mib)} of memory each")
-    if constraint := request.word("constraint"):
+    if constraint := request.value("constraint"):
         demands.append(f"the features {constraint}")
     return f" with {', '.join(demands)}" if demands else ""
 
@@ -151,7 +152,7 @@ def _gpu_words(request: JobRequest) -> str:
 
 
 def _fitting_names(request: JobRequest, partition: Partition) -> set[str]:
-    if not request.word("exclude"):
+    if not request.value("exclude"):
         return set()
     return {name for group in partition.groups if _fits(request, group) for name in _hosts(group.names)}
 
@@ -166,13 +167,13 @@ def _fits(request: JobRequest, group: NodeGroup) -> bool:
         _gpus(request, group) >= request.spec.gpus_per_node
         and group.cpus >= request.cpus_per_node
         and group.memory_mib >= request.memory_per_node_mib
-        and _has_features(request.word("constraint"), group)
+        and _has_features(request.value("constraint"), group)
     )
 
 
 def _has_features(constraint: str, group: NodeGroup) -> bool:
     """True if such a node may be allocated. Only features joined solely by & or solely by | are evaluated."""
-    words = _words_of(constraint)
+    words = _feature_names(constraint)
     if any(mark in constraint for mark in "()[]*,") or ("|" in constraint and "&" in constraint):
         return True
     if "|" in constraint:

@@ -35,7 +35,7 @@ def limit_problems(request: JobRequest, partition: Partition, site: Site) -> Ite
 
 def _time(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     limit, asked, lead_s = partition.max_time_s, request.time_limit_s, request.spec.stop_before_limit_s
-    if not request.gives("time"):
+    if not request.is_given("time"):
         if (given := partition.time_without_option_s) is not None and given <= lead_s:
             option = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
             yield SiteProblem(
@@ -94,7 +94,7 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
         ("account", partition.allow_accounts, partition.deny_accounts, "Accounts"),
         ("qos", partition.allow_qos, partition.deny_qos, "Qos"),
     ):
-        if not (asked := request.word(key)):
+        if not (asked := request.value(key)):
             continue
         said = f"{key} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
         if allowed is not None and asked not in allowed:
@@ -105,7 +105,7 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)
-    if partition.needs_reservation and not request.gives("reservation"):
+    if partition.needs_reservation and not request.is_given("reservation"):
         yield SiteProblem(
             f"Partition {partition.name} accepts only jobs with a reservation (ReqResv). Give --reservation."
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class SiteProblem:
     """A reason why a job would be refused or pend forever, with the remedy."""
 
-    words: str
+    message: str
     lifted_by: str | None = None
     """QOS flag that lifts the limit (sacctmgr(1), FLAGS of a QOS)."""
 

@@ -7,15 +7,19 @@ from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.spec.job_spec import ResumeMode
 
 #: PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
-_BY_PARTITION = "partition_prio"
+_PARTITION_PREEMPTION = "partition_prio"
 
-_BY_HAND = "Submit it again with the same --run-dir to continue it."
-_CHAINED = "continues in a successor job, which Slurm starts when the previous job has ended"
+_RESUBMIT_HINT = "Submit it again with the same --run-dir to continue it."
+_SUCCESSOR_NOTE = "continues in a successor job, which Slurm starts when the previous job has ended"
 
 
 def is_partition_preemptible(partition: Partition, site: Site) -> bool:
     """True if jobs of the partition can be preempted by those of another one. QOS are not considered."""
-    if site.slurm is None or site.slurm.preempt_type != _BY_PARTITION or partition.preempt_mode == "OFF":
+    if (
+        site.slurm is None
+        or site.slurm.preempt_type != _PARTITION_PREEMPTION
+        or partition.preempt_mode == "OFF"
+    ):
         return False
     return any(other.priority_tier > partition.priority_tier for other in site.partitions)
 
@@ -32,16 +36,17 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         says = "This site does not requeue jobs (requeue: false in the site profile)"
         if chained:
             notes.append(
-                f"{says}: a run that is preempted or approaches its time limit saves, and {_CHAINED}."
+                f"{says}: a run that is preempted or approaches its time limit saves, and {_SUCCESSOR_NOTE}."
             )
         else:
             notes.append(
-                f"{says}: a run that is preempted or approaches its time limit saves and ends. {_BY_HAND}"
+                f"{says}: a run that is preempted or approaches its time limit saves and ends. "
+                f"{_RESUBMIT_HINT}"
             )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "auto":
         notes.append(
             "This site does not requeue jobs by default (JobRequeue=0). A run that is preempted or "
-            f"approaches its time limit saves, and {_CHAINED} (--resume-mode)."
+            f"approaches its time limit saves, and {_SUCCESSOR_NOTE} (--resume-mode)."
         )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
         notes.append(
@@ -54,7 +59,7 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         and not partition.grace_time_s
     ):
         kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
-        end = f"{_CHAINED}." if chained else f"ends as FAILED. {_BY_HAND}"
+        end = f"{_SUCCESSOR_NOTE}." if chained else f"ends as FAILED. {_RESUBMIT_HINT}"
         notes.append(
             f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "
             "(PreemptMode=CANCEL, GraceTime=0). The run saves if it can do so within "

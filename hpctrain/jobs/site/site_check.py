@@ -36,13 +36,13 @@ def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[
     if not candidates:
         return [], []
     lifting = cache(lambda: _every_qos(site, ask))  # queried only when a limit is exceeded
-    standing = {one.name: _standing(request, one, site, lifting) for one in candidates}
+    standing = {one.name: _sort_problems(request, one, site, lifting) for one in candidates}
     open_to_it = [one for one in candidates if not standing[one.name][0]]
     must_fit_all = request.partitions and site.slurm is not None and site.slurm.enforces_limits == "ALL"
     if not open_to_it or (must_fit_all and len(open_to_it) < len(candidates)):
         raise _refusal(
             [problem for one in candidates for problem in standing[one.name][0]],
-            _elsewhere(request, candidates, site),
+            _suggest_partitions(request, candidates, site),
         )
     notes = [note for one in open_to_it for note in standing[one.name][1]] if len(candidates) == 1 else []
     return [*notes, *_notes(request, open_to_it[0], site)], open_to_it
@@ -75,7 +75,7 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
         )
     refusals = {
         "memory request": (habits.needs_memory and option is None, "needs_memory", "--mem"),
-        "time limit": (habits.needs_time and not request.gives("time"), "needs_time", "--time"),
+        "time limit": (habits.needs_time and not request.is_given("time"), "needs_time", "--time"),
     }
     for what, (lacks, key, flag) in refusals.items():
         if lacks:
@@ -93,7 +93,7 @@ def _candidates(request: JobRequest, site: Site) -> list[Partition]:
     return [one for one in site.partitions if not one.hidden]
 
 
-def _standing(
+def _sort_problems(
     request: JobRequest, partition: Partition, site: Site, lifting: Callable[[], Sequence[Qos]]
 ) -> tuple[list[SiteProblem], list[str]]:
     """Return the problems that prevent the job, and notes on those that a QOS may lift."""
@@ -104,7 +104,7 @@ def _standing(
         )
         if lifted:
             notes.append(
-                f"{problem.words} This limit does not apply if the job's QOS is {join_or(lifted)} "
+                f"{problem.message} This limit does not apply if the job's QOS is {join_or(lifted)} "
                 f"({problem.lifted_by})."
             )
         else:
@@ -126,11 +126,11 @@ def _every_qos(site: Site, ask: RunQuery) -> Sequence[Qos]:
 
 
 def _refusal(problems: Sequence[SiteProblem], mend: str = "") -> SpecError:
-    lines = list(dict.fromkeys(problem.words for problem in problems))
+    lines = list(dict.fromkeys(problem.message for problem in problems))
     return SpecError("\n".join([*lines, *([mend] if mend else [])]))
 
 
-def _elsewhere(request: JobRequest, refused: Sequence[Partition], site: Site) -> str:
+def _suggest_partitions(request: JobRequest, refused: Sequence[Partition], site: Site) -> str:
     """Return a sentence on the partitions that would accept the job unchanged."""
     names = [
         one.name
@@ -138,7 +138,7 @@ def _elsewhere(request: JobRequest, refused: Sequence[Partition], site: Site) ->
         if one not in refused
         and not one.hidden
         and one.state == "UP"
-        and (one.allow_accounts is None or request.gives("account"))
+        and (one.allow_accounts is None or request.is_given("account"))
         and not [*limit_problems(request, one, site), *node_problems(request, one)]
     ]
     if not names:

@@ -51,7 +51,7 @@ class CodeSnapshot:
             SpecError: there is more than `limit_mb`, a file cannot be copied, or git does not answer.
         """
         path = Path(os.path.realpath(script))
-        repository = GitRepository.around(folder or path.parent, environ)
+        repository = GitRepository.containing(folder or path.parent, environ)
         place = None if folder else path.relative_to(repository.root)
         files = repository.files()
         if place is not None:
@@ -79,7 +79,7 @@ class CodeSnapshot:
         return snapshot
 
     @contextmanager
-    def taken(self, run: RunDir) -> Iterator[CodeRef]:
+    def copied_into(self, run: RunDir) -> Iterator[CodeRef]:
         """Copy the files into the run folder; remove the copy if the block fails to submit the job.
 
         Raises:

@@ -111,7 +111,7 @@ class GitRepository:
         self._environ, self._files = environ, files
 
     @classmethod
-    def around(cls, folder: Path, environ: Mapping[str, str]) -> GitRepository:
+    def containing(cls, folder: Path, environ: Mapping[str, str]) -> GitRepository:
         """Return the innermost repository that contains `folder`.
 
         Raises:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
 #: Seconds: ranks may take a minute to start; with less than this they may not reach a first checkpoint.
-_LEAST_S = 300.0
+_MIN_S = 300.0
 #: Seconds by which Slurm may send its signal early.
 _EARLY_S = 60.0
 
@@ -49,13 +49,13 @@ class PreparedSubmission:
     """The batch script, exactly as it will be submitted; set by `check_template`."""
     snapshot: CodeSnapshot | None = None
     """Code to copy into the run folder, if any; set by `check_code`."""
-    outlook: PreflightResult = field(default_factory=PreflightResult)
+    preflight: PreflightResult = field(default_factory=PreflightResult)
     """Findings of the backend; set by `check_backend`."""
 
     @property
-    def prospects(self) -> tuple[str, ...]:
+    def forecast(self) -> tuple[str, ...]:
         """Expected start and cost; waits for the scheduler's answer."""
-        return self.outlook.foretell()
+        return self.preflight.get_forecast()
 
 
 def run_preflight(job: PreparedSubmission) -> None:
@@ -70,17 +70,17 @@ def run_preflight(job: PreparedSubmission) -> None:
 
 def check_options(job: PreparedSubmission) -> list[str]:
     """Check that each option has an effect."""
-    return check_unused_options(job.settings.given, job.settings.options, job.spec)
+    return check_unused_options(job.settings.values, job.settings.options, job.spec)
 
 
 def check_time_left(job: PreparedSubmission) -> list[str]:
     """Return a warning if the ranks get the stop signal within five minutes of the job's start."""
-    spec, settings = job.spec, job.settings.given
+    spec, settings = job.spec, job.settings.values
     if spec.time_limit_s is None:
         return []
     early_s = _EARLY_S if spec.backend == "slurm" else 0.0
     left_s = spec.time_limit_s - spec.stop_before_limit_s - early_s
-    if left_s >= _LEAST_S:
+    if left_s >= _MIN_S:
         return []
     lead_s, origin = (
         DEFAULT_STOP_BEFORE_LIMIT_S,
@@ -88,7 +88,7 @@ def check_time_left(job: PreparedSubmission) -> list[str]:
     )
     if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
         lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
-    better = format_time_limit(60 * math.ceil((_LEAST_S + lead_s + early_s) / 60))
+    better = format_time_limit(60 * math.ceil((_MIN_S + lead_s + early_s) / 60))
     early = f" and {early_s:.0f} s because Slurm may signal early" if early_s else ""
     sentence = (
         f"Warning: the time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}), minus "
@@ -252,8 +252,8 @@ def check_template(job: PreparedSubmission) -> None:
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:
     """Check the job against this machine (`backends/local.py`) or its Slurm site (`site/site_check.py`)."""
-    job.outlook = job.backend.check(job.spec, job.script, job.settings.site)
-    return job.outlook.notes
+    job.preflight = job.backend.check(job.spec, job.script, job.settings.site)
+    return job.preflight.notes
 
 
 #: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.

@@ -58,7 +58,7 @@ def prepare_submission(
     try:
         return _prepare(script, args, settings, environ, cwd, python, code)
     except SpecError as error:
-        if places := settings.places_of(str(error)):
+        if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
         raise
 
@@ -85,7 +85,7 @@ def _prepare(
 def _container(
     settings: ResolvedOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
 ) -> Container | None:
-    if "container_image" not in settings.given:
+    if "container_image" not in settings.values:
         return None
     from hpctrain.jobs.submit.container_builder import build_container
 

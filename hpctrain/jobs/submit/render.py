@@ -20,7 +20,7 @@ from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Exceptions of a wrong expression in a template.
-_OF_EXPRESSIONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def shipped_templates() -> Path:
@@ -40,7 +40,7 @@ def render(spec: JobSpec) -> str:
     Raises:
         SpecError: there is no such template, it cannot be rendered, or it leaves out a requested setting.
     """
-    asked = spec.template or _fitting(spec)
+    asked = spec.template or _default_template(spec)
     text = _render_template(spec, asked)
     _check_preparations(spec.shell, text, asked)
     if spec.template is not None:
@@ -73,7 +73,7 @@ def _render_template(spec: JobSpec, asked: str) -> str:
             f"The template {asked!r} (--template) is blocked: {words}. Templates are rendered in a sandbox, "
             "even by --dry-run. Put Python code into the script, and shell lines into --setup."
         ) from error
-    except (jinja2.TemplateError, *_OF_EXPRESSIONS) as error:
+    except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
         words = str(error).rstrip(".")
         raise SpecError(f"Cannot render the template {asked!r} (--template): {words}.") from error
 
@@ -95,7 +95,7 @@ def _jinja_environment(folder: Path) -> jinja2.Environment:
     return environment
 
 
-def _fitting(spec: JobSpec) -> str:
+def _default_template(spec: JobSpec) -> str:
     """Return the shipped template for a job that names none."""
     if spec.torchrun is not None:
         return "torchrun"

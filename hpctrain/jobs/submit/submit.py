@@ -25,7 +25,7 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.validation import check_spec
 
 #: Seconds: a supervisor that has recorded its end still has to exit, and checking the lock takes a moment.
-_LOCK_PATIENCE_S = 5.0
+_LOCK_TIMEOUT_S = 5.0
 
 
 def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] = ()) -> Run:
@@ -45,8 +45,8 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
     tasks = spec.tasks()
     try:
         with (
-            _claimed(run, list(map(_folder, tasks))) as lock,
-            submission.snapshot.taken(folder) if submission.snapshot else nullcontext() as code,
+            _claim_run(run, list(map(_folder, tasks))) as lock,
+            submission.snapshot.copied_into(folder) if submission.snapshot else nullcontext() as code,
         ):
             spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
             check_spec(spec)
@@ -55,7 +55,7 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
                 _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
             write_atomic(folder.git_ignore, "*\n", durable=False)
             # Slurm's forecast must be complete by now: it would count this job as a pending one.
-            submission.outlook.foretell()
+            submission.preflight.get_forecast()
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")
@@ -91,7 +91,7 @@ def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: 
     for note in submission.notes:
         log.warning(note)
     run = submit_prepared(submission)
-    for prospect in submission.prospects:
+    for prospect in submission.forecast:
         log.info(prospect)
     return run
 
@@ -125,7 +125,7 @@ def _record(spec: JobSpec, job_id: str) -> None:
 
 
 @contextmanager
-def _claimed(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
+def _claim_run(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
     """Hold the lock of a run folder, creating the folder if needed; fail if its run is still active.
 
     If the submission fails, new folders are removed, except those of a job that may be queued.
@@ -134,29 +134,29 @@ def _claimed(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
     make_folder(run.dir.path)
     lock = _lock(run)
     try:
-        _refuse_going([Run(task, run.environ) for task in tasks] or [run])
+        _refuse_active([Run(task, run.environ) for task in tasks] or [run])
         os.ftruncate(lock, 0)
         yield lock
     except Exception as error:
         # Other exceptions, such as Ctrl-C, may occur while the scheduler accepts the job.
         if not isinstance(error, SubmissionUnconfirmed):
             for folder in made:
-                _remove_traces(folder)
+                _rollback(folder)
         raise
     finally:
         os.close(lock)
 
 
 def _lock(run: Run) -> int:
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while (lock := try_lock(run.dir.lock)) is None:
         if not run.status().state.ended or time.monotonic() > deadline:
-            raise _still_going(run)
+            raise _active_job_error(run)
         time.sleep(0.05)
     return lock
 
 
-def _refuse_going(runs: Sequence[Run]) -> None:
+def _refuse_active(runs: Sequence[Run]) -> None:
     """Fail if a run is still active: our lock rules out a local one, Slurm's queue needs a query."""
     recorded = [run for run in runs if run.dir.events.exists()]
     if not recorded:
@@ -173,26 +173,26 @@ def _refuse_going(runs: Sequence[Run]) -> None:
             )
         is_going_here = run.dir.array is not None and is_locked(run.dir.lock)
         if is_going_here or (status.backend == "slurm" and not status.state.ended):
-            raise _still_going(run)
+            raise _active_job_error(run)
     for run in recorded:
         # The record names the submitted job; the lease reveals any live supervisor.
         held = newest_lease(run.dir)
         if held is not None and is_lease_alive(held, strip_job_env(run.environ)):
-            raise _still_going(run, f", as job {held.holder.job_id}")
+            raise _active_job_error(run, f", as job {held.holder.job_id}")
         if run.dir.cancel_request.exists() and read_run_record(run.dir).finished is None:
             # The request will be removed; the supervisor was killed before it recorded the end.
             attempt = max(run.dir.attempts(), default=0)
             run.dir.log_event("finished", attempt, state="CANCELLED", exit_code=0, cause=None)
 
 
-def _still_going(run: Run, job: str = "") -> SpecError:
+def _active_job_error(run: Run, job: str = "") -> SpecError:
     return SpecError(
         f"The run in {str(run.dir.path)!r} (--run-dir) is still active{job}. "
         "Wait for it, cancel it, or choose another folder."
     )
 
 
-def _remove_traces(folder: RunDir) -> None:
+def _rollback(folder: RunDir) -> None:
     for path in (folder.spec, folder.job_script, folder.slurm_log, folder.lock, folder.git_ignore):
         path.unlink(missing_ok=True)
     with suppress(OSError):

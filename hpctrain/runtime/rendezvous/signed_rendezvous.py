@@ -49,14 +49,14 @@ class SignedBackend(RendezvousBackend):
             ForgedState: the state was written by a process without the secret.
         """
         found = self._backend.get_state()
-        return None if found is None else (self._opened(found[0]), found[1])
+        return None if found is None else (self._unseal(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """See base class. Raises like `get_state`."""
         found = self._backend.set_state(seal(self._secret, state, "rendezvous"), token)
-        return None if found is None else (self._opened(found[0]), *found[1:])
+        return None if found is None else (self._unseal(found[0]), *found[1:])
 
-    def _opened(self, sealed: bytes) -> bytes:
+    def _unseal(self, sealed: bytes) -> bytes:
         try:
             return unseal(self._secret, sealed, "rendezvous")
         except Unauthenticated:

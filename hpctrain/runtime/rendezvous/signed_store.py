@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hpctrain.authentication import code, seal, secret_of, unseal
+from hpctrain.authentication import code, read_secret, seal, unseal
 from hpctrain.errors import Unauthenticated
 
 
@@ -23,22 +23,22 @@ class SignedStore(Store):
     """
 
     #: Keeps the Python part alive of stores that only C++ code holds.
-    _kept: ClassVar[list[SignedStore]] = []
+    _instances: ClassVar[list[SignedStore]] = []
 
     def __init__(self, store: Store, key: bytes) -> None:
         super().__init__()
         self._store: Any = store
         self._key = key
-        self._kept.append(self)
+        self._instances.append(self)
 
     @classmethod
-    def of(cls, store: Store, environ: Mapping[str, str]) -> SignedStore:
+    def wrap(cls, store: Store, environ: Mapping[str, str]) -> SignedStore:
         """Wrap `store` for processes with the same secret in the same attempt."""
         # Without a supervisor, torchrun may restart the ranks with the same secret.
-        return cls(store, code(secret_of(environ), "store", environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        return cls(store, code(read_secret(environ), "store", environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._sealed(key, value))
+        self._store.set(key, self._seal(key, value))
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it.
@@ -46,17 +46,17 @@ class SignedStore(Store):
         Raises:
             Unauthenticated: it was written by a process without the secret, or under another key.
         """
-        return self._opened(key, self._store.get(key))
+        return self._unseal(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """See base class. Raises like `get`."""
-        old = self._sealed(key, expected) if expected else b""
-        return self._opened(key, self._store.compare_set(key, old, self._sealed(key, desired)))
+        old = self._seal(key, expected) if expected else b""
+        return self._unseal(key, self._store.compare_set(key, old, self._seal(key, desired)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """See base class. Raises like `get`."""
         return [
-            self._opened(key, sealed) for key, sealed in zip(keys, self._store.multi_get(keys), strict=True)
+            self._unseal(key, sealed) for key, sealed in zip(keys, self._store.multi_get(keys), strict=True)
         ]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -81,10 +81,10 @@ class SignedStore(Store):
     def clone(self) -> SignedStore:
         return SignedStore(self._store.clone(), self._key)
 
-    def _sealed(self, key: str, value: str | bytes) -> bytes:
+    def _seal(self, key: str, value: str | bytes) -> bytes:
         return seal(self._key, value.encode() if isinstance(value, str) else value, key)
 
-    def _opened(self, key: str, sealed: bytes) -> bytes:
+    def _unseal(self, key: str, sealed: bytes) -> bytes:
         try:
             return unseal(self._key, sealed, key)
         except Unauthenticated:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.checkpoint.script_checkpoints import newest
+from hpctrain.checkpoint.script_checkpoints import newest_file
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.unfinished_training import has_begun
+from hpctrain.runtime.unfinished_training import has_started
 from hpctrain.text import format_duration
 
 
@@ -35,14 +35,14 @@ def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:
 
 
 def _lost(run: RunDir | None) -> str:
-    if has_begun():
+    if has_started():
         return "No training is in progress. Its checkpoints are intact; work outside of it is not saved."
     if "hpctrain.training" in sys.modules:
         return "Training has not started; checkpoints of earlier attempts are intact."
     unused = "This script does not use hpctrain's Trainer, so hpctrain saved nothing."
     if run is None:
         return unused
-    if (found := newest(run.checkpoints)) is None:
+    if (found := newest_file(run.checkpoints)) is None:
         return (
             f"{unused} {run.checkpoints} has no checkpoint of the script: work since its last save is lost."
         )

@@ -32,7 +32,7 @@ STUCK_HANDLER_TIMEOUT_S = 30.0
 HANDLER_POLL_S = 5.0
 
 
-class _Notes:
+class _SignalRecord:
     """Received signals, in their order."""
 
     def __init__(self) -> None:
@@ -44,63 +44,63 @@ class _Notes:
         # A signal to a child, such as the SIGTERM of a process pool, does not concern this rank.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._lock = threading.Lock()
-        self._told: list[signal.Signals] = []
+        self._stop_signals: list[signal.Signals] = []
 
-    def told(self) -> signal.Signals | None:
+    def first_stop_signal(self) -> signal.Signals | None:
         """Return the first stop signal that is not settled."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 numbers = os.read(self._reading, 4096)
-                self._told += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
-            return self._told[0] if self._told else None
+                self._stop_signals += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
+            return self._stop_signals[0] if self._stop_signals else None
 
-    def settle(self) -> None:
+    def clear(self) -> None:
         """Forget the signals so far."""
-        self.told()
+        self.first_stop_signal()
         with self._lock:
-            self._told.clear()
+            self._stop_signals.clear()
 
     def wait(self) -> None:
         """Wait for any signal; returns immediately if one is unread."""
         select.select([self._reading], [], [])
 
 
-_notes: _Notes | None = None
+_record: _SignalRecord | None = None
 
 
 def start_signal_recorder() -> None:
     """Start to record stop signals, and to end this process if a script's handler is stuck."""
-    global _notes
-    _notes = _Notes()
-    threading.Thread(target=_watch, args=(_notes,), name="hpctrain-stop-notes", daemon=True).start()
+    global _record
+    _record = _SignalRecord()
+    threading.Thread(target=_watch, args=(_record,), name="hpctrain-stop-notes", daemon=True).start()
 
 
 def pending_stop_signal() -> signal.Signals | None:
     """Return the first stop signal since the start of recording or the last `clear_stop_signals`, if any."""
-    return _notes.told() if _notes else None
+    return _record.first_stop_signal() if _record else None
 
 
 def clear_stop_signals() -> None:
     """Forget the stop signals so far, after they have been handled."""
-    if _notes:
-        _notes.settle()
+    if _record:
+        _record.clear()
 
 
-def _watch(notes: _Notes) -> None:
+def _watch(notes: _SignalRecord) -> None:
     main = threading.main_thread().ident
     assert main is not None
     while True:
         notes.wait()
         place, since = None, time.monotonic()
-        while (told := notes.told()) is not None:
-            if (now := _place_in_handler(main, told)) is None or now != place:
+        while (told := notes.first_stop_signal()) is not None:
+            if (now := _handler_instruction(main, told)) is None or now != place:
                 place, since = now, time.monotonic()
             elif time.monotonic() - since > STUCK_HANDLER_TIMEOUT_S:
-                _leave_stuck(told)
+                _exit_stuck_handler(told)
             time.sleep(HANDLER_POLL_S)
 
 
-def _place_in_handler(thread: int, number: signal.Signals) -> tuple[int, int] | None:
+def _handler_instruction(thread: int, number: signal.Signals) -> tuple[int, int] | None:
     """Return the instruction at which `thread` waits for other ranks in the handler of `number`, or None."""
     innermost = frame = sys._current_frames().get(thread)
     if innermost is None or not str(innermost.f_globals.get("__name__")).startswith("torch.distributed"):
@@ -118,7 +118,7 @@ def _code_of(handler: object) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _leave_stuck(number: signal.Signals) -> NoReturn:
+def _exit_stuck_handler(number: signal.Signals) -> NoReturn:
     print(
         f"hpctrain: the script's own {number.name} handler has been waiting for other ranks "
         f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s; exiting. It is waiting here:",

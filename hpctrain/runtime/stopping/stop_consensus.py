@@ -18,14 +18,14 @@ def should_stop() -> bool:
     `sys.exit(75)`, which requests a continuation. After the first call a signal no longer ends the rank.
     Costs one small all-reduce on the CPU.
     """
-    told = _agreement().ask()
+    told = _consensus().any_rank_signalled()
     # Each call counts as progress.
-    activity.enter(RankPhase.STEP)
-    activity.trained()
+    activity.set_phase(RankPhase.STEP)
+    activity.step_done()
     return told
 
 
-class _Agreement:
+class _StopConsensus:
     """The state that the ranks need to agree."""
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class _Agreement:
         self._listening = capture_stop_signals()
         self._flag = self._listening.__enter__()
         ranks = detect(os.environ)
-        self._is_main, self._alone = ranks.is_main, ranks.world_size == 1
-        self._said = False
-        if not self._alone:
+        self._is_main, self._is_single = ranks.is_main, ranks.world_size == 1
+        self._announced = False
+        if not self._is_single:
             from hpctrain.runtime.distributed_context import init_distributed
 
-            self._group = init_distributed(ranks, os.environ).control
+            self._group = init_distributed(ranks, os.environ).cpu_group
 
-    def ask(self) -> bool:
+    def any_rank_signalled(self) -> bool:
         """True if any rank received a stop signal. All ranks must call this."""
-        stop = self._flag.is_set if self._alone else self._any_rank_told()
-        if stop and self._is_main and not self._said:
-            self._said = True
+        stop = self._flag.is_set if self._is_single else self._all_reduce_flag()
+        if stop and self._is_main and not self._announced:
+            self._announced = True
             print(f"hpctrain: stop requested by {self._flag.signal_name or 'a signal to another rank'}")
         return stop
 
-    def _any_rank_told(self) -> bool:
+    def _all_reduce_flag(self) -> bool:
         import torch
         import torch.distributed as dist
 
@@ -59,5 +59,5 @@ class _Agreement:
 
 
 @cache
-def _agreement() -> _Agreement:
-    return _Agreement()
+def _consensus() -> _StopConsensus:
+    return _StopConsensus()

@@ -26,7 +26,7 @@ from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_s
 #: Time limit for the clean-up of a process that a signal made exit.
 EXIT_TIMEOUT_S = 15.0
 
-_left_by: int | None = None
+_exit_signal: int | None = None
 """The signal that made this process exit."""
 
 
@@ -39,16 +39,16 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self.noted_at = 0.0
+        self.received_at = 0.0
 
     @property
     def is_set(self) -> bool:
         return self.signal_name is not None
 
-    def note(self, number: int, _frame: FrameType | None) -> None:
+    def record(self, number: int, _frame: FrameType | None) -> None:
         """Record the first signal, as a signal handler; further ones change nothing."""
         if self.signal_name is None:
-            self.noted_at = time.monotonic()
+            self.received_at = time.monotonic()
             self.signal_name = signal.Signals(number).name
 
 
@@ -60,15 +60,15 @@ def capture_stop_signals() -> Iterator[StopFlag]:
     is printed to stderr.
     """
     flag = StopFlag()
-    if (number := _left_by) is not None:
+    if (number := _exit_signal) is not None:
         # The code that was interrupted swallowed the exception: stop the training instead.
-        flag.note(number, None)
+        flag.record(number, None)
     if threading.current_thread() is not threading.main_thread():
         print("hpctrain: not in the main thread, so stop signals cannot be received here.", file=sys.stderr)
         yield flag
         return
-    _mind_forks()
-    previous = {number: signal.signal(number, flag.note) for number in STOP_SIGNALS}
+    _install_fork_hooks()
+    previous = {number: signal.signal(number, flag.record) for number in STOP_SIGNALS}
     try:
         yield flag
     finally:
@@ -79,9 +79,9 @@ def capture_stop_signals() -> Iterator[StopFlag]:
 
 def exit_on_stop_signal() -> None:
     """Let a stop signal end this process with exit code 75 until some code captures signals."""
-    _mind_forks()
+    _install_fork_hooks()
     for number in STOP_SIGNALS:
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_for_signal)
 
 
 def ignore_signals_at_exit() -> None:
@@ -105,17 +105,17 @@ def is_exiting() -> bool:
     Later errors are consequences: code that swallows the exception, such as an import, may fail with an
     error of its own.
     """
-    return _left_by is not None and signal.getsignal(_left_by) is _leave
+    return _exit_signal is not None and signal.getsignal(_exit_signal) is _exit_for_signal
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
-    if signal.getsignal(number) is not _leave:
+def _exit_for_signal(number: int, _frame: FrameType | None) -> None:
+    if signal.getsignal(number) is not _exit_for_signal:
         return  # The script's handler also calls this one, and decides itself when to exit.
-    global _left_by
-    if _left_by is None:
-        _left_by = number
+    global _exit_signal
+    if _exit_signal is None:
+        _exit_signal = number
         # First, because the file system of the run folder may hang.
-        threading.Thread(target=_see_it_left, name="hpctrain-leaving", daemon=True).start()
+        threading.Thread(target=_force_exit_after_timeout, name="hpctrain-leaving", daemon=True).start()
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # Not print, which the signal may have interrupted.
             with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
     raise StoppedBeforeTraining(EXIT_CONTINUE)
 
 
-def _see_it_left() -> None:
+def _force_exit_after_timeout() -> None:
     """End this process if it has not exited by itself.
 
     The exception interrupts arbitrary code: a finalizer or callback, in which Python swallows it, an import,
@@ -139,7 +139,7 @@ def _see_it_left() -> None:
 
 
 @functools.cache
-def _mind_forks() -> None:
+def _install_fork_hooks() -> None:
     """Let SIGTERM end forked children from now on, and let them ignore the time limit signal.
 
     A child is not the rank. With the rank's handler it would ignore the SIGTERM of its process pool, and the
@@ -164,4 +164,4 @@ def _mind_forks() -> None:
 
 
 def _is_ours(handler: object) -> bool:
-    return handler is _leave or getattr(handler, "__func__", None) is StopFlag.note
+    return handler is _exit_for_signal or getattr(handler, "__func__", None) is StopFlag.record

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from hpctrain.crash_output import words_of_unfinished
+from hpctrain.crash_output import describe_unfinished
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json
 from hpctrain.records.log_tail import read_last_records
@@ -46,24 +46,24 @@ class FailureAnalyzer:
     spec: JobSpec
     job_control: JobControl
 
-    def analyze(self, ended: AttemptResult, hosts: list[str]) -> Diagnosis:
+    def analyze(self, result: AttemptResult, hosts: list[str]) -> Diagnosis:
         """Diagnose an attempt on `hosts`."""
-        left_early = self._left_early(ended, len(hosts) * self.spec.ntasks_per_node)
-        match ended.outcome:
+        left_early = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
+        match result.outcome:
             case AttemptOutcome.DONE if not left_early:
                 return Diagnosis(AttemptEnd(EndKind.DONE))
-            case AttemptOutcome.DONE if self._agreed_to_stop(ended.attempt):
-                return Diagnosis(AttemptEnd(self.stop_kind(ended.attempt)))
+            case AttemptOutcome.DONE if self._agreed_to_stop(result.attempt):
+                return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
             case AttemptOutcome.DONE:
-                return self._failed(ended, hosts, left_early)
+                return self._analyze_failure(result, hosts, left_early)
             case AttemptOutcome.STOPPED:
-                return Diagnosis(AttemptEnd(self.stop_kind(ended.attempt)))
+                return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
             case AttemptOutcome.OUT_OF_TIME:
                 return Diagnosis(AttemptEnd(EndKind.OUT_OF_TIME))
             case AttemptOutcome.NOT_STARTED:
-                return Diagnosis(self._refused(ended), self._find_lost(hosts))
+                return Diagnosis(self._analyze_not_started(result), self._find_lost(hosts))
             case AttemptOutcome.FAILED:
-                return self._failed(ended, hosts, left_early)
+                return self._analyze_failure(result, hosts, left_early)
 
     def record_supervisor_death(self, attempt: int) -> AttemptEnd:
         """Record that the supervisor itself was killed, together with the ranks."""
@@ -85,7 +85,7 @@ class FailureAnalyzer:
         end = AttemptEnd(EndKind.NODE_CHECK)
         for host, why in bad.items():
             rank = hosts.index(host) * self.spec.ntasks_per_node
-            cause, log_path = f"node check: {host}: {why}", str(self.run.check(attempt, rank))
+            cause, log_path = f"node check: {host}: {why}", str(self.run.node_check_result(attempt, rank))
             end = self._record(attempt, EndKind.NODE_CHECK, cause, rank=rank, host=host, log=log_path)
         return AttemptEnd(end.kind, f"node check: {describe_nodes(bad)}")
 
@@ -102,24 +102,24 @@ class FailureAnalyzer:
         near = left is not None and left <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
 
-    def _left_early(self, ended: AttemptResult, world_size: int) -> dict[int, str]:
+    def _early_exits(self, result: AttemptResult, world_size: int) -> dict[int, str]:
         """Return ranks that exited with code 0 during training, with a description of each.
 
         Removes their files.
         """
         per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
-        done = {task.rank for task in ended.monitor.exits if task.ending is TaskResult.DONE}
-        trained = self._newest_step(ended.attempt)
+        done = {task.rank for task in result.monitor.exits if task.result is TaskResult.DONE}
+        trained = self._newest_step(result.attempt)
         found = {}
-        for path in self.run.unfinished_files(ended.attempt):
+        for path in self.run.unfinished_files(result.attempt):
             rank = int(path.name.split("-")[3])
-            if rank < world_size and (ended.outcome is AttemptOutcome.DONE or rank // per_task in done):
+            if rank < world_size and (result.outcome is AttemptOutcome.DONE or rank // per_task in done):
                 try:
                     record = read_json(path)
                 except (OSError, ValueError):  # It was written to a full disk.
                     record = {}
                 what = record.get("what", "the training")
-                found[rank] = words_of_unfinished(what, trained, record.get("last_step"))
+                found[rank] = describe_unfinished(what, trained, record.get("last_step"))
             with suppress(OSError):
                 path.unlink()
         return found
@@ -136,17 +136,21 @@ class FailureAnalyzer:
                 return bool(event["kind"] == "signal")
         return False
 
-    def _failed(self, ended: AttemptResult, hosts: list[str], left_early: Mapping[int, str]) -> Diagnosis:
+    def _analyze_failure(
+        self, result: AttemptResult, hosts: list[str], left_early: Mapping[int, str]
+    ) -> Diagnosis:
         """Diagnose failed ranks; those that only lost peers with a stop request count as stopped."""
-        attempt, exits = ended.attempt, ended.monitor.exits
+        attempt, exits = result.attempt, result.monitor.exits
         lost = self._find_lost(hosts)
-        if (hung := ended.monitor.hung) is not None and not lost:
-            log_path = str(self.run.rank_log(attempt, hung.rank))
+        if (hang := result.monitor.hang) is not None and not lost:
+            log_path = str(self.run.rank_log(attempt, hang.rank))
             end = self._record(
-                attempt, EndKind.HANG, hung.cause, rank=hung.rank, host=hung.host, log=log_path
+                attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host, log=log_path
             )
             return Diagnosis(end)
-        failures = collect_failures(self.run, self.spec, attempt, exits, hosts, ended.said, left_early)
+        failures = collect_failures(
+            self.run, self.spec, attempt, exits, hosts, result.job_log_offset, left_early
+        )
         if lost:
             # The loss of the node explains whatever the ranks report.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
@@ -154,12 +158,12 @@ class FailureAnalyzer:
             cause = "the step failed, and no rank reported a cause"
             return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
         first = root_cause(failures)
-        told_to_leave = any(task.ending is TaskResult.CONTINUE for task in exits)
+        told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
         if told_to_leave and first.is_peer_lost:
-            return Diagnosis(AttemptEnd(self.stop_kind(ended.attempt)))
-        kind = EndKind.GPU if gpu_faults(self.run, first.host, ended.begun) else classify(first)
+            return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+        kind = EndKind.GPU if gpu_faults(self.run, first.host, result.started_at) else classify(first)
         # A rank whose peers have stopped may fail with an error of its own.
-        if kind is EndKind.PYTHON and not told_to_leave and self._is_users_error(ended, first):
+        if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
             kind = EndKind.USER_ERROR
         cause = str(first)
         if kind is EndKind.DISK_FULL:
@@ -176,7 +180,7 @@ class FailureAnalyzer:
             )
         )
 
-    def _is_users_error(self, ended: AttemptResult, first: RankFailure) -> bool:
+    def _is_user_error(self, result: AttemptResult, first: RankFailure) -> bool:
         """True if the next start would end the same way, with no checkpoint to continue from.
 
         A function marks the failure as final itself. A script counts if it raises soon after its start, in
@@ -184,7 +188,7 @@ class FailureAnalyzer:
         """
         if first.final or self.run.function.exists():
             return first.final
-        if not is_deterministic(first) or time.time() - ended.begun > SHORT_ATTEMPT_S:
+        if not is_deterministic(first) or time.time() - result.started_at > SHORT_ATTEMPT_S:
             return False
         saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
         newest = next(read_last_records(self.run.metrics, is_metrics), {})
@@ -210,12 +214,12 @@ class FailureAnalyzer:
             attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, log=log_path, failed_ranks=count
         )
 
-    def _refused(self, ended: AttemptResult) -> AttemptEnd:
-        end = ended.monitor.end
+    def _analyze_not_started(self, result: AttemptResult) -> AttemptEnd:
+        end = result.monitor.end
         assert end is not None
-        cause = f"the step did not start: srun exited with {end.returncode}: {end.words}"
+        cause = f"the step did not start: srun exited with {end.returncode}: {end.stderr_tail}"
         return self._record(
-            ended.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
+            result.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
         )
 
     def _record(
@@ -232,11 +236,11 @@ class FailureAnalyzer:
         self.run.log_event(
             "failure", attempt, rank=rank, host=host, cause=cause, log=log, **more, **{"class": kind}
         )
-        _say(attempt, kind, cause, log)
+        _log_failure(attempt, kind, cause, log)
         return AttemptEnd(kind, cause)
 
 
-def _say(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
+def _log_failure(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
     log.error("attempt %d failed (%s): %s (log: %s)", attempt, kind, cause, path)
 
 

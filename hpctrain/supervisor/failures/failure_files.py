@@ -57,7 +57,7 @@ def collect_failures(
     exits: Iterable[TaskExit],
     hosts: list[str],
     since: int = 0,
-    left_early: Mapping[int, str] | None = None,
+    early_exits: Mapping[int, str] | None = None,
 ) -> list[RankFailure]:
     """Return the failures of `attempt`, and write the failure files that ranks could not write.
 
@@ -68,10 +68,10 @@ def collect_failures(
         exits: processes that ended by themselves.
         hosts: the nodes in rank order.
         since: size of the job's own log, in bytes, when the attempt began.
-        left_early: ranks that exited with code 0 during training, and the location of that training.
+        early_exits: ranks that exited with code 0 during training, and the location of that training.
     """
     failures = {failure.rank: failure for failure in _read(run, attempt)}
-    for rank, where in (left_early or {}).items():
+    for rank, where in (early_exits or {}).items():
         if rank not in failures:
             host, log = hosts[rank // spec.ntasks_per_node], run.rank_log(attempt, rank)
             failure = RankFailure(
@@ -84,11 +84,11 @@ def collect_failures(
     ranks_of_each = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
         rank = task.rank * ranks_of_each
-        if task.ending is TaskResult.FAILED and rank not in failures:
+        if task.result is TaskResult.FAILED and rank not in failures:
             host = hosts[task.rank // spec.processes_per_node]
             log = run.rank_log(attempt, rank) if spec.torchrun is None else run.agent_log(attempt, task.rank)
-            words = find_crash_output(log, run.slurm_log, since, task.signal)
-            failures[rank] = _write(run, attempt, _of_task(rank, host, task, words), words.traceback)
+            crash = find_crash_output(log, run.slurm_log, since, task.signal)
+            failures[rank] = _write(run, attempt, _of_task(rank, host, task, crash), crash.traceback)
     return list(failures.values())
 
 
@@ -133,14 +133,14 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
             log.warning("cannot read %s: %s", path, error)
 
 
-def _of_task(rank: int, host: str, task: TaskExit, words: CrashOutput) -> RankFailure:
+def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFailure:
     """Describe a rank, or the first rank of an agent, that ended without a failure file."""
-    message = words.message
+    message = crash.message
     if task.out_of_memory:
         message = "out of memory: it used more than the job's memory on this node (--mem)"
     kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
     return RankFailure(
-        rank, host, kind, error, message, str(words.log), None, time.time(), out_of_memory=task.out_of_memory
+        rank, host, kind, error, message, str(crash.log), None, time.time(), out_of_memory=task.out_of_memory
     )
 
 

@@ -26,12 +26,12 @@ class LocalJobControl:
         in_array = spec.array_task is not None
         self.job_id = f"{os.getppid()}_{spec.array_task}" if in_array else str(os.getpid())
         self._limit_s = spec.time_limit_s
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
 
     @property
     def ends_job_at(self) -> float | None:
         """End of the specification's time limit."""
-        return None if self._limit_s is None else self._begun + self._limit_s
+        return None if self._limit_s is None else self._started_at + self._limit_s
 
     def seconds_left(self) -> float | None:
         """Return what is left of the specification's limit. See `JobTime.seconds_left`."""
@@ -43,7 +43,7 @@ class LocalJobControl:
 
     def requeue(self) -> bool:
         """Start the job again at once, in this process, with its full time: the queue is empty."""
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         return False
 
     def can_requeue(self) -> bool:

@@ -31,7 +31,7 @@ from hpctrain.supervisor.policy.job_intent import JobDisposition
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE)")
 
 #: Seconds within which the job of an exiting supervisor is gone if there is no epilog.
-_GONE_S = 10
+_EXIT_TIMEOUT_S = 10
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def start_soon(environ: Mapping[str, str]) -> None:
     try:
         if query_job(job_id, outer).restarts <= int(environ.get("SLURM_RESTART_COUNT", "0")):
             return
-        delay_s = SOON_S if query_config(outer).has_epilog else _GONE_S
+        delay_s = SOON_S if query_config(outer).has_epilog else _EXIT_TIMEOUT_S
         update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
     except SchedulerError as error:
         print(

@@ -35,7 +35,7 @@ _DOWN = re.compile(r"DOWN|REBOOT")
 
 #: Time for killed tasks to disappear; they need less if their nodes are up.
 _STEPS_END_S = 30.0
-_LOOK_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 class SlurmNodes:
@@ -86,7 +86,7 @@ class SlurmNodes:
         try:
             while (steps := list_rank_steps([self._job_id], self._environ)) and time.monotonic() < deadline:
                 signal_steps(steps, signal.SIGKILL, self._environ)
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_INTERVAL_S)
         except SchedulerError as error:
             log.warning("ranks of an earlier attempt may still be running: %s", error)
 

@@ -24,7 +24,7 @@ _BOOT = (
 )
 
 #: Identity and devices of a rank; Slurm sets these variables for each task.
-_OF_A_TASK = (
+_TASK_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURMD_NODENAME"),
     *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
@@ -62,7 +62,7 @@ def containerize(
     container = spec.container
     if container is None:
         return ContainerCommand(command)
-    winning = list(dict.fromkeys([*_OF_A_TASK, *names, *container.env]))
+    winning = list(dict.fromkeys([*_TASK_VARIABLES, *names, *container.env]))
     if container.runtime == "pyxis":
         options = (
             f"--container-image={container.image_name}",

@@ -35,7 +35,7 @@ class TaskExit:
     """True if the kernel killed it because the job used more memory than it has."""
 
     @property
-    def ending(self) -> TaskResult:
+    def result(self) -> TaskResult:
         if self.code == 0:
             return TaskResult.DONE
         if self.code == EXIT_CONTINUE or self.signal in _STOP_SIGNALS:
@@ -58,7 +58,7 @@ class StepEnded:
     """End of the whole step: no task of it is left."""
 
     returncode: int
-    words: str = ""
+    stderr_tail: str = ""
     """Last output of the launcher, if the launcher itself failed."""
 
 

@@ -17,7 +17,7 @@ from hpctrain.rundir import LIFELINE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
+from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
 #: Time in seconds for killed processes to disappear, which is immediate unless the kernel holds them.
@@ -70,11 +70,13 @@ class LocalLauncher:
             # The image may have variables of the same names.
             hidden = prefixed(spec.env)
             job |= hidden
-            command = with_own_names(command, spec.env)
+            command = restore_names_command(command, spec.env)
             command = containerize(spec, command, [*variables, *hidden, *defaults], job.get("PATH")).command
-        return LocalStep(command, spec.workdir, [self._task(job, index) for index in range(count)], emit)
+        return LocalStep(
+            command, spec.workdir, [self._spawn_task(job, index) for index in range(count)], emit
+        )
 
-    def _task(self, job: Mapping[str, str], index: int) -> dict[str, str]:
+    def _spawn_task(self, job: Mapping[str, str], index: int) -> dict[str, str]:
         node, local_index = divmod(index, self._spec.processes_per_node)
         task = {
             **job,

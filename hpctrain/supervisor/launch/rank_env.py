@@ -15,7 +15,7 @@ def prefixed(env: Mapping[str, str]) -> dict[str, str]:
     return {ENV_PREFIX + name: value for name, value in env.items()}
 
 
-def with_own_names(command: list[str], names: Iterable[str]) -> list[str]:
+def restore_names_command(command: list[str], names: Iterable[str]) -> list[str]:
     """Return a command that restores the names of the prefixed variables, then runs `command`.
 
     env(1) expands `${NAME}` in the argument of `-S` itself, so its command line contains only names.

@@ -21,12 +21,12 @@ from hpctrain.slurm.job_requests import signal_steps
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import prefixed, with_own_names
+from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
 
 #: Number of nodes tried for a route; if a resolver hangs, each one costs seconds.
-_HOSTS_ASKED = 4
+_MAX_ROUTE_PROBES = 4
 #: Time for killed tasks to disappear; they need less if their nodes are up.
-_KILL_PATIENCE_S = 8.0
+_KILL_TIMEOUT_S = 8.0
 #: Variables of the batch script that srun would take as options of the step.
 _JOB_SHAPE = (
     "SLURM_NTASKS",
@@ -106,9 +106,9 @@ class SrunLauncher:
         hidden = prefixed(own)
         defaults = {name: value for name, value in threads.items() if name not in spec.env}
         environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)
-        command = with_own_names(command, own)
-        enclosed = containerize(spec, command, [*variables, *hidden, *defaults], environ.get("PATH"))
-        words = ["srun", *options, *enclosed.srun_options, *enclosed.command]
+        command = restore_names_command(command, own)
+        containerized = containerize(spec, command, [*variables, *hidden, *defaults], environ.get("PATH"))
+        words = ["srun", *options, *containerized.srun_options, *containerized.command]
         return SrunStep(words, environ, self._job_id, name, emit)
 
 
@@ -122,7 +122,7 @@ class SrunStep:
         self._job_id, self._name = job_id, name
         self._outer = strip_job_env(environ)
         self._killed = False
-        self._last_words: deque[str] = deque(maxlen=5)
+        self._stderr_tail: deque[str] = deque(maxlen=5)
         self._srun = subprocess.Popen(
             command,
             env=environ,
@@ -151,7 +151,7 @@ class SrunStep:
         For a lost node, srun waits for its tasks until Slurm gives up the node; it is killed before that.
         """
         if not self._killed:
-            threading.Thread(target=self._insist, daemon=True).start()
+            threading.Thread(target=self._kill_until_gone, daemon=True).start()
         self._killed = True
         try:
             self.signal(signal.SIGKILL)
@@ -159,10 +159,10 @@ class SrunStep:
             print(f"hpctrain: {error} Killing srun itself.", flush=True)
             self._srun.terminate()
 
-    def _insist(self) -> None:
+    def _kill_until_gone(self) -> None:
         for end in (self._srun.terminate, self._srun.kill):
             try:
-                self._srun.wait(_KILL_PATIENCE_S)
+                self._srun.wait(_KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 end()
 
@@ -182,12 +182,12 @@ class SrunStep:
         assert self._srun.stderr is not None
         for line in self._srun.stderr:
             print(line, end="", flush=True)
-            self._last_words.append(line.strip())
+            self._stderr_tail.append(line.strip())
             if not self._killed:
                 for task in parse_task_report(line):
                     self._emit(task)
         returncode = self._srun.wait()
-        self._emit(StepEnded(returncode, " ".join(self._last_words)))
+        self._emit(StepEnded(returncode, " ".join(self._stderr_tail)))
 
 
 def parse_task_report(line: str) -> list[TaskExit]:
@@ -210,7 +210,7 @@ def _address_of_this_host(hosts: list[str]) -> str:
     A host's own name often resolves to a loopback address on the host itself. The kernel instead reports
     which address it would use towards another node. Nothing is sent.
     """
-    for host in hosts[1:_HOSTS_ASKED]:
+    for host in hosts[1:_MAX_ROUTE_PROBES]:
         with contextlib.suppress(OSError):
             return address_towards(host)
     return hosts[0] if len(hosts) > 1 else "127.0.0.1"

@@ -113,61 +113,63 @@ class Decision:
         return "; ".join([*parts, *filter(None, [self.reason])])
 
 
-def decide(state: RunSituation, end: AttemptEnd, now: float) -> Decision:
+def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
     """Decide what follows from the end of an attempt.
 
     Args:
-        state: the state of the run.
+        situation: the state of the run.
         end: how the attempt ended.
         now: current time, on the clock of `state.ends_at`.
     """
-    match end.kind, state.intent:
+    match end.kind, situation.intent:
         case EndKind.DONE, _:
             return Decision(Action.COMPLETE)
         case _, JobIntent.CANCEL:
             return Decision(Action.CANCEL)
         case _, JobIntent.YIELD:
             return Decision(Action.LEAVE)
-    if (why := _spent(state, end.kind)) is not None:
+    if (why := _budget_exhausted(situation, end.kind)) is not None:
         return Decision(Action.FAIL, reason=why)
     if end.kind.is_stop:
-        return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
-    in_time = state.ends_at is None or state.ends_at - now > state.lead_s
-    if in_time and state.intent is JobIntent.CONTINUE:
-        exclude = _left_out(state, here=True)
-        hosts = state.nodes.usable(state.history.excluded.union(exclude))
+        return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
+    in_time = situation.ends_at is None or situation.ends_at - now > situation.lead_s
+    if in_time and situation.intent is JobIntent.CONTINUE:
+        exclude = _nodes_to_exclude(situation, here=True)
+        hosts = situation.nodes.usable(situation.history.excluded.union(exclude))
         if (
             hosts
-            and len(hosts) >= state.nodes.min_nodes
-            and (end.kind is not EndKind.NOT_STARTED or state.nodes.lost)
+            and len(hosts) >= situation.nodes.min_nodes
+            and (end.kind is not EndKind.NOT_STARTED or situation.nodes.lost)
         ):
-            return Decision(_action(state.nodes.in_use, hosts), hosts, exclude)
-        usable = state.nodes.usable(frozenset())
+            return Decision(_action(situation.nodes.in_use, hosts), hosts, exclude)
+        usable = situation.nodes.usable(frozenset())
         if (
-            len(usable) >= state.nodes.min_nodes
+            len(usable) >= situation.nodes.min_nodes
             and end.kind is not EndKind.NOT_STARTED
-            and not state.nodes.can_reallocate
+            and not situation.nodes.can_reallocate
         ):
             # Nodes excluded earlier are better than none.
-            return Decision(_action(state.nodes.in_use, usable), usable)
-    return Decision(Action.REQUEUE, exclude=_left_out(state, here=False))
+            return Decision(_action(situation.nodes.in_use, usable), usable)
+    return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
 
 
 def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
     """Return nodes to exclude because of their failures, with the reason; omits those already excluded."""
     found = {}
-    for (host, kind), count in history.num_on().items():
+    for (host, kind), count in history.count_by_node().items():
         enough = policy[kind].exclude
         if enough and count >= enough and host not in history.excluded:
             found[host] = f"{kind}, {count} times" if count > 1 else str(kind)
     return found
 
 
-def _left_out(state: RunSituation, *, here: bool) -> dict[str, str]:
+def _nodes_to_exclude(situation: RunSituation, *, here: bool) -> dict[str, str]:
     """Return nodes to exclude from now on, if enough nodes remain, here or elsewhere."""
-    found = suspect_nodes(state.policy, state.history)
-    enough_here = len(state.nodes.usable(state.history.excluded.union(found))) >= state.nodes.min_nodes
-    return found if state.nodes.can_reallocate or (here and enough_here) else {}
+    found = suspect_nodes(situation.policy, situation.history)
+    enough_here = (
+        len(situation.nodes.usable(situation.history.excluded.union(found))) >= situation.nodes.min_nodes
+    )
+    return found if situation.nodes.can_reallocate or (here and enough_here) else {}
 
 
 def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
@@ -176,14 +178,14 @@ def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
     return Action.RESTART if hosts == before else Action.REPLACE
 
 
-def _spent(state: RunSituation, kind: EndKind) -> str | None:
+def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
     """Return why the budget of this kind is spent; None if another start is allowed."""
-    policy, history = state.policy, state.history
-    row = policy[kind]
+    policy, history = situation.policy, situation.history
+    rule = policy[kind]
     if kind.is_stop:
         count = sum(past is kind for past in history.stops)
-        enough = policy.max_failures if row.retries is None else row.retries
-        if count < enough or not shows_no_progress(kind, state.seconds, agreed=history.agreed):
+        enough = policy.max_failures if rule.retries is None else rule.retries
+        if count < enough or not shows_no_progress(kind, situation.seconds, agreed=history.agreed_to_stop):
             return None
         if kind is EndKind.TIME_LIMIT:
             return (
@@ -195,18 +197,18 @@ def _spent(state: RunSituation, kind: EndKind) -> str | None:
             f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after the start and without a new "
             f"checkpoint (restart.{kind}.retries)"
         )
-    if kind is EndKind.OUT_OF_TIME and row.retries == 0:
+    if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
         return (
             "the ranks did not save and exit before the time limit; submit with a longer --stop-before-limit"
         )
-    alike = history.num_alike()
-    if row.repeats is not None and alike > row.repeats:
+    alike = history.consecutive_identical()
+    if rule.repeats is not None and alike > rule.repeats:
         return f"the same {kind} failure occurred {alike} times in a row without a new checkpoint"
-    if row.retries is None:
-        sharing = {other for other, its in policy.rows.items() if its.retries is None}
+    if rule.retries is None:
+        sharing = {other for other, its in policy.rules.items() if its.retries is None}
         most, name = policy.max_failures - 1, "--max-failures"
     else:
-        sharing, most, name = {kind}, row.retries, f"restart.{kind}.retries"
+        sharing, most, name = {kind}, rule.retries, f"restart.{kind}.retries"
     failures = sum(past.kind in sharing for past in history.failures)
     crashes = sum(past in sharing for past in history.crashes)
     if failures > most:

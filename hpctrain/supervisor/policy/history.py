@@ -14,7 +14,7 @@ from hpctrain.spec.restart_policy import EndKind
 SHORT_ATTEMPT_S = 300.0
 
 #: Rank and host at the head of a cause; the same failure may occur on another rank.
-_WHO = re.compile(r"rank \d+ on \S+: ")
+_RANK_PREFIX = re.compile(r"rank \d+ on \S+: ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -25,7 +25,7 @@ class PastFailure:
     kind: EndKind
     host: str | None = None
     """The node of the rank that failed first."""
-    words: str = ""
+    normalized_cause: str = ""
     """The cause, normalized so that equal failures have equal text."""
 
 
@@ -39,11 +39,11 @@ class History:
     """Failures since the last checkpoint whose step is known."""
     stops: tuple[EndKind, ...] = ()
     """Consecutive stopped attempts that are known to have made no progress. See `shows_no_progress`."""
-    slow: tuple[str, ...] = ()
+    slow_nodes: tuple[str, ...] = ()
     """Nodes found to slow down the others, once per finding."""
     excluded: frozenset[str] = frozenset()
     """Nodes that are excluded."""
-    agreed: bool = False
+    agreed_to_stop: bool = False
     """True if the ranks of the newest attempt agreed to stop, so that all their checkpoints are known."""
 
     @classmethod
@@ -77,7 +77,7 @@ class History:
                         newest = step
                         crashes.clear()
                 case "failure" if event.get("rank") is not None:
-                    past = _past(event)
+                    past = _parse_failure(event)
                     failures.append(past)
                     crashes.append(past.kind)
                 case "straggler" if event.get("lasting", True):
@@ -94,19 +94,22 @@ class History:
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
         return cls(*kept, agreed)
 
-    def num_alike(self) -> int:
+    def consecutive_identical(self) -> int:
         """Count the identical failures in a row, up to the last one."""
         count = 0
         for past in reversed(self.failures):
-            if (past.kind, past.words) != (self.failures[-1].kind, self.failures[-1].words):
+            if (past.kind, past.normalized_cause) != (
+                self.failures[-1].kind,
+                self.failures[-1].normalized_cause,
+            ):
                 break
             count += 1
         return count
 
-    def num_on(self) -> Counter[tuple[str, EndKind]]:
+    def count_by_node(self) -> Counter[tuple[str, EndKind]]:
         """Count the failures of each node by kind, and how often it was slow."""
         counts = Counter((past.host, past.kind) for past in self.failures if past.host is not None)
-        return counts + Counter((host, EndKind.STRAGGLER) for host in self.slow)
+        return counts + Counter((host, EndKind.STRAGGLER) for host in self.slow_nodes)
 
 
 def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
@@ -122,7 +125,7 @@ def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
     return seconds < SHORT_ATTEMPT_S or (agreed and kind is EndKind.TIME_LIMIT)
 
 
-def _past(event: Mapping[str, Any]) -> PastFailure:
+def _parse_failure(event: Mapping[str, Any]) -> PastFailure:
     # Events of older versions have no class.
     kind = _kind(event.get("class"), EndKind.NOT_STARTED if event["rank"] == -1 else EndKind.KILLED)
     return PastFailure(kind, event.get("host"), normalize_cause(str(event.get("cause"))))
@@ -130,7 +133,7 @@ def _past(event: Mapping[str, Any]) -> PastFailure:
 
 def normalize_cause(cause: str) -> str:
     """Remove from a cause the parts that differ between equal failures."""
-    return _ADDRESS.sub("0x", _WHO.sub("", cause, count=1))
+    return _ADDRESS.sub("0x", _RANK_PREFIX.sub("", cause, count=1))
 
 
 def _kind(name: object, otherwise: EndKind) -> EndKind:

@@ -55,21 +55,21 @@ class ContinuationMethod(Enum):
 
 
 def continuation_methods(
-    resume_mode: ResumeMode, intent: JobIntent, *, requeues: bool
+    resume_mode: ResumeMode, intent: JobIntent, *, can_requeue: bool
 ) -> tuple[ContinuationMethod, ...]:
     """Return the methods to try in order, each after the scheduler refuses the one before.
 
     Args:
         resume_mode: the user's preference.
         intent: the intent for the job.
-        requeues: True if the site requeues jobs, and would requeue this one.
+        can_requeue: True if the site requeues jobs, and would requeue this one.
     """
     if intent is JobIntent.RELOCATE:
         return (ContinuationMethod.SUCCESSOR,)
     match resume_mode:
         case "requeue":
             return (ContinuationMethod.REQUEUE,)
-        case "auto" if requeues:
+        case "auto" if can_requeue:
             return (ContinuationMethod.REQUEUE, ContinuationMethod.SUCCESSOR)
         case "auto" | "successor":
             return (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)

@@ -27,13 +27,13 @@ from hpctrain.supervisor.policy.outcome import AttemptOutcome
 log = logging.getLogger(__name__)
 
 #: Time for the other ranks to report their errors after the first failure; then they are ended.
-_LAST_WORDS_S = 3.0
+_FAILURE_GRACE_S = 3.0
 #: Time for the other ranks to follow after the first one exited to be continued: their state is saved.
-_FOLLOW_S = 60.0
+_EXIT_GRACE_S = 60.0
 #: Upper bound on the time to end the step and requeue the job.
 _REQUEUE_S = 12.0
 #: Minimum time to follow, because ranks exit one after the other.
-_LEAST_FOLLOW_S = 2.0
+_MIN_EXIT_GRACE_S = 2.0
 #: Time for ranks to save after a stop signal if no scheduler sets a limit.
 STOP_GRACE_S = 300.0
 #: Time for ranks of a cancelled run to exit; a second request to cancel ends them at once.
@@ -52,13 +52,13 @@ class AttemptMonitor:
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
     stop_before_limit_s: float
     """Seconds before `ends_at` at which the ranks receive the signal."""
-    process: str = "rank"
+    process_name: str = "rank"
     """Name of a process of the step."""
     exits: list[TaskExit] = field(default_factory=list)
     """Processes that ended by themselves, in order of detection."""
     signals: list[signal.Signals] = field(default_factory=list)
     """Signals that the supervisor received."""
-    hung: HangDetected | None = None
+    hang: HangDetected | None = None
     """The hang because of which the step was ended."""
     stragglers: list[StragglerDetected] = field(default_factory=list)
     """Slow ranks, in order of detection."""
@@ -69,7 +69,7 @@ class AttemptMonitor:
     _killed: bool = False
     _warned: bool = False
 
-    def until_end(self, step: JobStep) -> AttemptOutcome:
+    def wait(self, step: JobStep) -> AttemptOutcome:
         """Wait until `step` is over, and return its outcome.
 
         Raises:
@@ -79,7 +79,7 @@ class AttemptMonitor:
             try:
                 event = self.events.get(timeout=self._time_left())
             except queue.Empty:
-                self._time_is_up(step)
+                self._on_time_limit(step)
             else:
                 self._handle(event, step)
         return self._outcome()
@@ -94,13 +94,14 @@ class AttemptMonitor:
                 self.stragglers.append(event)
             case HangDetected():
                 if not self._killed:
-                    self.hung = event
+                    self.hang = event
                     log.error("%s", event.cause)
                     self._kill(step)
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
-                        "all %ss have exited, but the step has not ended: killing its launcher", self.process
+                        "all %ss have exited, but the step has not ended: killing its launcher",
+                        self.process_name,
                     )
                     self._kill(step)
             case SignalReceived(number):
@@ -116,24 +117,24 @@ class AttemptMonitor:
                     log.info("received a second stop request: ending the step")
                     self._kill(step)
                     return
-                self._tell(step, forward)
+                self._signal_ranks(step, forward)
                 grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
                 self._limit(grace, f"the ranks to stop after {number.name}")
 
     def _task_ended(self, task: TaskExit) -> None:
         self.exits.append(task)
-        name = f"{self.process} {task.rank}"
+        name = f"{self.process_name} {task.rank}"
         log.info("%s %s", name, task)
-        if task.ending is TaskResult.FAILED:
-            self._limit(_LAST_WORDS_S, f"the other ranks to report errors after {name} failed")
-        elif task.ending is TaskResult.CONTINUE:
-            follow_s = min(_FOLLOW_S, self._left_to_requeue_s())
+        if task.result is TaskResult.FAILED:
+            self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
+        elif task.result is TaskResult.CONTINUE:
+            follow_s = min(_EXIT_GRACE_S, self._left_to_requeue_s())
             self._limit(follow_s, f"the other ranks to exit after {name} did")
 
     def _left_to_requeue_s(self) -> float:
         """Return how long to wait for ranks so that the job can still be requeued before its time limit."""
         left = known_seconds_left(self.job_control)
-        return math.inf if left is None else max(_LEAST_FOLLOW_S, left - _REQUEUE_S)
+        return math.inf if left is None else max(_MIN_EXIT_GRACE_S, left - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
         """Wait at most `seconds` from now on. An earlier limit is kept."""
@@ -148,7 +149,7 @@ class AttemptMonitor:
         known = [moment for moment in moments if moment is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
-    def _time_is_up(self, step: JobStep) -> None:
+    def _on_time_limit(self, step: JobStep) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if self._killed:
@@ -162,13 +163,13 @@ class AttemptMonitor:
                     "%.0f s left until the time limit: sending SIGUSR2 to the ranks",
                     self.stop_before_limit_s,
                 )
-                self._tell(step, signal.SIGUSR2)
+                self._signal_ranks(step, signal.SIGUSR2)
             elif now >= self.ends_at:
                 log.info("time limit reached: ending the step")
                 self.out_of_time = True
                 self._kill(step)
 
-    def _tell(self, step: JobStep, number: signal.Signals) -> None:
+    def _signal_ranks(self, step: JobStep, number: signal.Signals) -> None:
         """Send a signal to the ranks; if the controller is unreachable, Slurm's own signal still arrives."""
         try:
             step.signal(number)
@@ -184,7 +185,7 @@ class AttemptMonitor:
         assert self.end is not None
         if self.out_of_time:
             return AttemptOutcome.OUT_OF_TIME
-        endings = {task.ending for task in self.exits}
+        endings = {task.result for task in self.exits}
         if TaskResult.FAILED in endings:
             return AttemptOutcome.FAILED
         if TaskResult.CONTINUE in endings or (self._killed and self.signals):

@@ -35,7 +35,7 @@ from hpctrain.text import pluralize
 log = logging.getLogger(__name__)
 
 #: Grace time that the ranks receive for the signal before the time limit.
-_GRACE_OF_LIMIT = re.compile(r"(\bSIGUSR2=)[\d.]+")
+_TIME_LIMIT_GRACE = re.compile(r"(\bSIGUSR2=)[\d.]+")
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class AttemptResult:
     monitor: AttemptMonitor
     store_used: bool
     """True if the ranks have used the store."""
-    said: int
+    job_log_offset: int
     """Size of the job's own log, in bytes, when the attempt began."""
-    begun: float
+    started_at: float
     """Start of the attempt, in seconds since the epoch."""
     world_size: int
 
@@ -64,7 +64,7 @@ class AttemptRunner:
     job_control: JobTime
     events: queue.SimpleQueue[StepEvent]
     worker_group: WorkerGroup
-    grace: Mapping[str, str]
+    grace_variables: Mapping[str, str]
     """Variables with the grace time of each signal."""
 
     @property
@@ -80,10 +80,10 @@ class AttemptRunner:
             job_control=self.job_control,
             ends_at=self._ends_at(lead),
             stop_before_limit_s=lead,
-            process="rank" if self.spec.torchrun is None else "agent",
+            process_name="rank" if self.spec.torchrun is None else "agent",
         )
         hosts, begun = self.launcher.hosts, time.time()
-        scripts_own = ScriptCheckpointWatcher(self.run.checkpoints)
+        script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
         with RendezvousStore(self.launcher.address) as rendezvous:
             self.run.log_event("started", attempt, nodes=len(hosts), world_size=self.world_size, hosts=hosts)
             said = file_size(self.run.slurm_log)
@@ -93,12 +93,12 @@ class AttemptRunner:
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
                 rendezvous.serve()
-                outcome = monitor.until_end(step)
+                outcome = monitor.wait(step)
                 store_used = rendezvous.was_used()
             finally:
-                self.worker_group.end()
+                self.worker_group.stop_monitoring()
                 step.close()
-        if (path := scripts_own.newest_since()) is not None:
+        if (path := script_checkpoints.newest_since()) is not None:
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
         return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
 
@@ -114,9 +114,13 @@ class AttemptRunner:
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
         spec = self.spec
-        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt), **self.grace}
-        if STOP_GRACE_VARIABLE in self.grace:
-            grace = _GRACE_OF_LIMIT.sub(rf"\g<1>{lead:g}", self.grace[STOP_GRACE_VARIABLE])
+        variables = {
+            RUN_DIR_VARIABLE: str(self.run.path),
+            ATTEMPT_VARIABLE: str(attempt),
+            **self.grace_variables,
+        }
+        if STOP_GRACE_VARIABLE in self.grace_variables:
+            grace = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", self.grace_variables[STOP_GRACE_VARIABLE])
             variables[STOP_GRACE_VARIABLE] = grace
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hpctrain.records.rank_phase import RankPhase
 
 #: Limit of a phase, as a multiple of its longest duration in this run.
-_TIMES_LONGEST = 10.0
+_DURATION_FACTOR = 10.0
 #: A rank sends a message every second, or every ten with ten thousand ranks. One that is silent for this many
 #: seconds is stuck or starved, and its last phase is no longer reliable.
 _SILENT_S = 30.0
@@ -39,22 +39,22 @@ class PhaseLimits:
 
     floor_s: float | None
     """Minimum of all limits in seconds; None for no limit at all."""
-    longest_s: dict[str, float] = field(default_factory=dict)
+    max_duration_s: dict[str, float] = field(default_factory=dict)
     """Longest duration of each phase in this run."""
 
-    def of(self, phase: str) -> float:
+    def limit_s(self, phase: str) -> float:
         """Return the limit of a phase in seconds."""
         if self.floor_s is None or phase == RankPhase.END:
             return math.inf
-        longest = self.longest_s.get(phase)
+        longest = self.max_duration_s.get(phase)
         if longest is None:
             return self.floor_s * _FLOORS.get(phase, math.inf)
         floor = 6.0 if phase == RankPhase.START else _FLOORS.get(phase, math.inf)
-        return max(self.floor_s * floor, longest * _TIMES_LONGEST)
+        return max(self.floor_s * floor, longest * _DURATION_FACTOR)
 
-    def learn(self, phase: str, seconds: float) -> None:
+    def record(self, phase: str, seconds: float) -> None:
         """Record the time that a rank spent in a phase before it made progress."""
-        self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
+        self.max_duration_s[phase] = max(seconds, self.max_duration_s.get(phase, 0.0))
 
 
 @dataclass
@@ -63,14 +63,14 @@ class RankProgress:
 
     phase: str = RankPhase.START
     step: int = 0
-    beats: int = -1
+    progress_count: int = -1
     since: float = 0.0
     """Time of the last progress."""
-    heard: float = 0.0
+    last_message_at: float = 0.0
     """Time of the last message."""
 
     @property
-    def limited_as(self) -> str:
+    def limit_phase(self) -> str:
         """The phase whose limit applies."""
         is_first = self.step == 0 and self.phase in (RankPhase.STEP, RankPhase.DATA)
         return RankPhase.FIRST if is_first else self.phase
@@ -91,31 +91,31 @@ class HangDetector:
         self.limits = limits
         self.ranks: dict[int, RankProgress] = {}
 
-    def heard(self, rank: int, phase: str, step: int, beats: int, now: float) -> None:
+    def on_heartbeat(self, rank: int, phase: str, step: int, progress_count: int, now: float) -> None:
         """Handle a heartbeat."""
         state = self.ranks.get(rank)
         if state is None:
-            self.ranks[rank] = RankProgress(phase, step, beats, now, now)
-        elif beats != state.beats:
-            self.limits.learn(state.limited_as, now - state.since)
-            self.ranks[rank] = RankProgress(phase, step, beats, now, now)
+            self.ranks[rank] = RankProgress(phase, step, progress_count, now, now)
+        elif progress_count != state.progress_count:
+            self.limits.record(state.limit_phase, now - state.since)
+            self.ranks[rank] = RankProgress(phase, step, progress_count, now, now)
 
-    def alive(self, rank: int, now: float) -> None:
+    def on_message(self, rank: int, now: float) -> None:
         """Note a message of a rank, even if it shows no progress."""
         if (state := self.ranks.get(rank)) is not None:
-            state.heard = now
+            state.last_message_at = now
 
-    def gone(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         """Forget a rank that has ended."""
         self.ranks.pop(rank, None)
 
-    def paused(self, seconds: float) -> None:
+    def discount_pause(self, seconds: float) -> None:
         """Discount a pause in which neither the ranks nor the supervisor ran, such as a suspended job."""
         for state in self.ranks.values():
             state.since += seconds
-            state.heard += seconds
+            state.last_message_at += seconds
 
-    def overdue(self, now: float) -> HangInfo | None:
+    def find_hang(self, now: float) -> HangInfo | None:
         """Return a `HangInfo` if the attempt hangs, else None.
 
         The last phase of a silent rank does not extend the limit while other ranks report theirs.
@@ -123,9 +123,9 @@ class HangDetector:
         if not self.ranks:
             return None
         states = self.ranks.values()
-        speaking = [state for state in states if now - state.heard < _SILENT_S] or states
+        speaking = [state for state in states if now - state.last_message_at < _SILENT_S] or states
         seconds = now - max(state.since for state in states)
-        limit_s = max(self.limits.of(state.limited_as) for state in speaking)
+        limit_s = max(self.limits.limit_s(state.limit_phase) for state in speaking)
         return HangInfo(seconds, limit_s) if seconds > limit_s else None
 
 
@@ -141,26 +141,26 @@ class RankSnapshot:
     """True if it waits for other ranks."""
 
 
-def blocking_ranks(told: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
+def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
     """Return the ranks that the others wait for; empty if unknown.
 
     The first non-empty group counts: ranks that do not answer, ranks that are steps behind, ranks that do not
     wait while others do, and ranks at a different place than most.
 
     Args:
-        told: reports of the ranks that answered.
+        snapshots: reports of the ranks that answered.
         silent: ranks that did not answer.
     """
-    if silent and told:
+    if silent and snapshots:
         return sorted(silent)
-    newest = max((one.step for one in told.values()), default=0)
-    if behind := [rank for rank, one in told.items() if one.step < newest]:
+    newest = max((one.step for one in snapshots.values()), default=0)
+    if behind := [rank for rank, one in snapshots.items() if one.step < newest]:
         return sorted(behind)
-    busy = [rank for rank, one in told.items() if not one.waits]
-    if 0 < len(busy) < len(told):
+    busy = [rank for rank, one in snapshots.items() if not one.waits]
+    if 0 < len(busy) < len(snapshots):
         return sorted(busy)
-    places = [one.place for one in told.values()]
+    places = [one.place for one in snapshots.values()]
     most = max(places, key=places.count, default="")
     if 2 * places.count(most) > len(places):
-        return sorted(rank for rank, one in told.items() if one.place != most)
+        return sorted(rank for rank, one in snapshots.items() if one.place != most)
     return []

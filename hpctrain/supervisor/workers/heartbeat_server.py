@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret, sign_connection
-from hpctrain.cluster.connection_owners import owner_of
+from hpctrain.cluster.connection_owners import connection_owner
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 from hpctrain.supervisor.launch.rendezvous_store import open_store_socket
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two checks.
 TICK_INTERVAL_S = 1.0
 #: Limit in bytes on a message; those of ranks are far shorter.
-_LONGEST_MESSAGE = 1 << 16
+_MAX_MESSAGE = 1 << 16
 #: Limits before a connection has proved the secret: bytes, seconds, and number of such connections. A new one
 #: replaces the oldest; a rank that is dropped this way connects again.
 _UNPROVEN_BYTES, _UNPROVEN_S, _MAX_UNPROVEN = 512, 10.0, 256
@@ -57,13 +57,13 @@ class RankConnection:
 class HeartbeatHandler(Protocol):
     """Receiver of the ranks' messages. All calls come from one thread."""
 
-    def hear(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
 
-    def hung_up(self, attempt: int, rank: int) -> None:
+    def on_disconnect(self, attempt: int, rank: int) -> None:
         """Handle the end of a rank or of its connection."""
 
-    def look(self) -> None:
+    def on_tick(self) -> None:
         """Check timeouts; called regularly."""
 
 
@@ -74,30 +74,30 @@ class HeartbeatServer:
     Nothing is parsed before its MAC is checked.
     """
 
-    def __init__(self, address: str, listener: HeartbeatHandler) -> None:
+    def __init__(self, address: str, handler: HeartbeatHandler) -> None:
         """Bind a free port.
 
         Args:
             address: where the ranks reach this host.
-            listener: receiver of the messages.
+            handler: receiver of the messages.
 
         Raises:
             OSError: no port can be bound.
         """
-        self._address, self._listener = address, listener
+        self._address, self._handler = address, handler
         (self._secret,) = new_secret().values()
         self._socket = open_store_socket(address)
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._woken, self._wake = os.pipe()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._callers: dict[tuple[int, int], RankConnection] = {}
+        self._connections: dict[tuple[int, int], RankConnection] = {}
         self._unproven: dict[RankConnection, None] = {}
         self._num_refused = 0
-        self._look_at = 0.0
+        self._next_tick = 0.0
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
 
     @property
@@ -105,24 +105,26 @@ class HeartbeatServer:
         """Environment variable with the address for ranks and the secret of these connections."""
         return {SUPERVISOR_ADDRESS_VARIABLE: f"{self._address}:{self._port}:{self._secret}"}
 
-    def tell(self, attempt: int, message: Mapping[str, Any]) -> int:
+    def send(self, attempt: int, message: Mapping[str, Any]) -> int:
         """Send a message to all connected ranks of an attempt; returns the number of ranks reached."""
         told = 0
         with self._lock:
-            for caller in [caller for (of, _), caller in self._callers.items() if of == attempt]:
-                assert caller.down is not None
-                data = caller.down.seal(message)
+            for rank_connection in [
+                rank_connection for (of, _), rank_connection in self._connections.items() if of == attempt
+            ]:
+                assert rank_connection.down is not None
+                data = rank_connection.down.seal(message)
                 try:
                     # A full send buffer means that the rank has stopped reading.
-                    told += caller.connection.send(data) == len(data)
+                    told += rank_connection.connection.send(data) == len(data)
                 except OSError:
                     continue
         return told
 
-    def on_the_line(self, attempt: int) -> int:
+    def num_connected(self, attempt: int) -> int:
         """Return the number of the attempt's connected ranks."""
         with self._lock:
-            return sum(of == attempt for of, _ in self._callers)
+            return sum(of == attempt for of, _ in self._connections)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -131,40 +133,42 @@ class HeartbeatServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._wake)
+        os.close(self._wake_write)
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
-        os.close(self._woken)
+        os.close(self._wake_read)
 
     def _serve(self) -> None:
         """Receive until the server closes. An error is logged and ends at most its own connection."""
         while True:
             try:
-                if self._is_over_after_turn():
+                if self._poll():
                     return
             except Exception:
                 log.exception("receiving from the ranks failed; retrying in %g s", _PAUSE_S)
                 time.sleep(_PAUSE_S)
 
-    def _is_over_after_turn(self) -> bool:
-        ready = self._selector.select(max(0.0, self._look_at - time.monotonic()))
+    def _poll(self) -> bool:
+        ready = self._selector.select(max(0.0, self._next_tick - time.monotonic()))
         # Read from existing connections first: accepting a new one may drop one of them.
         for key, _ in sorted(ready, key=lambda event: event[0].data is None):
-            if key.fileobj == self._woken:
+            if key.fileobj == self._wake_read:
                 return True
             if key.data is None:
                 self._accept()
             elif key.data.connection.fileno() >= 0:
                 self._read(key.data)
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + TICK_INTERVAL_S
-            for caller in [each for each in self._unproven if self._look_at - each.since > _UNPROVEN_S]:
-                self._refuse(caller, f"it did not prove the secret within {_UNPROVEN_S:g} s")
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK_INTERVAL_S
+            for rank_connection in [
+                each for each in self._unproven if self._next_tick - each.since > _UNPROVEN_S
+            ]:
+                self._refuse(rank_connection, f"it did not prove the secret within {_UNPROVEN_S:g} s")
             try:
-                self._listener.look()
+                self._handler.on_tick()
             except Exception:
                 log.exception("the heartbeat check failed")
         return False
@@ -179,7 +183,7 @@ class HeartbeatServer:
             else:
                 time.sleep(_PAUSE_S / 10)
             return
-        caller = RankConnection(connection, peer[:2])
+        rank_connection = RankConnection(connection, peer[:2])
         if len(self._unproven) >= _MAX_UNPROVEN:
             self._refuse(
                 next(iter(self._unproven)), f"{_MAX_UNPROVEN} connections have not proved the secret"
@@ -188,69 +192,75 @@ class HeartbeatServer:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.send(caller.nonce + b"\n")
-        self._selector.register(connection, selectors.EVENT_READ, caller)
-        self._unproven[caller] = None
+            connection.send(rank_connection.nonce + b"\n")
+        self._selector.register(connection, selectors.EVENT_READ, rank_connection)
+        self._unproven[rank_connection] = None
 
-    def _read(self, caller: RankConnection) -> None:
+    def _read(self, rank_connection: RankConnection) -> None:
         try:
-            data = caller.connection.recv(65536 if caller.is_proven else _UNPROVEN_BYTES)
+            data = rank_connection.connection.recv(65536 if rank_connection.is_proven else _UNPROVEN_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        caller.received += data
-        *lines, rest = caller.received.split(b"\n")
-        caller.received = rest
+        rank_connection.received += data
+        *lines, rest = rank_connection.received.split(b"\n")
+        rank_connection.received = rest
         try:
             for line in lines:
-                self._take(caller, bytes(line))
-            if len(rest) > (_LONGEST_MESSAGE if caller.is_proven else _UNPROVEN_BYTES):
+                self._handle_line(rank_connection, bytes(line))
+            if len(rest) > (_MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
                 raise Unauthenticated(f"received a line of more than {len(rest)} bytes")
         except Unauthenticated as error:
-            self._refuse(caller, str(error))
+            self._refuse(rank_connection, str(error))
         except Exception:
-            log.exception("rank %d of attempt %d: handling its message failed", caller.rank, caller.attempt)
-            self._drop(caller)
+            log.exception(
+                "rank %d of attempt %d: handling its message failed",
+                rank_connection.rank,
+                rank_connection.attempt,
+            )
+            self._drop(rank_connection)
         else:
             if not data:
-                self._drop(caller)
+                self._drop(rank_connection)
 
-    def _take(self, caller: RankConnection, line: bytes) -> None:
-        if caller.up is None:
+    def _handle_line(self, rank_connection: RankConnection, line: bytes) -> None:
+        if rank_connection.up is None:
             if len(line) != NONCE_LENGTH:
                 raise Unauthenticated("its first message is not that of a rank")
-            caller.up, caller.down = sign_connection(self._secret.encode(), caller.nonce, line)
+            rank_connection.up, rank_connection.down = sign_connection(
+                self._secret.encode(), rank_connection.nonce, line
+            )
             return
-        message = caller.up.open(line)
-        if caller.is_proven:
-            self._listener.hear(caller.attempt, caller.rank, message)
+        message = rank_connection.up.open(line)
+        if rank_connection.is_proven:
+            self._handler.on_message(rank_connection.attempt, rank_connection.rank, message)
             return
-        caller.attempt, caller.rank = int(message["attempt"]), int(message["rank"])
-        del self._unproven[caller]
+        rank_connection.attempt, rank_connection.rank = int(message["attempt"]), int(message["rank"])
+        del self._unproven[rank_connection]
         with self._lock:
-            self._callers[caller.attempt, caller.rank] = caller
+            self._connections[rank_connection.attempt, rank_connection.rank] = rank_connection
 
-    def _refuse(self, caller: RankConnection, why: str) -> None:
+    def _refuse(self, rank_connection: RankConnection, why: str) -> None:
         self._num_refused += 1
         if self._num_refused <= _MAX_REPORTS:
-            address, port = caller.peer
-            owner = owner_of(port, self._port) or "an unknown user"
+            address, port = rank_connection.peer
+            owner = connection_owner(port, self._port) or "an unknown user"
             more = "; further refusals are not reported" if self._num_refused == _MAX_REPORTS else ""
             log.warning("a connection from %s (%s) was refused: %s%s", address, owner, why, more)
-        self._drop(caller)
+        self._drop(rank_connection)
 
-    def _drop(self, caller: RankConnection) -> None:
-        if caller.connection.fileno() < 0:
+    def _drop(self, rank_connection: RankConnection) -> None:
+        if rank_connection.connection.fileno() < 0:
             return
-        self._selector.unregister(caller.connection)
-        self._unproven.pop(caller, None)
+        self._selector.unregister(rank_connection.connection)
+        self._unproven.pop(rank_connection, None)
         with self._lock:
-            caller.connection.close()
-            if self._callers.get((caller.attempt, caller.rank)) is not caller:
+            rank_connection.connection.close()
+            if self._connections.get((rank_connection.attempt, rank_connection.rank)) is not rank_connection:
                 return
-            del self._callers[caller.attempt, caller.rank]
+            del self._connections[rank_connection.attempt, rank_connection.rank]
         try:
-            self._listener.hung_up(caller.attempt, caller.rank)
+            self._handler.on_disconnect(rank_connection.attempt, rank_connection.rank)
         except Exception:
-            log.exception("failed to record that rank %d disconnected", caller.rank)
+            log.exception("failed to record that rank %d disconnected", rank_connection.rank)

@@ -38,22 +38,22 @@ log = logging.getLogger(__name__)
 
 #: Time limit for the answers. A rank reports its position and writes it to a file at once, unless the file
 #: system hangs.
-_TELL_LIMIT_S = 10.0
+_SNAPSHOT_TIMEOUT_S = 10.0
 #: Time after a signal for silent ranks to print their position to their logs.
 _SIGNAL_PAUSE_S = 2.0
 #: A longer pause between two checks means that the supervisor was suspended, and probably the ranks too.
 _PAUSE_S = 10.0
 #: Time after the last rank has left; the end of the step is known within seconds unless its report was lost.
-_END_LIMIT_S = 60.0
+_LAUNCHER_TIMEOUT_S = 60.0
 
 
 @dataclass
-class _Inquiry:
+class _HangProbe:
     """Request to the ranks of a hung attempt for their positions."""
 
-    overdue: HangInfo
+    hang: HangInfo
     since: float
-    told: dict[int, RankSnapshot] = field(default_factory=dict)
+    snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     signalled_at: float | None = None
 
@@ -85,36 +85,36 @@ class RankMonitor:
             world_size: number of ranks.
         """
         self._run, self._attempt, self._step = run, attempt, step
-        self._ask, self._emit, self._host_of, self._world_size = ask, emit, host_of, world_size
-        self._liveness, self._stragglers = HangDetector(limits), StragglerDetector(world_size)
-        self._inquiry: _Inquiry | None = None
-        self._is_over = False
+        self._request_snapshots, self._emit, self._host_of, self._world_size = ask, emit, host_of, world_size
+        self._hang_detector, self._straggler_detector = HangDetector(limits), StragglerDetector(world_size)
+        self._probe: _HangProbe | None = None
+        self._stopped = False
         self._empty_since: float | None = None
-        self._looked_at = time.monotonic()
+        self._last_tick = time.monotonic()
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
-        self._named: set[int] = set()
+        self._reported: set[int] = set()
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
-        self._liveness.alive(rank, time.monotonic())
+        self._hang_detector.on_message(rank, time.monotonic())
         if "beats" in message:
             self._empty_since = None
             phase, step = str(message["phase"]), int(message["step"])
-            self._liveness.heard(rank, phase, step, int(message["beats"]), time.monotonic())
+            self._hang_detector.on_heartbeat(rank, phase, step, int(message["beats"]), time.monotonic())
             data_s, compute_s, exchange_s = map(float, message["spent"])
-            self._stragglers.heard(rank, StepTimes(step, data_s, compute_s, exchange_s))
+            self._straggler_detector.on_heartbeat(rank, StepTimes(step, data_s, compute_s, exchange_s))
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
-        elif self._inquiry is not None and "told" in message:
-            self._inquiry.told[rank] = RankSnapshot(**message["told"])
-        elif self._inquiry is not None and "written" in message:
-            self._inquiry.written.add(rank)
+        elif self._probe is not None and "told" in message:
+            self._probe.snapshots[rank] = RankSnapshot(**message["told"])
+        elif self._probe is not None and "written" in message:
+            self._probe.written.add(rank)
 
-    def hung_up(self, rank: int) -> None:
+    def on_disconnect(self, rank: int) -> None:
         """Note that a rank has disconnected."""
-        self._liveness.gone(rank)
-        self._empty_since = None if self._liveness.ranks else time.monotonic()
+        self._hang_detector.remove_rank(rank)
+        self._empty_since = None if self._hang_detector.ranks else time.monotonic()
 
     @property
     def modules(self) -> list[str] | None:
@@ -130,58 +130,58 @@ class RankMonitor:
         """Environment variables that the script has changed on any rank."""
         return sorted(self._changed)
 
-    def look(self) -> None:
+    def on_tick(self) -> None:
         """Check for hangs, stragglers and a lost end of the step."""
         now = time.monotonic()
-        if (paused := now - self._looked_at) > _PAUSE_S:
-            self._liveness.paused(paused)
-        self._looked_at = now
-        if self._is_over:
+        if (paused := now - self._last_tick) > _PAUSE_S:
+            self._hang_detector.discount_pause(paused)
+        self._last_tick = now
+        if self._stopped:
             return
-        if self._empty_since is not None and now - self._empty_since > _END_LIMIT_S:
+        if self._empty_since is not None and now - self._empty_since > _LAUNCHER_TIMEOUT_S:
             self._empty_since = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
-            threading.Thread(target=self._look_for_the_end, daemon=True).start()
-        if self._inquiry is not None:
-            self._inquire(self._inquiry, now)
-        elif (overdue := self._liveness.overdue(now)) is not None:
+            threading.Thread(target=self._check_launcher, daemon=True).start()
+        if self._probe is not None:
+            self._probe_ranks(self._probe, now)
+        elif (hang := self._hang_detector.find_hang(now)) is not None:
             log.warning(
                 "no rank has made progress for %.0f s (limit %.0f s): requesting the position of all ranks",
-                overdue.seconds,
-                overdue.limit_s,
+                hang.seconds,
+                hang.limit_s,
             )
-            self._inquiry = _Inquiry(overdue, now)
-            self._ask()
+            self._probe = _HangProbe(hang, now)
+            self._request_snapshots()
         else:
-            self._name_stragglers(now)
+            self._report_stragglers(now)
 
     def close(self) -> None:
         """Stop monitoring: the attempt is over."""
-        self._is_over = True
+        self._stopped = True
 
-    def _inquire(self, inquiry: _Inquiry, now: float) -> None:
-        there = self._liveness.ranks.keys()
-        waited = now - inquiry.since
-        if inquiry.signalled_at is not None:
-            if now - inquiry.signalled_at >= _SIGNAL_PAUSE_S:
-                self._conclude(inquiry)
-        elif there <= inquiry.written:
-            self._conclude(inquiry)
-        elif waited >= _TELL_LIMIT_S:
-            if there <= inquiry.told.keys():
-                self._conclude(inquiry)
+    def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
+        there = self._hang_detector.ranks.keys()
+        waited = now - probe.since
+        if probe.signalled_at is not None:
+            if now - probe.signalled_at >= _SIGNAL_PAUSE_S:
+                self._report_hang(probe)
+        elif there <= probe.written:
+            self._report_hang(probe)
+        elif waited >= _SNAPSHOT_TIMEOUT_S:
+            if there <= probe.snapshots.keys():
+                self._report_hang(probe)
                 return
             log.warning(
-                "no response from %s: sending SIGQUIT", format_ranks(sorted(there - inquiry.told.keys()))
+                "no response from %s: sending SIGQUIT", format_ranks(sorted(there - probe.snapshots.keys()))
             )
-            inquiry.signalled_at = now
+            probe.signalled_at = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
             threading.Thread(target=self._signal, daemon=True).start()
 
-    def _look_for_the_end(self) -> None:
+    def _check_launcher(self) -> None:
         """Report a launcher that missed the end of its step and would wait forever."""
         try:
-            if not self._step.is_over() or self._is_over:
+            if not self._step.is_over() or self._stopped:
                 return
         except SchedulerError as error:
             log.warning("cannot determine whether the step has ended: %s", error)
@@ -194,26 +194,28 @@ class RankMonitor:
         except SchedulerError as error:
             log.warning("cannot send SIGQUIT to the ranks: %s", error)
 
-    def _conclude(self, inquiry: _Inquiry) -> None:
-        self._is_over = True
-        silent = sorted(self._liveness.ranks.keys() - inquiry.told.keys())
-        missing = blocking_ranks(inquiry.told, silent)
-        cause = describe_hang(inquiry.overdue, inquiry.told, silent, missing, self._host_of)
-        rank = (missing or sorted(self._liveness.ranks) or [0])[0]
+    def _report_hang(self, probe: _HangProbe) -> None:
+        self._stopped = True
+        silent = sorted(self._hang_detector.ranks.keys() - probe.snapshots.keys())
+        missing = blocking_ranks(probe.snapshots, silent)
+        cause = describe_hang(probe.hang, probe.snapshots, silent, missing, self._host_of)
+        rank = (missing or sorted(self._hang_detector.ranks) or [0])[0]
         self._emit(HangDetected(cause, rank, self._host_of(rank)))
 
-    def _name_stragglers(self, now: float) -> None:
-        for slow, times in self._stragglers.look(now):
+    def _report_stragglers(self, now: float) -> None:
+        for straggler, times in self._straggler_detector.check_window(now):
             # Report the first detection, then one in every `LASTING_WINDOWS` windows.
             lasting = times % LASTING_WINDOWS == 0
-            if not lasting and slow.rank in self._named:
+            if not lasting and straggler.rank in self._reported:
                 continue
-            self._named.add(slow.rank)
-            host = self._host_of(slow.rank)
-            self._record(slow, host, lasting=lasting)
-            self._emit(StragglerDetected(host, slow.rank, round(slow.ratio, 2), slow.part, lasting))
+            self._reported.add(straggler.rank)
+            host = self._host_of(straggler.rank)
+            self._record(straggler, host, lasting=lasting)
+            self._emit(
+                StragglerDetected(host, straggler.rank, round(straggler.ratio, 2), straggler.part, lasting)
+            )
 
-    def _record(self, slow: Straggler, host: str, *, lasting: bool) -> None:
+    def _record(self, straggler: Straggler, host: str, *, lasting: bool) -> None:
         def parts(spent: StepTimes) -> dict[str, float]:
             return {
                 "data": round(spent.data_s, 6),
@@ -223,48 +225,48 @@ class RankMonitor:
 
         log.warning(
             "rank %d on %s takes %.1f times as long as the others (%s)%s",
-            slow.rank,
+            straggler.rank,
             host,
-            slow.ratio,
-            slow.part,
+            straggler.ratio,
+            straggler.part,
             "; this persists" if lasting else "",
         )
         self._run.log_event(
             "straggler",
             self._attempt,
-            rank=slow.rank,
+            rank=straggler.rank,
             host=host,
-            ratio=round(slow.ratio, 2),
-            part=slow.part,
+            ratio=round(straggler.ratio, 2),
+            part=straggler.part,
             lasting=lasting,
-            seconds=parts(slow.own),
-            typical=parts(slow.typical),
+            seconds=parts(straggler.own_times),
+            typical=parts(straggler.typical_times),
         )
 
 
 def describe_hang(
-    overdue: HangInfo,
-    told: Mapping[int, RankSnapshot],
+    hang: HangInfo,
+    snapshots: Mapping[int, RankSnapshot],
     silent: Sequence[int],
     missing: Sequence[int],
     host_of: Callable[[int], str],
 ) -> str:
     """Describe a hang in one sentence."""
-    text = f"hung: no rank made progress for {overdue.seconds:.0f} s (limit {overdue.limit_s:.0f} s)"
+    text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
     if not missing:
-        places = ", ".join(sorted({one.place for one in told.values()})) or "not reported"
+        places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
         return f"{text}; the rank that the others wait for is unknown; positions: {places}"
     first = missing[0]
     where = f"rank {first} on {host_of(first)}"
     if first in silent:
         text += f"; {where} does not respond"
     else:
-        one = told[first]
+        one = snapshots[first]
         text += f"; {where} is in {one.place}, phase {one.phase}, after {pluralize(one.step, 'step')}"
     if len(missing) > 1:
         text += f", like {format_ranks(missing[1:])}"
-    others = [one for rank, one in told.items() if rank not in missing]
+    others = [one for rank, one in snapshots.items() if rank not in missing]
     if others:
         most = max((one.place for one in others), key=[one.place for one in others].count)
-        text += f", with {len(others)} of {len(told) + len(silent)} ranks waiting in {most}"
+        text += f", with {len(others)} of {len(snapshots) + len(silent)} ranks waiting in {most}"
     return text

@@ -26,7 +26,7 @@ class StandbyWorkers:
     def __init__(
         self,
         launcher: Launcher,
-        lines: HeartbeatServer,
+        server: HeartbeatServer,
         command: list[str],
         variables: Mapping[str, str],
         modules: Sequence[str],
@@ -36,7 +36,7 @@ class StandbyWorkers:
 
         Args:
             launcher: starts the step.
-            lines: connections that tell the ranks to begin.
+            server: connections that tell the ranks to begin.
             command: command of each process.
             variables: variables of the next attempt, as far as they are known.
             modules: modules to import in advance.
@@ -47,15 +47,15 @@ class StandbyWorkers:
         """
         self.attempt = int(variables[ATTEMPT_VARIABLE])
         self.hosts = list(launcher.hosts)
-        self._lines, self._world_size = lines, world_size
+        self._server, self._world_size = server, world_size
         self._lock = threading.Lock()
         self._emit: EmitEvent | None = None
         self._ready: set[int] = set()
         self._is_broken = False
         told = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
-        self._step = launcher.start(command, told, self._note, beside=True)
+        self._step = launcher.start(command, told, self._on_event, beside=True)
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a worker's message that it is ready, or has failed."""
         if message.get("ready"):
             self._ready.add(rank)
@@ -67,20 +67,20 @@ class StandbyWorkers:
             log.warning("standby worker %d failed: %s", rank, message["why"])
             self._is_broken = True
 
-    def can_go(self, attempt: int, hosts: Sequence[str]) -> bool:
+    def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
         """True if the standby workers can replace a fresh start: all of them are connected.
 
         They need not be ready: those that still import began earlier than fresh ones would.
         """
         fits = (self.attempt, self.hosts) == (attempt, list(hosts))
-        return fits and not self._is_broken and self._lines.on_the_line(self.attempt) == self._world_size
+        return fits and not self._is_broken and self._server.num_connected(self.attempt) == self._world_size
 
-    def go(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
+    def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
         """Tell the workers to begin, with these additional variables. From then on, events go to `emit`.
 
         Returns None if a worker could not be reached; the whole step is then closed.
         """
-        told = self._lines.tell(self.attempt, {"go": dict(variables)})
+        told = self._server.send(self.attempt, {"go": dict(variables)})
         with self._lock:
             if told < self._world_size:
                 self._is_broken = True
@@ -97,7 +97,7 @@ class StandbyWorkers:
         """End the step. Waits, for a bounded time, until no process is left."""
         self._step.close()
 
-    def _note(self, event: StepEvent) -> None:
+    def _on_event(self, event: StepEvent) -> None:
         with self._lock:
             emit = self._emit
             if emit is None:

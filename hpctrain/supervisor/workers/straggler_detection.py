@@ -43,7 +43,7 @@ class StepTimes:
         return StepTimes(1, self.data_s / count, self.compute_s / count, self.exchange_s / count)
 
     @property
-    def own_s(self) -> float:
+    def own_time_s(self) -> float:
         """Time without the exchange."""
         return self.data_s + self.compute_s
 
@@ -57,9 +57,9 @@ class Straggler:
     """Ratio of its own time to that of most ranks."""
     part: str
     """Part with the greatest loss: `data` or `compute`."""
-    own: StepTimes
+    own_times: StepTimes
     """Its own average step."""
-    typical: StepTimes
+    typical_times: StepTimes
     """A typical step of the ranks."""
 
 
@@ -78,14 +78,14 @@ def find_stragglers(spent: Mapping[int, StepTimes]) -> list[Straggler]:
         statistics.median_low(each.compute_s for each in steps.values()),
         statistics.median_low(each.exchange_s for each in steps.values()),
     )
-    most_s = max(statistics.median_low(each.own_s for each in steps.values()), 1e-9)
-    whole_s = max(each.own_s + each.exchange_s for each in steps.values())
+    most_s = max(statistics.median_low(each.own_time_s for each in steps.values()), 1e-9)
+    whole_s = max(each.own_time_s + each.exchange_s for each in steps.values())
     found = [
-        Straggler(rank, each.own_s / most_s, _part(each, typical), each, typical)
+        Straggler(rank, each.own_time_s / most_s, _part(each, typical), each, typical)
         for rank, each in steps.items()
-        if each.own_s >= _SLOW_RATIO * most_s and each.own_s - most_s >= _SLOW_PART * whole_s
+        if each.own_time_s >= _SLOW_RATIO * most_s and each.own_time_s - most_s >= _SLOW_PART * whole_s
     ]
-    return sorted(found, key=lambda slow: -slow.ratio)
+    return sorted(found, key=lambda straggler: -straggler.ratio)
 
 
 def _part(own: StepTimes, typical: StepTimes) -> str:
@@ -99,25 +99,28 @@ class StragglerDetector:
         self._world_size, self._window_s = world_size, window_s
         self._newest: dict[int, StepTimes] = {}
         self._window: dict[int, StepTimes] = {}
-        self._begun = 0.0
+        self._window_start = 0.0
         self._in_a_row: dict[int, int] = {}
 
-    def heard(self, rank: int, spent: StepTimes) -> None:
+    def on_heartbeat(self, rank: int, spent: StepTimes) -> None:
         """Handle a heartbeat."""
         if spent.steps > 0:
             self._newest[rank] = spent
 
-    def look(self, now: float) -> list[tuple[Straggler, int]]:
+    def check_window(self, now: float) -> list[tuple[Straggler, int]]:
         """Return the slow ranks of a window that has just ended, with their slow windows in a row."""
         if len(self._newest) < self._world_size:
             return []
         if not self._window:
-            self._window, self._begun = dict(self._newest), now
+            self._window, self._window_start = dict(self._newest), now
             return []
         spent = {rank: each - self._window[rank] for rank, each in self._newest.items()}
-        if now - self._begun < self._window_s or min(each.steps for each in spent.values()) < _WINDOW_STEPS:
+        if (
+            now - self._window_start < self._window_s
+            or min(each.steps for each in spent.values()) < _WINDOW_STEPS
+        ):
             return []
-        self._window, self._begun = dict(self._newest), now
+        self._window, self._window_start = dict(self._newest), now
         slow = find_stragglers(spent)
         self._in_a_row = {each.rank: self._in_a_row.get(each.rank, 0) + 1 for each in slow}
         return [(each, self._in_a_row[each.rank]) for each in slow]

@@ -29,26 +29,26 @@ log = logging.getLogger(__name__)
 class WorkerGroup:
     """Starts the ranks of an attempt, from standby workers if possible, and receives their messages.
 
-    Use as a context manager: on exit, standby workers are ended. `start` and `end` are called in turn, from
-    one thread; messages are received in another.
+    Use as a context manager: on exit, standby workers are ended. `start` and `stop_monitoring` are called in
+    turn, from one thread; messages are received in another.
     """
 
     def __init__(self, run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
         self._run, self._spec, self._launcher = run, spec, launcher
-        self._lines: HeartbeatServer
-        self._limits = PhaseLimits(spec.hang_timeout_s, _read_pace(run))
+        self._server: HeartbeatServer
+        self._limits = PhaseLimits(spec.hang_timeout_s, _read_phase_durations(run))
         self._lock = threading.Lock()
         self._attempt = -1
-        self._contact: RankMonitor | None = None
-        self._reserve: StandbyWorkers | None = None
-        self._reserve_from: Callable[[int], Mapping[str, str]] | None = None
+        self._monitor: RankMonitor | None = None
+        self._standby: StandbyWorkers | None = None
+        self._standby_variables: Callable[[int], Mapping[str, str]] | None = None
         self._imported_at: float | None = None
         self._modules: list[str] = []
-        self._has_reserve = False
+        self._standby_started = False
 
     def __enter__(self) -> Self:
-        self._lines = HeartbeatServer(self._launcher.address, self)
-        self._lines.__enter__()
+        self._server = HeartbeatServer(self._launcher.address, self)
+        self._server.__enter__()
         return self
 
     def __exit__(
@@ -56,8 +56,8 @@ class WorkerGroup:
     ) -> None:
         # Close the connections first: then no new standby workers start, and waiting ones see their
         # connection end.
-        self._lines.__exit__(kind, error, trace)
-        self._dismiss()
+        self._server.__exit__(kind, error, trace)
+        self._stop_standby()
 
     def start(
         self,
@@ -76,77 +76,79 @@ class WorkerGroup:
         """
         spec, hosts = self._spec, list(self._launcher.hosts)
         known = {**met_at, **variables(attempt)}
-        step = self._from_reserve(attempt, hosts, known, emit)
+        step = self._start_from_standby(attempt, hosts, known, emit)
         if step is None:
             command = worker_command(spec, len(hosts))
-            step = self._launcher.start(command, {**known, **self._lines.variables, **new_secret()}, emit)
-        contact = RankMonitor(
+            step = self._launcher.start(command, {**known, **self._server.variables, **new_secret()}, emit)
+        monitor = RankMonitor(
             self._run,
             attempt,
             step,
-            lambda: self._lines.tell(attempt, {"tell": True}),
+            lambda: self._server.send(attempt, {"tell": True}),
             emit,
             self._limits,
             lambda rank: hosts[rank // spec.ntasks_per_node],
             len(hosts) * spec.ntasks_per_node,
         )
         with self._lock:
-            self._attempt, self._contact, self._reserve_from = attempt, contact, variables
-            self._imported_at, self._has_reserve = None, False
+            self._attempt, self._monitor, self._standby_variables = attempt, monitor, variables
+            self._imported_at, self._standby_started = None, False
         return step
 
-    def end(self) -> None:
+    def stop_monitoring(self) -> None:
         """Stop monitoring the attempt's ranks, which are gone or about to be ended."""
         with self._lock:
-            contact, self._contact = self._contact, None
-        if contact is not None:
-            contact.close()
+            monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
         with suppress(OSError):
-            write_atomic(self._run.pace, json.dumps(self._limits.longest_s) + "\n", durable=False)
+            write_atomic(
+                self._run.phase_durations, json.dumps(self._limits.max_duration_s) + "\n", durable=False
+            )
 
-    def hear(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         """Pass a message to the attempt's monitor or standby workers. See `HeartbeatHandler`."""
         with self._lock:
-            contact = self._contact if attempt == self._attempt else None
-            reserve = self._reserve if self._reserve and self._reserve.attempt == attempt else None
-        if contact is not None:
-            contact.hear(rank, message)
-        elif reserve is not None:
-            reserve.hear(rank, message)
+            monitor = self._monitor if attempt == self._attempt else None
+            standby = self._standby if self._standby and self._standby.attempt == attempt else None
+        if monitor is not None:
+            monitor.on_message(rank, message)
+        elif standby is not None:
+            standby.on_message(rank, message)
 
-    def hung_up(self, attempt: int, rank: int) -> None:
+    def on_disconnect(self, attempt: int, rank: int) -> None:
         """Report a lost connection to the attempt's monitor. See `HeartbeatHandler`."""
         with self._lock:
-            contact = self._contact if attempt == self._attempt else None
-        if contact is not None:
-            contact.hung_up(rank)
+            monitor = self._monitor if attempt == self._attempt else None
+        if monitor is not None:
+            monitor.on_disconnect(rank)
 
-    def look(self) -> None:
+    def on_tick(self) -> None:
         """Check the attempt's ranks regularly. See `HeartbeatHandler`."""
         with self._lock:
-            contact = self._contact
-        if contact is not None:
-            contact.look()
-            self._make_reserve(contact)
+            monitor = self._monitor
+        if monitor is not None:
+            monitor.on_tick()
+            self._start_standby(monitor)
 
-    def _from_reserve(
+    def _start_from_standby(
         self, attempt: int, hosts: list[str], known: Mapping[str, str], emit: EmitEvent
     ) -> JobStep | None:
         with self._lock:
-            reserve, self._reserve = self._reserve, None
-        if reserve is None:
+            standby, self._standby = self._standby, None
+        if standby is None:
             return None
-        if reserve.can_go(attempt, hosts):
-            return reserve.go(known, emit)
-        reserve.close()
+        if standby.is_usable(attempt, hosts):
+            return standby.activate(known, emit)
+        standby.close()
         return None
 
-    def _make_reserve(self, contact: RankMonitor) -> None:
+    def _start_standby(self, monitor: RankMonitor) -> None:
         """Start standby workers for the next attempt once the current ranks have trained for a while."""
         after_s = self._spec.standby_workers_s
-        if after_s is None or self._spec.torchrun is not None or self._has_reserve:
+        if after_s is None or self._spec.torchrun is not None or self._standby_started:
             return
-        if (modules := contact.modules) is None:
+        if (modules := monitor.modules) is None:
             return
         now = time.monotonic()
         if self._imported_at is None or modules != self._modules:
@@ -154,8 +156,8 @@ class WorkerGroup:
             self._imported_at, self._modules = now, modules
         if now - self._imported_at < after_s:
             return
-        self._has_reserve = True
-        if changed := contact.changed:
+        self._standby_started = True
+        if changed := monitor.changed:
             log.info(
                 "no standby workers: the script itself sets %s, which imports may read; set it with "
                 "--env instead",
@@ -163,31 +165,31 @@ class WorkerGroup:
             )
             return
         with self._lock:
-            if self._contact is not contact or self._reserve_from is None:
+            if self._monitor is not monitor or self._standby_variables is None:
                 return
-            attempt, of_attempt = self._attempt + 1, self._reserve_from
+            attempt, of_attempt = self._attempt + 1, self._standby_variables
             hosts = len(self._launcher.hosts)
             # Standby workers have their own secret, which is never sent.
-            variables = {**of_attempt(attempt), **self._lines.variables, **new_secret()}
+            variables = {**of_attempt(attempt), **self._server.variables, **new_secret()}
             command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
             try:
-                self._reserve = StandbyWorkers(
-                    self._launcher, self._lines, command, variables, modules, ranks
+                self._standby = StandbyWorkers(
+                    self._launcher, self._server, command, variables, modules, ranks
                 )
             except (OSError, HpctrainError) as error:
                 log.warning("no standby workers: %s", error)
 
-    def _dismiss(self) -> None:
+    def _stop_standby(self) -> None:
         with self._lock:
-            reserve, self._reserve = self._reserve, None
-        if reserve is not None:
-            reserve.close()
+            standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.close()
 
 
-def _read_pace(run: RunDir) -> dict[str, float]:
+def _read_phase_durations(run: RunDir) -> dict[str, float]:
     """Return the phase durations that earlier jobs of the run recorded."""
     try:
-        record = read_json(run.pace)
+        record = read_json(run.phase_durations)
         return {str(phase): float(seconds) for phase, seconds in record.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

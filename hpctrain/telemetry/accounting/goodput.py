@@ -39,23 +39,23 @@ class Goodput:
     """
 
 
-def compute_goodput(ledger: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = ()) -> Goodput:
+def compute_goodput(breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = ()) -> Goodput:
     """Return the goodput ratios of a run.
 
     Args:
-        ledger: the time breakdown of the run.
+        breakdown: the time breakdown of the run.
         metrics: the metrics of the run, one record per step: the one that counts. `model_flops` is the number
             of operations of the step over all ranks; `peak_flops` the peak rate of all GPUs together, per
             second.
     """
-    if not ledger.knows_lost_work:
+    if not breakdown.knows_lost_work:
         return Goodput(ettr=None, training=None)
-    totals = ledger.totals_us
-    wanted_us = ledger.wall_us - totals[TimeCategory.IDLE]
+    totals = breakdown.totals_us
+    wanted_us = breakdown.wall_us - totals[TimeCategory.IDLE]
     productive_us, steps_us = (sum(totals[what] for what in kinds) for kinds in (_PRODUCTIVE, _STEPS))
     return Goodput(
         ettr=productive_us / wanted_us if wanted_us else None,
-        training=steps_us / ledger.wall_us if ledger.wall_us else None,
+        training=steps_us / breakdown.wall_us if breakdown.wall_us else None,
         mfu=_mfu(steps_us / 1e6, metrics),
     )
 

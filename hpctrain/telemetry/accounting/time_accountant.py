@@ -26,7 +26,7 @@ CATEGORY_OF_FIELD = {
     "validation": TimeCategory.VALIDATING,
 }
 #: Events between the end of one attempt and the start of the next.
-_GOES_ON = frozenset({"restart", "shrink", "replace", "requeue", "started"})
+_RESTART_EVENTS = frozenset({"restart", "shrink", "replace", "requeue", "started"})
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Interval:
 
     start_us: int
     end_us: int
-    what: TimeCategory
+    category: TimeCategory
     attempt: int | None
     first: int
     last: int
@@ -60,91 +60,91 @@ class TimeAccountant:
             saves: spans in which saves blocked the training.
             logs_steps: if the run reports its steps. Otherwise lost work is unknown.
         """
-        self.pieces: list[Interval] = []
+        self.intervals: list[Interval] = []
         self.lost_steps = 0
         self.measured: set[TimeCategory] = set()
         self._now = min(first.time_us - first.spent_us.get("all", 0), end_us)
         self._end, self._logs_steps = end_us, logs_steps
         self._saves = deque(saves)
         #: Intervals of work that counts so far, in ascending order of steps.
-        self._counting: list[Interval] = []
+        self._counted_intervals: list[Interval] = []
         self._attempt: int | None = None
         self._step = 0
         self._first_logged: int | None = None
         #: Category of the time until the next event; None while the ranks train.
         self._phase: TimeCategory | None = TimeCategory.IDLE
         #: True if the ranks have ended and the next event is not known yet.
-        self._left = False
+        self._ranks_ended = False
         #: True until the first step of the attempt is reported.
-        self._fresh = True
+        self._awaits_first_step = True
 
-    def take(self, mark: TimelineEvent) -> None:
+    def add_event(self, event: TimelineEvent) -> None:
         """Account for the time up to an event."""
-        if mark.kind not in ("submitted", "started") and (
-            self._attempt is None or mark.attempt > self._attempt
+        if event.kind not in ("submitted", "started") and (
+            self._attempt is None or event.attempt > self._attempt
         ):
             # Without a supervisor, no `started` event is written.
-            self._fill(mark.time_us - mark.spent_us.get("all", 0), TimeCategory.IDLE)
-            self._start(mark)
-        if mark.kind == "resumed":
-            self._resumed(mark)
-        elif mark.kind in STATE_CHANGES:
-            self._turned(mark)
-        elif mark.attempt == self._attempt and not self._left:
-            self._trained(mark)
+            self._fill(event.time_us - event.spent_us.get("all", 0), TimeCategory.IDLE)
+            self._start(event)
+        if event.kind == "resumed":
+            self._on_resume(event)
+        elif event.kind in STATE_CHANGES:
+            self._on_state_change(event)
+        elif event.attempt == self._attempt and not self._ranks_ended:
+            self._on_step(event)
 
     def close(self, *, waits: bool) -> None:
         """Account for the time from the last event to the end."""
         if waits:
             self._phase = TimeCategory.QUEUED
-        elif self._left:
+        elif self._ranks_ended:
             self._phase = TimeCategory.IDLE
         self._fill(self._end, self._phase or TimeCategory.TRAINING)
 
-    def _start(self, mark: TimelineEvent) -> None:
-        self._attempt, self._step, self._left, self._fresh = mark.attempt, 0, False, True
+    def _start(self, event: TimelineEvent) -> None:
+        self._attempt, self._step, self._ranks_ended, self._awaits_first_step = event.attempt, 0, False, True
         self._phase = TimeCategory.STARTING if self._logs_steps else None
 
-    def _resumed(self, mark: TimelineEvent) -> None:
+    def _on_resume(self, event: TimelineEvent) -> None:
         """Handle a loaded state: work after its step is lost, because it is trained again."""
-        self._fill(mark.time_us - mark.spent_us.get("loading", 0), self._phase or TimeCategory.STARTING)
-        self._fill(mark.time_us, TimeCategory.LOADING)
-        self._step, self._phase = mark.step or 0, None
-        self._lose(self._step)
+        self._fill(event.time_us - event.spent_us.get("loading", 0), self._phase or TimeCategory.STARTING)
+        self._fill(event.time_us, TimeCategory.LOADING)
+        self._step, self._phase = event.step or 0, None
+        self._mark_lost(self._step)
 
-    def _trained(self, mark: TimelineEvent) -> None:
+    def _on_step(self, event: TimelineEvent) -> None:
         """Handle a step, or a checkpoint, which implies that its step was trained."""
-        assert mark.step is not None
-        if self._fresh and mark.kind == "checkpoint" and mark.step == self._step:
+        assert event.step is not None
+        if self._awaits_first_step and event.kind == "checkpoint" and event.step == self._step:
             return
         if self._phase is not None:
-            self._step = self._entered_at(mark.step)
-            self._lose(self._step)
-        if self._fresh:
+            self._step = self._entered_at(event.step)
+            self._mark_lost(self._step)
+        if self._awaits_first_step:
             # If the start time of the steps is not recorded, the steps of ranks that loaded began after the
             # load.
-            begun = mark.time_us - mark.spent_us.get("all", 0 if self._phase else mark.time_us)
+            begun = event.time_us - event.spent_us.get("all", 0 if self._phase else event.time_us)
             self._fill(begun, TimeCategory.STARTING)
-            self._phase, self._fresh = None, False
+            self._phase, self._awaits_first_step = None, False
         spent = {
-            what: mark.spent_us[name] for name, what in CATEGORY_OF_FIELD.items() if name in mark.spent_us
+            what: event.spent_us[name] for name, what in CATEGORY_OF_FIELD.items() if name in event.spent_us
         }
         self.measured.update(spent)
-        first, self._step = self._step, max(self._step, mark.step)
-        if mark.kind == "step" or self._step > first:
-            self._work(mark.time_us, spent, first, self._step)
+        first, self._step = self._step, max(self._step, event.step)
+        if event.kind == "step" or self._step > first:
+            self._work(event.time_us, spent, first, self._step)
 
     def _entered_at(self, step: int) -> int:
         """Return the last step before an attempt with no recorded load, from its first logged step."""
         if self._first_logged is None:
             self._first_logged = step
-        done = self._counting[-1].last if self._counting else 0
+        done = self._counted_intervals[-1].last if self._counted_intervals else 0
         return 0 if step <= self._first_logged else min(done, step - 1)
 
-    def _turned(self, mark: TimelineEvent) -> None:
-        kind = mark.kind
-        if self._left:
-            what = TimeCategory.RESTARTING if kind in _GOES_ON else TimeCategory.IDLE
+    def _on_state_change(self, event: TimelineEvent) -> None:
+        kind = event.kind
+        if self._ranks_ended:
+            what = TimeCategory.RESTARTING if kind in _RESTART_EVENTS else TimeCategory.IDLE
         elif self._phase not in (None, TimeCategory.STARTING):
             what = self._phase or TimeCategory.IDLE
         elif kind in ("started", "submitted"):
@@ -155,17 +155,17 @@ class TimeAccountant:
         elif not self._logs_steps:
             what = TimeCategory.TRAINING
         elif kind == "signal":
-            what = TimeCategory.SAVING if mark.saved else TimeCategory.TRAINING
+            what = TimeCategory.SAVING if event.saved else TimeCategory.TRAINING
         else:
             # Ranks that fail lose the step in progress.
             what = {"failure": TimeCategory.LOST, "finished": TimeCategory.IDLE}.get(
                 kind, TimeCategory.RESTARTING
             )
-        self._fill(mark.time_us, what)
-        self._left = kind in ("failure", "signal")
+        self._fill(event.time_us, what)
+        self._ranks_ended = kind in ("failure", "signal")
         match kind:
             case "started":
-                self._start(mark)
+                self._start(event)
             case "restart" | "shrink" | "replace":
                 self._phase = TimeCategory.RESTARTING
             case "requeue" | "submitted":
@@ -199,8 +199,8 @@ class TimeAccountant:
                 if taken < us:
                     portions.appendleft((what, us - taken))
                 if taken:
-                    piece = self._add(start, start + taken, what)
-                    piece.first, piece.last = first, last
+                    interval = self._add(start, start + taken, what)
+                    interval.first, interval.last = first, last
                 start += taken
 
     def _segments(self, until_us: int) -> Iterator[tuple[int, int, SaveEvent | None]]:
@@ -224,27 +224,29 @@ class TimeAccountant:
 
     def _add(self, start_us: int, end_us: int, what: TimeCategory, save: SaveEvent | None = None) -> Interval:
         step = self._step if save is None else save.step
-        piece = Interval(start_us, end_us, what, self._attempt, step, step)
-        self.pieces.append(piece)
+        interval = Interval(start_us, end_us, what, self._attempt, step, step)
+        self.intervals.append(interval)
         if what in _WORK:
-            self._counting.append(piece)
-        return piece
+            self._counted_intervals.append(interval)
+        return interval
 
-    def _lose(self, step: int) -> None:
+    def _mark_lost(self, step: int) -> None:
         """Mark all work after `step` as lost; an interval that contains `step` is split there."""
         kept: list[Interval] = []
-        if self._counting:
-            self.lost_steps += max(0, self._counting[-1].last - step)
-        while self._counting and (piece := self._counting[-1]).last > step:
-            self._counting.pop()
-            if piece.first < step:
-                share = (piece.end_us - piece.start_us) * (step - piece.first)
-                cut_us = piece.start_us + share // (piece.last - piece.first)
-                self.pieces.append(
-                    Interval(cut_us, piece.end_us, TimeCategory.LOST, piece.attempt, step, piece.last)
+        if self._counted_intervals:
+            self.lost_steps += max(0, self._counted_intervals[-1].last - step)
+        while self._counted_intervals and (interval := self._counted_intervals[-1]).last > step:
+            self._counted_intervals.pop()
+            if interval.first < step:
+                share = (interval.end_us - interval.start_us) * (step - interval.first)
+                cut_us = interval.start_us + share // (interval.last - interval.first)
+                self.intervals.append(
+                    Interval(
+                        cut_us, interval.end_us, TimeCategory.LOST, interval.attempt, step, interval.last
+                    )
                 )
-                piece.end_us, piece.last = cut_us, step
-                kept.append(piece)
+                interval.end_us, interval.last = cut_us, step
+                kept.append(interval)
             else:
-                piece.what = TimeCategory.LOST
-        self._counting += reversed(kept)
+                interval.category = TimeCategory.LOST
+        self._counted_intervals += reversed(kept)

@@ -35,7 +35,7 @@ class TimeBreakdown:
     """Remarks for the reader on the accuracy of the figures."""
 
     @classmethod
-    def of(
+    def from_records(
         cls,
         events: Iterable[Mapping[str, Any]],
         metrics: Iterable[Mapping[str, Any]] = (),
@@ -54,18 +54,18 @@ class TimeBreakdown:
             waits: if the run is in the queue, according to the scheduler.
             reports_steps: if the run reports its steps; None infers it from the records.
         """
-        marks, saves = read_timeline_events(events, metrics)
-        if not marks:
+        timeline, saves = read_timeline_events(events, metrics)
+        if not timeline:
             return cls()
         now_us = microseconds(until)
-        end_us = marks[-1].time_us if now_us is None else now_us
+        end_us = timeline[-1].time_us if now_us is None else now_us
         if not reports_steps:
-            reports_steps = any(mark.kind in ("step", "resumed") for mark in marks)
-        book = TimeAccountant(marks[0], end_us, saves, logs_steps=reports_steps)
-        for mark in marks:
-            book.take(mark)
+            reports_steps = any(event.kind in ("step", "resumed") for event in timeline)
+        book = TimeAccountant(timeline[0], end_us, saves, logs_steps=reports_steps)
+        for event in timeline:
+            book.add_event(event)
         book.close(waits=waits)
-        spans = tuple(_joined(book.pieces))
+        spans = tuple(_joined(book.intervals))
         if not reports_steps:
             return cls(spans, None, _WITHOUT_STEPS, (NO_STEPS_NOTE,))
         return cls(spans, book.lost_steps, cls.measured | book.measured)
@@ -85,21 +85,21 @@ class TimeBreakdown:
         """Microseconds per category; the sum is `wall_us`."""
         totals = dict.fromkeys(TimeCategory, 0)
         for span in self.spans:
-            totals[span.what] += span.end_us - span.start_us
+            totals[span.category] += span.end_us - span.start_us
         return totals
 
 
-def _joined(pieces: Iterable[Interval]) -> Iterator[TimeSpan]:
+def _joined(intervals: Iterable[Interval]) -> Iterator[TimeSpan]:
     """Merge adjacent intervals of the same category and attempt."""
     span: TimeSpan | None = None
-    for piece in sorted(pieces, key=lambda piece: piece.start_us):
-        if piece.start_us == piece.end_us:
+    for interval in sorted(intervals, key=lambda interval: interval.start_us):
+        if interval.start_us == interval.end_us:
             continue
-        if span is not None and (span.what, span.attempt) == (piece.what, piece.attempt):
-            span = TimeSpan(span.start_us, piece.end_us, span.what, span.attempt)
+        if span is not None and (span.category, span.attempt) == (interval.category, interval.attempt):
+            span = TimeSpan(span.start_us, interval.end_us, span.category, span.attempt)
             continue
         if span is not None:
             yield span
-        span = TimeSpan(piece.start_us, piece.end_us, piece.what, piece.attempt)
+        span = TimeSpan(interval.start_us, interval.end_us, interval.category, interval.attempt)
     if span is not None:
         yield span

@@ -28,6 +28,6 @@ class TimeSpan:
 
     start_us: int
     end_us: int
-    what: TimeCategory
+    category: TimeCategory
     attempt: int | None
     """The attempt in or after which the span is; None before the first."""

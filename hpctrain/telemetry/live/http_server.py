@@ -23,7 +23,7 @@ from hpctrain.telemetry.report.index_page import run_url
 _IDLE_S = 30.0
 #: Seconds until an unauthenticated connection is closed, and how many may be open; the oldest is closed
 #: first.
-_STRANGER_S, _MOST_STRANGERS = 10.0, 32
+_UNAUTHORIZED_TIMEOUT_S, _MAX_UNAUTHORIZED = 10.0, 32
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -68,8 +68,8 @@ class PageServer(ThreadingHTTPServer):
             OSError: the port is in use.
         """
         super().__init__((host, port), _Handler)
-        self._strangers: dict[Any, float] = {}
-        self._strangers_lock = threading.Lock()
+        self._unauthorized: dict[Any, float] = {}
+        self._unauthorized_lock = threading.Lock()
         self.pages, self.token = pages, secrets.token_urlsafe(24)
         self.port = self.server_address[1]
         # Other host names are rejected, against DNS rebinding by a foreign page.
@@ -78,31 +78,31 @@ class PageServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Handle a connection in a thread; the number of unauthenticated connections is limited."""
-        with self._strangers_lock:
-            if len(self._strangers) >= _MOST_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
+        with self._unauthorized_lock:
+            if len(self._unauthorized) >= _MAX_UNAUTHORIZED:
+                oldest = next(iter(self._unauthorized))
+                del self._unauthorized[oldest]
                 _hang_up(oldest)
-            self._strangers[request] = time.monotonic()
+            self._unauthorized[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection and stop tracking it."""
-        self.knows(request)
+        self.brought_token(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Close connections that have not authenticated in time."""
-        begun_before = time.monotonic() - _STRANGER_S
-        with self._strangers_lock:
-            for connection, begun in self._strangers.items():
+        begun_before = time.monotonic() - _UNAUTHORIZED_TIMEOUT_S
+        with self._unauthorized_lock:
+            for connection, begun in self._unauthorized.items():
                 if begun < begun_before:
                     _hang_up(connection)
 
-    def knows(self, connection: Any) -> None:
+    def brought_token(self, connection: Any) -> None:
         """Stop tracking a connection as unauthenticated, because it has shown the token or closed."""
-        with self._strangers_lock:
-            self._strangers.pop(connection, None)
+        with self._unauthorized_lock:
+            self._unauthorized.pop(connection, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of closed connections."""
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
                 location = run_url(_run_id(parts.path))
                 return self._send(HTTPStatus.SEE_OTHER, "", {"Location": location, "Set-Cookie": cookie})
             self._check_token()
-            self.server.knows(self.connection)
+            self.server.brought_token(self.connection)
             run_id = _run_id(parts.path)
             if (tag := self.server.pages.tag(run_id)) is None:
                 raise _Refused(HTTPStatus.NOT_FOUND, "Run not found.")

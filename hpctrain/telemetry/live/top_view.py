@@ -87,10 +87,10 @@ class TopView:
         self._slowest: str | None = None
         self._no_number_since: int | None = None
 
-    def take(self, events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
+    def add_records(self, events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
         """Add records written since the last call."""
         for event in events:
-            self._note(event)
+            self._add_event(event)
             kind = str(event.get("kind"))
             if kind == "started":
                 self._attempt, self._slowest = record_attempt(event), None
@@ -116,7 +116,7 @@ class TopView:
             elif type(loss) is float and self._no_number_since is None:
                 self._no_number_since = int(record["step"])
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _add_event(self, event: dict[str, Any]) -> None:
         """Keep an event; of consecutive checkpoints, only the newest and their count."""
         last = self._events[-1] if self._events else {}
         if event.get("kind") == "checkpoint" == last.get("kind"):
@@ -285,7 +285,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
         yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
         return
     if kind == "chaos":
-        yield from filter(None, [str(event.get("fault")), _struck(event)])
+        yield from filter(None, [str(event.get("fault")), _describe_fault(event)])
         return
     if is_finite(event.get("step")):
         yield f"step {event['step']}"
@@ -307,7 +307,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
             yield f"job {event[name]}" if name == "job_id" else str(event[name])
 
 
-def _struck(event: Mapping[str, Any]) -> str:
+def _describe_fault(event: Mapping[str, Any]) -> str:
     """Return the ranks affected by a fault, and their node."""
     ranks, host = event.get("ranks"), event.get("host")
     if not isinstance(ranks, list) or not (numbers := [rank for rank in ranks if isinstance(rank, int)]):

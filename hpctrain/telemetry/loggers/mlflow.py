@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
 
 #: Limits of the server per request (MLflow, REST API, "Log Batch").
-_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
+_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM = 1000, 100, 6000
 _STATES: dict[TrainingEnd, str] = {"completed": "FINISHED", "stopped": "SCHEDULED", "failed": "FAILED"}
 
 
@@ -40,9 +40,9 @@ class MLflow:
         known = self._client.get_experiment_by_name(self.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(self.experiment)
         self._id = str(self._client.create_run(experiment, run_name=run.run_id).info.run_id)
-        params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in run.config.items()]
-        for begin in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMS])
+        params = [Param(name, str(value)[:_MAX_PARAM]) for name, value in run.config.items()]
+        for begin in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[begin : begin + _MAX_PARAMS])
         return self._id
 
     def log(self, lines: Sequence[MetricRecord]) -> None:
@@ -53,8 +53,8 @@ class MLflow:
             for line in lines
             for name, value in line.values.items()
         ]
-        for begin in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MOST_METRICS])
+        for begin in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MAX_METRICS])
 
     def rewind(self, step: int) -> bool:  # noqa: ARG002
         return False

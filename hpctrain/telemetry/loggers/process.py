@@ -57,19 +57,22 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        order = LoggerConfig.read(0)
+        config = LoggerConfig.read(0)
     except EOFError:
         return 0
-    sys.path += [path for path in order.sys_path if path not in sys.path]
-    run = RunDir(Path(order.folder))
-    logged = LoggedRun(run.run_id, run.path, config=order.config)
+    sys.path += [path for path in config.sys_path if path not in sys.path]
+    run = RunDir(Path(config.folder))
+    logged = LoggedRun(run.run_id, run.path, config=config.config)
     ended, endings = threading.Event(), list[TrainingEnd]()
-    feeds = [
-        LoggerDispatcher(logger, logged, run.metrics, LoggerState.load(run.logger_memory(logger.name)), _say)
-        for logger in pickle.loads(order.loggers)
+    dispatchers = [
+        LoggerDispatcher(
+            logger, logged, run.metrics, LoggerState.load(run.logger_state(logger.name)), _report
+        )
+        for logger in pickle.loads(config.loggers)
     ]
     threads = [
-        threading.Thread(target=feed.run, args=(ended, lambda: endings[0]), daemon=True) for feed in feeds
+        threading.Thread(target=dispatcher.run, args=(ended, lambda: endings[0]), daemon=True)
+        for dispatcher in dispatchers
     ]
     for thread in threads:
         thread.start()
@@ -102,7 +105,7 @@ def _exactly(fd: int, count: int) -> bytes:
     return data
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -17,17 +17,17 @@ from hpctrain.text import format_duration, format_share, format_size, pluralize
 #: Shares of the time above which a recommendation is given.
 _MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
 #: Shorter runs give too little evidence.
-_LEAST_STEPS, _LEAST_S = 20, 10.0
+_MIN_STEPS, _MIN_S = 20, 10.0
 #: Share of time spent on communication that is high; number of gradient buckets that is high; bucket size
 #: below which latency, not bandwidth, limits the speed; and the bucket size to recommend, which is torch's
 #: default.
 _MUCH_COMMUNICATING, _MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 0.2, 8, 10 << 20, 25
 #: Ratio of the other nodes' median clock to a node's clock above which the node is slow.
-_SLOW = 1.1
+_SLOW_CLOCK_RATIO = 1.1
 #: Share of CPU use that is high, and share of GPU memory use that is low.
 _BUSY, _ROOMY = 0.9, 0.5
 #: More workers per rank rarely help.
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -38,58 +38,64 @@ class Advice:
     evidence: str
 
 
-def advise(facts: RunData) -> list[Advice]:
+def advise(run_data: RunData) -> list[Advice]:
     """Return all recommendations with evidence, the most important first."""
-    told = [*_no_number(facts), *_faults(facts), *_slow_nodes(facts)]
-    if len(facts.curves.counting) >= _LEAST_STEPS and _steps_us(facts) > _LEAST_S * 1e6:
-        told += [*_data(facts), *_buckets(facts), *_saving(facts), *_lost_work(facts), *_memory(facts)]
+    told = [*_no_number(run_data), *_faults(run_data), *_slow_nodes(run_data)]
+    if len(run_data.curves.effective) >= _MIN_STEPS and _steps_us(run_data) > _MIN_S * 1e6:
+        told += [
+            *_data(run_data),
+            *_buckets(run_data),
+            *_saving(run_data),
+            *_lost_work(run_data),
+            *_memory(run_data),
+        ]
     return told
 
 
-def _steps_us(facts: RunData) -> int:
+def _steps_us(run_data: RunData) -> int:
     """Return the time spent on steps that count."""
-    totals = facts.ledger.totals_us
+    totals = run_data.breakdown.totals_us
     return totals[TimeCategory.TRAINING] + totals[TimeCategory.DATA] + totals[TimeCategory.COMMUNICATING]
 
 
-def _setting(facts: RunData, name: str) -> Any:
-    settings = facts.environment.get("settings")
+def _setting(run_data: RunData, name: str) -> Any:
+    settings = run_data.environment.get("settings")
     return settings.get(name) if isinstance(settings, dict) else None
 
 
-def _no_number(facts: RunData) -> Iterator[Advice]:
+def _no_number(run_data: RunData) -> Iterator[Advice]:
     """Detect a NaN or infinite loss, after which all steps are worthless."""
-    if (since := facts.curves.no_number_since("loss")) is None:
+    if (since := run_data.curves.no_number_since("loss")) is None:
         return
     what = "Lower the learning rate, or clip gradients with Trainer(gradient_clip_norm=1.0)"
     if saved := [
-        one.step for one in facts.checkpoints if one.kept and one.step is not None and one.step < since
+        one.step for one in run_data.checkpoints if one.kept and one.step is not None and one.step < since
     ]:
         what += f", then resume from the checkpoint of step {max(saved)}"
-    number_of = sum(step >= since for step in facts.curves.counting)
+    number_of = sum(step >= since for step in run_data.curves.effective)
     yield Advice(
         f"{what}.",
         f"The loss is NaN or infinite in {pluralize(number_of, 'step')}, from step {since} on.",
     )
 
 
-def _data(facts: RunData) -> Iterator[Advice]:
-    part = facts.ledger.totals_us[TimeCategory.DATA] / _steps_us(facts)
-    if TimeCategory.DATA not in facts.ledger.measured or part < _MUCH_WAITING:
+def _data(run_data: RunData) -> Iterator[Advice]:
+    part = run_data.breakdown.totals_us[TimeCategory.DATA] / _steps_us(run_data)
+    if TimeCategory.DATA not in run_data.breakdown.measured or part < _MUCH_WAITING:
         return
     evidence = [f"the ranks spent {format_share(part)} of their step time waiting for data"]
-    if (util := facts.devices.mean("gpu_util")) is not None:
+    if (util := run_data.devices.mean("gpu_util")) is not None:
         evidence.append(f"the GPUs were idle {100 - util:.0f} % of the time")
-    cpu = facts.devices.mean("cpu")
+    cpu = run_data.devices.mean("cpu")
     if cpu is not None:
         evidence.append(f"the CPU utilization of the nodes was {cpu:.0f} %")
-    workers, cpus = _setting(facts, "num_workers"), facts.environment.get("cpus_per_rank")
+    workers, cpus = _setting(run_data, "num_workers"), run_data.environment.get("cpus_per_rank")
     if not isinstance(workers, int) or not isinstance(cpus, int):
         what = "Load data faster: use more workers, or do less work per sample."
     elif cpu is not None and cpu >= 100 * _BUSY:
         what = "Request more CPUs per rank (--cpus-per-task), or do less work per sample."
         evidence.append(f"num_workers is {workers}")
-    elif (more := min(_MOST_WORKERS, max(2, 4 * workers), cpus)) > workers:
+    elif (more := min(_MAX_WORKERS, max(2, 4 * workers), cpus)) > workers:
         what = f"Set Trainer(num_workers={more}) instead of {workers}."
         evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
@@ -98,16 +104,16 @@ def _data(facts: RunData) -> Iterator[Advice]:
     yield Advice(what, _sentence(evidence))
 
 
-def _buckets(facts: RunData) -> Iterator[Advice]:
+def _buckets(run_data: RunData) -> Iterator[Advice]:
     """Detect gradients that are sent in many small buckets while ranks wait for communication."""
-    part = facts.ledger.totals_us[TimeCategory.COMMUNICATING] / _steps_us(facts)
-    known = facts.environment.get("gradient_buckets"), facts.environment.get("gradient_bytes")
-    if TimeCategory.COMMUNICATING not in facts.ledger.measured or part < _MUCH_COMMUNICATING:
+    part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / _steps_us(run_data)
+    known = run_data.environment.get("gradient_buckets"), run_data.environment.get("gradient_bytes")
+    if TimeCategory.COMMUNICATING not in run_data.breakdown.measured or part < _MUCH_COMMUNICATING:
         return
     number, num_bytes = (int(value) if is_finite(value) else 0 for value in known)
     if number < _MANY_BUCKETS or num_bytes / number > _SMALL_BUCKET_BYTES:
         return
-    setting = _setting(facts, "bucket_cap_mb")
+    setting = _setting(run_data, "bucket_cap_mb")
     place = f" instead of {setting:g}" if is_finite(setting) else ""
     bucket = format_size(num_bytes / number)
     evidence = [
@@ -120,9 +126,9 @@ def _buckets(facts: RunData) -> Iterator[Advice]:
     )
 
 
-def _faults(facts: RunData) -> Iterator[Advice]:
+def _faults(run_data: RunData) -> Iterator[Advice]:
     """Detect GPUs that have failed or are likely to fail."""
-    for node in facts.devices.nodes:
+    for node in run_data.devices.nodes:
         evidence = []
         if node.xids:
             evidence.append(f"the driver reported {', '.join(f'Xid {xid}' for xid in node.xids)}")
@@ -136,20 +142,24 @@ def _faults(facts: RunData) -> Iterator[Advice]:
             )
 
 
-def _slow_nodes(facts: RunData) -> Iterator[Advice]:
+def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
     """Detect nodes that slow down every step of all others."""
     noticed: dict[str, list[str]] = {}
-    for event in facts.events:
+    for event in run_data.events:
         # One slow interval may be chance; the supervisor marks a lasting straggler.
         if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True):
             noticed.setdefault(str(event["host"]), []).append(
                 f"{describe_rank(event)} takes {describe_slowness(event)}"
             )
-    clocks = {node.host: node.clock_mhz for node in facts.devices.nodes if node.clock_mhz}
-    for node in facts.devices.nodes:
+    clocks = {node.host: node.clock_mhz for node in run_data.devices.nodes if node.clock_mhz}
+    for node in run_data.devices.nodes:
         evidence = [noticed.pop(node.host)[-1]] if node.host in noticed else []
         others = [clock for host, clock in clocks.items() if host != node.host]
-        if others and node.clock_mhz and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW:
+        if (
+            others
+            and node.clock_mhz
+            and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW_CLOCK_RATIO
+        ):
             evidence.append(
                 f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of other nodes at "
                 f"{statistics.median(others):.0f} MHz ({ratio:.1f} × faster)"
@@ -175,29 +185,29 @@ def _throttled(node: NodeSeries) -> list[str]:
     return [f"its clocks were lowered: {', '.join(reasons)}"] if reasons else []
 
 
-def _saving(facts: RunData) -> Iterator[Advice]:
-    saving_us = facts.ledger.totals_us[TimeCategory.SAVING]
-    part = saving_us / (saving_us + _steps_us(facts))
-    if part < _MUCH_SAVING or len(facts.checkpoints) < 3:
+def _saving(run_data: RunData) -> Iterator[Advice]:
+    saving_us = run_data.breakdown.totals_us[TimeCategory.SAVING]
+    part = saving_us / (saving_us + _steps_us(run_data))
+    if part < _MUCH_SAVING or len(run_data.checkpoints) < 3:
         return
-    if _setting(facts, "checkpoint_async") is False:
+    if _setting(run_data, "checkpoint_async") is False:
         what = "Set Trainer(checkpoint_async=True): training then pauses only while the state is copied."
-    elif _setting(facts, "checkpoint_every") == "auto":
+    elif _setting(run_data, "checkpoint_every") == "auto":
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
         what = "Save less often: Trainer(checkpoint_every='auto') chooses the interval."
-    saves = pluralize(len(facts.checkpoints), "save")
+    saves = pluralize(len(run_data.checkpoints), "save")
     evidence = f"{saves} paused training for {format_duration(saving_us / 1e6)}"
     yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
 
 
-def _lost_work(facts: RunData) -> Iterator[Advice]:
-    lost_us = facts.ledger.totals_us[TimeCategory.LOST]
-    part = lost_us / (lost_us + _steps_us(facts))
-    every = _setting(facts, "checkpoint_every")
+def _lost_work(run_data: RunData) -> Iterator[Advice]:
+    lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
+    part = lost_us / (lost_us + _steps_us(run_data))
+    every = _setting(run_data, "checkpoint_every")
     if part < _MUCH_LOST or every == "auto":
         return
-    steps = [attempt for attempt in facts.interruptions if attempt.lost_us]
+    steps = [attempt for attempt in run_data.interruptions if attempt.lost_us]
     evidence = [f"{format_share(part)} of the work was lost in {pluralize(len(steps), 'interruption')}"]
     if is_finite(every):
         evidence.append(f"checkpoints were saved every {every:g} steps")
@@ -206,14 +216,14 @@ def _lost_work(facts: RunData) -> Iterator[Advice]:
     )
 
 
-def _memory(facts: RunData) -> Iterator[Advice]:
+def _memory(run_data: RunData) -> Iterator[Advice]:
     """Detect room for larger micro-batches, if their size is fixed."""
     known = [
         (node.highest_gpu_memory, node.gpu_memory_bytes)
-        for node in facts.devices.nodes
+        for node in run_data.devices.nodes
         if node.highest_gpu_memory and node.gpu_memory_bytes
     ]
-    micro_batch = _setting(facts, "micro_batch_size")
+    micro_batch = _setting(run_data, "micro_batch_size")
     if not known or not isinstance(micro_batch, int):
         return
     used, there = max(known, key=lambda pair: pair[0] / pair[1])

@@ -14,7 +14,7 @@ from hpctrain.telemetry.report.jsonl import read_jsonl
 from hpctrain.telemetry.report.metric_curves import as_number
 
 #: Longer diffs are truncated, to keep the report readable.
-_LONGEST_DIFF = 200_000
+_MAX_DIFF = 200_000
 
 
 @dataclass
@@ -96,8 +96,8 @@ def read_codes(run: RunDir) -> list[CodeVersion]:
                 changed=bool(record.get("changed")),
                 new_files=[str(name) for name in new] if isinstance(new, list) else [],
                 source=str(record["source"]) if record.get("source") else None,
-                diff=diff[:_LONGEST_DIFF],
-                cut=len(diff) > _LONGEST_DIFF,
+                diff=diff[:_MAX_DIFF],
+                cut=len(diff) > _MAX_DIFF,
             )
         )
     return codes

@@ -51,13 +51,13 @@ class Attempt:
 
 
 def read_attempts(
-    events: Iterable[Mapping[str, Any]], ledger: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
+    events: Iterable[Mapping[str, Any]], breakdown: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
 ) -> list[Attempt]:
     """Return all attempts of a run, in order.
 
     Args:
         events: lines of `events.jsonl`.
-        ledger: the time breakdown of the run.
+        breakdown: the time breakdown of the run.
         steps: first and last logged step of each attempt.
     """
     attempts: list[Attempt] = []
@@ -69,18 +69,18 @@ def read_attempts(
         # Slurm's final state of an earlier job may be recorded late.
         late = kind == "seen" and event.get("job_id") != job_id
         if (time_us := microseconds(event.get("time"))) is not None and not late:
-            _take(attempts, event, kind, time_us / 1e6)
+            _add_event(attempts, event, kind, time_us / 1e6)
     known = {attempt.number for attempt in attempts}
     for number in sorted(set(steps) - known):
-        starts = [span.start_us for span in ledger.spans if span.attempt == number]
+        starts = [span.start_us for span in breakdown.spans if span.attempt == number]
         attempts.append(Attempt(number, min(starts, default=0) / 1e6))
     for attempt in attempts:
         attempt.first_step, attempt.last_step = steps.get(attempt.number, (None, None))
-    _add_costs(attempts, ledger)
+    _add_costs(attempts, breakdown)
     return attempts
 
 
-def _take(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: float) -> None:
+def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: float) -> None:
     last = attempts[-1] if attempts else None
     if kind == "started":
         if last is not None and last.end is None:
@@ -151,24 +151,24 @@ def mark_cancelled(attempt: Attempt) -> None:
         attempt.end, attempt.cause = "cancelled", attempt.cause or CANCELLED
 
 
-def _add_costs(attempts: Sequence[Attempt], ledger: TimeBreakdown) -> None:
+def _add_costs(attempts: Sequence[Attempt], breakdown: TimeBreakdown) -> None:
     after = {TimeCategory.QUEUED, TimeCategory.RESTARTING, TimeCategory.IDLE}
     before = {TimeCategory.STARTING, TimeCategory.LOADING}
     follower = dict(zip((one.number for one in attempts[1:]), attempts, strict=False))
     by_number = {one.number: one for one in attempts}
-    if not ledger.knows_lost_work:
+    if not breakdown.knows_lost_work:
         for attempt in attempts:
             attempt.lost_us = None
-    for span in ledger.spans:
+    for span in breakdown.spans:
         us = span.end_us - span.start_us
         found = by_number.get(-1 if span.attempt is None else span.attempt)
         if found is None:
             continue
-        if span.what is TimeCategory.LOST:
+        if span.category is TimeCategory.LOST:
             found.lost_us = (found.lost_us or 0) + us
-        elif span.what in after and found.interrupted:
+        elif span.category in after and found.interrupted:
             found.away_us += us
-        elif span.what in before and (previous := follower.get(found.number)) and previous.interrupted:
+        elif span.category in before and (previous := follower.get(found.number)) and previous.interrupted:
             previous.away_us += us
 
 

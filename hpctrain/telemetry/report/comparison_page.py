@@ -11,10 +11,10 @@ from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
 from hpctrain.telemetry.report.summary import comparison_rows, spec_differences
 from hpctrain.text import format_duration
 
-_MOST_POINTS = 2000
-_MOST_METRICS = 12
+_MAX_POINTS = 2000
+_MAX_METRICS = 12
 #: Limited by the number of colours of the page.
-_MOST_CURVES = 8
+_MAX_CURVES = 8
 
 
 def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> str:
@@ -24,9 +24,9 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
     """
     charts: list[dict[str, Any]] = []
     names = dict.fromkeys(name for run in runs for name in run.curves.names)
-    shown = [_chart(name, place, runs, charts) for place, name in enumerate(list(names)[:_MOST_METRICS])]
+    shown = [_chart(name, place, runs, charts) for place, name in enumerate(list(names)[:_MAX_METRICS])]
     ledgers = [
-        (run.run_id, format_duration(run.ledger.wall_us / 1e6), time_breakdown_rows(run.ledger))
+        (run.run_id, format_duration(run.breakdown.wall_us / 1e6), time_breakdown_rows(run.breakdown))
         for run in runs
     ]
     return render_page(
@@ -36,7 +36,7 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
         data={"charts": charts, "heats": []},
         runs=runs,
         charts=shown,
-        curves_left_out=[run.run_id for run in runs[_MOST_CURVES:]],
+        curves_left_out=[run.run_id for run in runs[_MAX_CURVES:]],
         figures=comparison_rows(runs),
         ledgers=[each for each in ledgers if each[2]],
         kinds=next((rows for _, _, rows in ledgers if rows), []),
@@ -47,8 +47,8 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
 def _chart(name: str, place: int, runs: Sequence[RunData], charts: list[dict[str, Any]]) -> dict[str, Any]:
     identity = f"metric-{place}"
     curves = [
-        curve_data(run.run_id, points, _MOST_POINTS, run.curves.not_finite(name))
-        for run in runs[:_MOST_CURVES]
+        curve_data(run.run_id, points, _MAX_POINTS, run.curves.not_finite(name))
+        for run in runs[:_MAX_CURVES]
         if (points := run.curves.points(name))
     ]
     charts.append(

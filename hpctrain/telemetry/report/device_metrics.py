@@ -16,10 +16,10 @@ COLUMNS = 240
 #: Byte for an interval without measurements; other bytes are values from 0 to 1, times 254.
 NO_VALUE = 255
 #: Lines with more are invalid.
-_MOST_GPUS = 64
+_MAX_GPUS = 64
 
 #: Lines that cover more time are invalid.
-_LONGEST_LINE_S = 3600.0
+_MAX_LINE_S = 3600.0
 #: GPU utilisation in per cent above which a GPU is busy.
 _BUSY = 50.0
 
@@ -153,7 +153,7 @@ def _read(file: Path, start: float, width: float, by_host: dict[str, _Columns]) 
             # A line at the exact end belongs to the last column.
             last = min(column, COLUMNS - 1)
             columns[last].append(line)
-            if is_finite(seconds := line.get("seconds")) and width < seconds < _LONGEST_LINE_S:
+            if is_finite(seconds := line.get("seconds")) and width < seconds < _MAX_LINE_S:
                 for earlier in range(max(0, int((time - seconds - start) / width)), last):
                     columns[earlier].append(line)
 
@@ -161,7 +161,7 @@ def _read(file: Path, start: float, width: float, by_host: dict[str, _Columns]) 
 def _lists(columns: _Columns, name: str) -> list[list[list[object]]]:
     """Return the per-GPU lists of a field, for the lines of each column."""
     return [
-        [values for line in column if type(values := line.get(name)) is list and len(values) <= _MOST_GPUS]
+        [values for line in column if type(values := line.get(name)) is list and len(values) <= _MAX_GPUS]
         for column in columns
     ]
 
@@ -224,7 +224,7 @@ def _wholes(line: dict[str, Any], name: str) -> list[int]:
 
 
 def _listed(line: dict[str, Any], name: str) -> list[Any]:
-    return _list(line.get(name))[:_MOST_GPUS]
+    return _list(line.get(name))[:_MAX_GPUS]
 
 
 def _list(value: object) -> list[Any]:

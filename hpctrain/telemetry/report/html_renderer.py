@@ -15,7 +15,7 @@ from hpctrain._version import __version__
 from hpctrain.text import format_time
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
-_MOST_DIFF_LINES = 3000
+_MAX_DIFF_LINES = 3000
 
 
 def render_page(
@@ -72,10 +72,10 @@ def render_page(
 def _diff_lines(diff: str) -> Iterator[tuple[str, str]]:
     kinds = {"+": "plus", "-": "minus", "@": "at", "d": "at", "i": "at"}
     lines = diff.splitlines()
-    for line in lines[:_MOST_DIFF_LINES]:
+    for line in lines[:_MAX_DIFF_LINES]:
         yield kinds.get(line[:1], ""), line or " "
-    if len(lines) > _MOST_DIFF_LINES:
-        yield "at", f"… {len(lines) - _MOST_DIFF_LINES} more lines"
+    if len(lines) > _MAX_DIFF_LINES:
+        yield "at", f"… {len(lines) - _MAX_DIFF_LINES} more lines"
 
 
 @cache

@@ -9,55 +9,57 @@ from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.run_data import RunData
 
 
-def json_report(facts: RunData) -> dict[str, Any]:
+def json_report(run_data: RunData) -> dict[str, Any]:
     """Return the document that `--format json` prints."""
-    ledger = facts.ledger
-    lowest = facts.curves.lowest("loss")
+    breakdown = run_data.breakdown
+    lowest = run_data.curves.lowest("loss")
     return {
-        "run_id": facts.run_id,
-        "folder": facts.folder,
-        "state": facts.state,
-        "cause": facts.cause,
-        "start": facts.start,
-        "end": facts.end,
-        "wall_us": ledger.wall_us,
-        "reports_steps": facts.reports_steps,
-        "step": facts.step,
-        "loss": facts.curves.last("loss"),
-        "loss_is_no_number_since": facts.curves.no_number_since("loss"),
+        "run_id": run_data.run_id,
+        "folder": run_data.folder,
+        "state": run_data.state,
+        "cause": run_data.cause,
+        "start": run_data.start,
+        "end": run_data.end,
+        "wall_us": breakdown.wall_us,
+        "reports_steps": run_data.reports_steps,
+        "step": run_data.step,
+        "loss": run_data.curves.last("loss"),
+        "loss_is_no_number_since": run_data.curves.no_number_since("loss"),
         "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
-        "last": {name: facts.curves.last(name) for name in facts.curves.names},
-        "steps_per_s": facts.steps_per_s,
-        "lost_steps": ledger.lost_steps,
+        "last": {name: run_data.curves.last(name) for name in run_data.curves.names},
+        "steps_per_s": run_data.steps_per_s,
+        "lost_steps": breakdown.lost_steps,
         "ledger": [
             {
                 "what": what.value,
-                "us": us if (known := what in ledger.measured) else None,
+                "us": us if (known := what in breakdown.measured) else None,
                 "measured": known,
             }
-            for what, us in ledger.totals_us.items()
+            for what, us in breakdown.totals_us.items()
         ],
-        **asdict(facts.goodput),
-        "attempts": [{**asdict(attempt), "interrupted": attempt.interrupted} for attempt in facts.attempts],
-        "checkpoints": [asdict(checkpoint) for checkpoint in facts.checkpoints],
+        **asdict(run_data.goodput),
+        "attempts": [
+            {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
+        ],
+        "checkpoints": [asdict(checkpoint) for checkpoint in run_data.checkpoints],
         "gpus": [
-            {"gpu": row, **{each.quantity.field: each.means[index] for each in facts.devices.maps}}
-            for index, row in enumerate(facts.devices.rows)
+            {"gpu": row, **{each.quantity.field: each.means[index] for each in run_data.devices.maps}}
+            for index, row in enumerate(run_data.devices.rows)
         ],
         "nodes": [
             {
                 **asdict(node),
-                **{each.quantity.field: each.means[index] for each in facts.devices.node_maps},
+                **{each.quantity.field: each.means[index] for each in run_data.devices.node_maps},
             }
-            for index, node in enumerate(facts.devices.nodes)
+            for index, node in enumerate(run_data.devices.nodes)
         ],
-        "advice": [asdict(one) for one in advise(facts)],
-        "environment": facts.environment,
-        "spec": facts.spec,
+        "advice": [asdict(one) for one in advise(run_data)],
+        "environment": run_data.environment,
+        "spec": run_data.spec,
         "code": [
             {"commit": code.commit, "changed": code.changed, "new_files": code.new_files}
-            for code in facts.codes
+            for code in run_data.codes
         ],
-        "again": facts.again,
-        "notes": facts.notes,
+        "again": run_data.resubmit_command,
+        "notes": run_data.notes,
     }

@@ -23,17 +23,17 @@ from hpctrain.text import format_clock, format_duration, printable
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$])")
 
 
-def markdown_report(facts: RunData) -> str:
+def markdown_report(run_data: RunData) -> str:
     """Return the report of one run."""
     parts = [
-        f"# {_safe(facts.run_id)}: {_safe(facts.state)}",
-        " ".join(map(_safe, summarize(facts))),
-        *map(_safe, facts.notes),
-        _table(("", "", ""), key_figures(facts)),
+        f"# {_safe(run_data.run_id)}: {_safe(run_data.state)}",
+        " ".join(map(_safe, summarize(run_data))),
+        *map(_safe, run_data.notes),
+        _table(("", "", ""), key_figures(run_data)),
         "## Where the time went",
-        _ledger(facts),
+        _ledger(run_data),
     ]
-    if facts.attempts:
+    if run_data.attempts:
         rows = [
             (
                 one.number,
@@ -42,17 +42,20 @@ def markdown_report(facts: RunData) -> str:
                 describe_follow_up(one),
                 describe_attempt_cost(one),
             )
-            for one in facts.attempts
+            for one in run_data.attempts
         ]
         parts += ["## What happened", _table(("attempt", "when", "ended", "then", "cost"), rows)]
-    if advice := advise(facts):
+    if advice := advise(run_data):
         told = [(one.what, one.evidence) for one in advice]
         parts += ["## Recommendations", _table(("recommendation", "why"), told)]
-    if facts.again:
+    if run_data.resubmit_command:
         # The fence must be longer than any run of backticks inside.
-        longest = max(map(len, re.findall(r"`*", "\n".join(facts.again))))
+        longest = max(map(len, re.findall(r"`*", "\n".join(run_data.resubmit_command))))
         fence = "`" * max(3, longest + 1)
-        parts += ["## Run it again", "\n".join([fence + "bash", *map(printable, facts.again), fence])]
+        parts += [
+            "## Run it again",
+            "\n".join([fence + "bash", *map(printable, run_data.resubmit_command), fence]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,18 +68,18 @@ def markdown_comparison(runs: Sequence[RunData]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _ledger(facts: RunData) -> str:
+def _ledger(run_data: RunData) -> str:
     rows = [
         (row["name"], row["share"], row["duration"], row["meaning"])
         if row["measured"]
         else (row["name"], "–", "–", "not measured; included in training")
-        for row in time_breakdown_rows(facts.ledger)
+        for row in time_breakdown_rows(run_data.breakdown)
     ]
-    return _table(("", "share", "time", ""), [*rows, ("total", "100 %", _wall(facts), "")])
+    return _table(("", "share", "time", ""), [*rows, ("total", "100 %", _wall(run_data), "")])
 
 
-def _wall(facts: RunData) -> str:
-    return format_duration(facts.ledger.wall_us / 1e6)
+def _wall(run_data: RunData) -> str:
+    return format_duration(run_data.breakdown.wall_us / 1e6)
 
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

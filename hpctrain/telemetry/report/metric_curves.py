@@ -12,7 +12,7 @@ from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.text import format_number
 
 #: Minimum number of lines over which a rate is averaged, and number of rates in a long run.
-_LEAST_STRETCH, _STRETCHES = 4, 2000
+_MIN_STRETCH, _STRETCHES = 4, 2000
 
 CurvePoint = tuple[float, float | None]
 
@@ -21,16 +21,16 @@ CurvePoint = tuple[float, float | None]
 class MetricCurves:
     """Metrics of a run by step."""
 
-    counting: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    effective: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The line that counts of each logged step, in order of steps."""
-    again: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    superseded: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The previous line of each step that was repeated."""
     by_attempt: dict[int, tuple[int, int]] = field(default_factory=dict)
     """First and last logged step of each attempt."""
     _points: dict[str, list[CurvePoint]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, metrics: Iterable[Mapping[str, Any]]) -> MetricCurves:
+    def from_records(cls, metrics: Iterable[Mapping[str, Any]]) -> MetricCurves:
         """Read the lines of `metrics.jsonl`; lines of the same step and attempt are merged."""
         curves = cls()
         for record in metrics:
@@ -40,21 +40,21 @@ class MetricCurves:
             attempt = record_attempt(record)
             first, _ = curves.by_attempt.get(attempt, (step, step))
             curves.by_attempt[attempt] = (first, step)
-            if (before := curves.counting.get(step)) is None:
-                curves.counting[step] = record
+            if (before := curves.effective.get(step)) is None:
+                curves.effective[step] = record
             elif record_attempt(before) == attempt:
-                curves.counting[step] = {**before, **record}
+                curves.effective[step] = {**before, **record}
             else:
-                curves.again[step] = before
-                curves.counting[step] = record
-        curves.counting = dict(sorted(curves.counting.items()))
-        curves.again = dict(sorted(curves.again.items()))
+                curves.superseded[step] = before
+                curves.effective[step] = record
+        curves.effective = dict(sorted(curves.effective.items()))
+        curves.superseded = dict(sorted(curves.superseded.items()))
         return curves
 
     @property
     def names(self) -> list[str]:
         """Names of all metrics: loss first, then validation metrics, then the others."""
-        names = {name for record in self.counting.values() for name in record} - NOT_CURVES
+        names = {name for record in self.effective.values() for name in record} - NOT_CURVES
         names = {name for name in names if self._has_numbers(name)}
         return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
 
@@ -67,7 +67,7 @@ class MetricCurves:
             if name not in self._points:
                 self._points[name] = [
                     (step, as_number(record[name]))
-                    for step, record in self.counting.items()
+                    for step, record in self.effective.items()
                     if name in record
                 ]
             return self._points[name]
@@ -81,7 +81,7 @@ class MetricCurves:
 
     def last(self, name: str) -> float | None:
         """Return the newest finite value of a metric."""
-        for record in reversed(self.counting.values()):
+        for record in reversed(self.effective.values()):
             if is_finite(value := record.get(name)):
                 return float(value)
         return None
@@ -89,7 +89,7 @@ class MetricCurves:
     def no_number_since(self, name: str) -> int | None:
         """Return the first step of a metric's final NaN or infinite values; None if the last is finite."""
         since = None
-        for step, record in reversed(self.counting.items()):
+        for step, record in reversed(self.effective.items()):
             if name in record:
                 if type(value := record[name]) is not float or math.isfinite(value):
                     break
@@ -100,7 +100,7 @@ class MetricCurves:
         """Return the steps at which a metric is NaN or infinite, and the value as text."""
         return [
             (step, format_number(value))
-            for step, record in self.counting.items()
+            for step, record in self.effective.items()
             if type(value := record.get(name)) is float and not math.isfinite(value)
         ]
 
@@ -125,7 +125,7 @@ def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[Curve
     Each rate covers several lines, because the time between two is noisy: a line is normally written after
     the next step is launched, but immediately if a save is due.
     """
-    stretch = max(_LEAST_STRETCH, len(metrics) // _STRETCHES)
+    stretch = max(_MIN_STRETCH, len(metrics) // _STRETCHES)
     points: list[CurvePoint] = []
     before: tuple[int, int, float] | None = None
     number = 0

@@ -26,7 +26,7 @@ from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_
 from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
 from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
 
-_GOING = ("PENDING", "RUNNING")
+_ACTIVE_STATES = ("PENDING", "RUNNING")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunContext:
     """COMPLETED, FAILED, CANCELLED, RUNNING, PENDING or UNKNOWN; None infers it from the folder."""
     words: str = ""
     cause: str | None = None
-    again: Sequence[str] = ()
+    resubmit_command: Sequence[str] = ()
     """The command that runs it again."""
 
 
@@ -53,7 +53,7 @@ class RunData:
     now: float
     events: list[dict[str, Any]]
     spec: dict[str, Any]
-    ledger: TimeBreakdown
+    breakdown: TimeBreakdown
     goodput: Goodput
     curves: MetricCurves
     attempts: list[Attempt]
@@ -63,7 +63,7 @@ class RunData:
     devices: DeviceMetrics
     environment: dict[str, Any]
     """Environment of the newest attempt, and the settings of its training."""
-    again: list[str]
+    resubmit_command: list[str]
     reports_steps: bool | None
     """If the script reports its steps; None if unknown."""
     notes: list[str] = field(default_factory=list)
@@ -71,21 +71,21 @@ class RunData:
     @property
     def start(self) -> float:
         """Time of the first record, in seconds since the epoch; the current time if there is none."""
-        return self.ledger.spans[0].start_us / 1e6 if self.ledger.spans else self.now
+        return self.breakdown.spans[0].start_us / 1e6 if self.breakdown.spans else self.now
 
     @property
     def end(self) -> float:
         """Time of the last record."""
-        return self.ledger.spans[-1].end_us / 1e6 if self.ledger.spans else self.now
+        return self.breakdown.spans[-1].end_us / 1e6 if self.breakdown.spans else self.now
 
     @property
     def is_going(self) -> bool:
-        return self.state in _GOING
+        return self.state in _ACTIVE_STATES
 
     @property
     def step(self) -> int | None:
         """The last logged step."""
-        return max(self.curves.counting, default=None)
+        return max(self.curves.effective, default=None)
 
     @property
     def steps_per_s(self) -> float | None:
@@ -109,17 +109,19 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         now: seconds since the epoch.
     """
     events, metrics = read_jsonl(run.events, is_event), read_jsonl(run.metrics)
-    name = state.name or _state_on_record(run, events)
-    going = name in _GOING
-    curves = MetricCurves.of(metrics)
+    name = state.name or _recorded_state(run, events)
+    going = name in _ACTIVE_STATES
+    curves = MetricCurves.from_records(metrics)
     kinds = {str(event.get("kind")) for event in events}
-    has_steps = bool(curves.counting) or "resumed" in kinds
+    has_steps = bool(curves.effective) or "resumed" in kinds
     reports = reports_steps(run, has_steps=has_steps, completed=name == "COMPLETED")
-    ledger = TimeBreakdown.of(
+    breakdown = TimeBreakdown.from_records(
         events, metrics, until=now if going else None, waits=name == "PENDING", reports_steps=reports
     )
-    start_us, end_us = (ledger.spans[0].start_us, ledger.spans[-1].end_us) if ledger.spans else (0, 0)
-    attempts = read_attempts(events, ledger, curves.by_attempt)
+    start_us, end_us = (
+        (breakdown.spans[0].start_us, breakdown.spans[-1].end_us) if breakdown.spans else (0, 0)
+    )
+    attempts = read_attempts(events, breakdown, curves.by_attempt)
     if attempts and name == "CANCELLED":
         mark_cancelled(attempts[-1])
     elif attempts and attempts[-1].end is None and name == "FAILED":
@@ -129,12 +131,12 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         folder=str(run.path),
         state=name,
         words=state.words,
-        cause=state.cause or _cause_on_record(events, attempts, name),
+        cause=state.cause or _recorded_cause(events, attempts, name),
         now=now,
         events=events,
         spec=redact_spec(read_spec(run.spec)),
-        ledger=ledger,
-        goodput=compute_goodput(ledger, curves.counting.values()),
+        breakdown=breakdown,
+        goodput=compute_goodput(breakdown, curves.effective.values()),
         curves=curves,
         attempts=attempts,
         checkpoints=read_checkpoints(run, events),
@@ -142,13 +144,16 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         codes=read_codes(run),
         environment=redact_environment(read_environment(run)),
         devices=read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
-        again=list(state.again),
+        resubmit_command=list(state.resubmit_command),
         reports_steps=reports,
-        notes=[*ledger.notes, *(["Nothing has been recorded for this run yet."] if not ledger.spans else [])],
+        notes=[
+            *breakdown.notes,
+            *(["Nothing has been recorded for this run yet."] if not breakdown.spans else []),
+        ],
     )
 
 
-def _state_on_record(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:
+def _recorded_state(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:
     for event in reversed(events):
         if event.get("kind") == "finished":
             return str(event.get("state"))
@@ -159,7 +164,7 @@ def _state_on_record(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:
     return "UNKNOWN"
 
 
-def _cause_on_record(
+def _recorded_cause(
     events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt], state: str
 ) -> str | None:
     if state != "FAILED":

@@ -38,70 +38,70 @@ from hpctrain.text import (
 )
 
 #: Points of a large and a small chart: more than the pixel columns of a screen.
-_MOST_POINTS, _MOST_SMALL_POINTS = 4000, 1000
-_MOST_METRICS = 24
+_MAX_POINTS, _MAX_SMALL_POINTS = 4000, 1000
+_MAX_METRICS = 24
 _LARGEST = 1e300
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 
 
 @gc_disabled()
-def render_run_page(facts: RunData, *, live_s: int | None = None) -> str:
+def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
     """Return the page of one run. See `render_page`."""
     charts: list[dict[str, Any]] = []
-    loss = _loss(facts, charts)
-    rate = _rate(facts, charts)
-    names = [name for name in facts.curves.names if name != "loss"]
-    metrics = [_metric(facts, name, place, charts) for place, name in enumerate(names[:_MOST_METRICS])]
-    attempts = _first_and_last(facts.attempts)
-    timeline = build_timeline(facts) if facts.ledger.spans else None
-    heats = list(_heats(facts))
+    loss = _loss(run_data, charts)
+    rate = _rate(run_data, charts)
+    names = [name for name in run_data.curves.names if name != "loss"]
+    metrics = [_metric(run_data, name, place, charts) for place, name in enumerate(names[:_MAX_METRICS])]
+    attempts = _first_and_last(run_data.attempts)
+    timeline = build_timeline(run_data) if run_data.breakdown.spans else None
+    heats = list(_heats(run_data))
     return render_page(
         "report.html.j2",
         live_s=live_s,
-        title=f"{facts.run_id} · {facts.state}",
+        title=f"{run_data.run_id} · {run_data.state}",
         data={"charts": charts, "heats": [{**heat, "means": None} for heat in heats]},
-        facts=facts,
-        subtitle=_subtitle(facts),
-        story=summarize(facts),
-        figures=key_figures(facts),
+        facts=run_data,
+        subtitle=_subtitle(run_data),
+        story=summarize(run_data),
+        figures=key_figures(run_data),
         loss=loss,
         rate=rate,
         metrics=metrics,
-        metrics_left_out=names[_MOST_METRICS:],
+        metrics_left_out=names[_MAX_METRICS:],
         timeline=timeline,
         drawn={bar.kind for bar in timeline.time.bars} if timeline else set(),
-        has_faults=any(one.end in ("failure", "vanished", "failed") for one in facts.attempts),
-        has_stops=any(one.end == "stop" for one in facts.attempts),
-        ledger=time_breakdown_rows(facts.ledger),
-        wall=format_duration(facts.ledger.wall_us / 1e6),
+        has_faults=any(one.end in ("failure", "vanished", "failed") for one in run_data.attempts),
+        has_stops=any(one.end == "stop" for one in run_data.attempts),
+        ledger=time_breakdown_rows(run_data.breakdown),
+        wall=format_duration(run_data.breakdown.wall_us / 1e6),
         attempts=[_attempt(one) for one in attempts],
-        attempts_left_out=len(facts.attempts) - len(attempts),
+        attempts_left_out=len(run_data.attempts) - len(attempts),
         heats=heats,
-        nodes=[_node(one) for one in facts.devices.nodes],
-        advice=advise(facts),
-        environment=_environment(facts),
-        checkpoints=[_checkpoint(one) for one in facts.checkpoints[:-13:-1]],
-        checkpoint_words=_checkpoint_words(facts.checkpoints),
-        spec=[(name, format_setting(value)) for name, value in facts.spec.items()],
+        nodes=[_node(one) for one in run_data.devices.nodes],
+        advice=advise(run_data),
+        environment=_environment(run_data),
+        checkpoints=[_checkpoint(one) for one in run_data.checkpoints[:-13:-1]],
+        checkpoint_words=_checkpoint_words(run_data.checkpoints),
+        spec=[(name, format_setting(value)) for name, value in run_data.spec.items()],
     )
 
 
-def time_breakdown_rows(ledger: TimeBreakdown) -> list[dict[str, Any]]:
+def time_breakdown_rows(breakdown: TimeBreakdown) -> list[dict[str, Any]]:
     """Return each category with its text and position in a bar; empty if the run has no time."""
     rows: list[dict[str, Any]] = []
     done = 0
-    for what, us in ledger.totals_us.items() if ledger.wall_us else ():
+    for what, us in breakdown.totals_us.items() if breakdown.wall_us else ():
         rows.append(
             {
                 "name": what.value,
                 "kind": what.name.lower(),
                 "us": us,
-                "x": round(WIDTH * done / ledger.wall_us, 3),
-                "width": round(WIDTH * us / ledger.wall_us, 3),
-                "share": format_share(us / ledger.wall_us),
+                "x": round(WIDTH * done / breakdown.wall_us, 3),
+                "width": round(WIDTH * us / breakdown.wall_us, 3),
+                "share": format_share(us / breakdown.wall_us),
                 "duration": format_duration(us / 1e6),
                 "meaning": CATEGORY_TEXT[what],
-                "measured": what in ledger.measured,
+                "measured": what in breakdown.measured,
             }
         )
         done += us
@@ -134,15 +134,15 @@ def _not_finite_mark(not_finite: Sequence[tuple[int, str]]) -> list[dict[str, An
     return [{"x": step, "label": text} for step, text in not_finite[:1]]
 
 
-def _loss(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    points = facts.curves.points("loss")
+def _loss(run_data: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    points = run_data.curves.points("loss")
     if not points:
         return None
-    not_finite = facts.curves.not_finite("loss")
-    shown = [curve_data("loss", points, _MOST_POINTS, not_finite)]
-    if again := facts.curves.points("loss", facts.curves.again):
-        shown.append(curve_data("repeated later", again, _MOST_POINTS, faint=True))
-    marks = _restarts(facts)
+    not_finite = run_data.curves.not_finite("loss")
+    shown = [curve_data("loss", points, _MAX_POINTS, not_finite)]
+    if again := run_data.curves.points("loss", run_data.curves.superseded):
+        shown.append(curve_data("repeated later", again, _MAX_POINTS, faint=True))
+    marks = _restarts(run_data)
     charts.append(
         {
             "id": "loss-chart",
@@ -164,10 +164,10 @@ def _loss(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None
     }
 
 
-def _restarts(facts: RunData) -> list[dict[str, Any]]:
+def _restarts(run_data: RunData) -> list[dict[str, Any]]:
     """Return marks at the steps from which attempts resumed."""
     attempts: dict[int, list[str]] = {}
-    for attempt in facts.attempts[1:]:
+    for attempt in run_data.attempts[1:]:
         step = attempt.resumed_step if attempt.resumed_step is not None else _before(attempt)
         if step is not None:
             attempts.setdefault(step, []).append(str(attempt.number))
@@ -181,42 +181,42 @@ def _before(attempt: Attempt) -> int | None:
     return None if attempt.first_step is None else attempt.first_step - 1
 
 
-def _rate(facts: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    if not facts.rates:
+def _rate(run_data: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    if not run_data.rates:
         return None
-    shown = [curve_data("steps per second", facts.rates, _MOST_POINTS)]
+    shown = [curve_data("steps per second", run_data.rates, _MAX_POINTS)]
     marks = [
-        {"x": attempt.started - facts.start, "label": f"attempt {attempt.number}"}
-        for attempt in facts.attempts[1:]
+        {"x": attempt.started - run_data.start, "label": f"attempt {attempt.number}"}
+        for attempt in run_data.attempts[1:]
     ]
     charts.append({"id": "rate", "axis": "time", "height": 220, "series": shown, "marks": marks})
     return {
         "id": "rate",
         "title": "Steps per second, by time since submission",
-        "note": f"median {format_number(facts.steps_per_s)}",
+        "note": f"median {format_number(run_data.steps_per_s)}",
     }
 
 
-def _metric(facts: RunData, name: str, place: int, charts: list[dict[str, Any]]) -> dict[str, Any]:
-    points = facts.curves.points(name)
+def _metric(run_data: RunData, name: str, place: int, charts: list[dict[str, Any]]) -> dict[str, Any]:
+    points = run_data.curves.points(name)
     identity = f"metric-{place}"
-    not_finite = facts.curves.not_finite(name)
-    shown = [curve_data(name, points, _MOST_SMALL_POINTS, not_finite)]
+    not_finite = run_data.curves.not_finite(name)
+    shown = [curve_data(name, points, _MAX_SMALL_POINTS, not_finite)]
     marks = _not_finite_mark(not_finite)
     charts.append({"id": identity, "axis": "step", "height": 150, "series": shown, "marks": marks})
-    return {"id": identity, "title": f"{name}: {facts.curves.last_text(name)}", "log": False}
+    return {"id": identity, "title": f"{name}: {run_data.curves.last_text(name)}", "log": False}
 
 
-def _heats(facts: RunData) -> Iterator[dict[str, Any]]:
+def _heats(run_data: RunData) -> Iterator[dict[str, Any]]:
     """Yield the heat maps of the GPUs and of the nodes, if there are measurements."""
-    devices = facts.devices
+    devices = run_data.devices
     hosts = [node.host for node in devices.nodes]
     for identity, rows, maps in (
         ("heat", devices.rows, devices.maps),
         ("nodes-heat", hosts, devices.node_maps),
     ):
         if maps:
-            yield _heat(identity, rows, maps, facts.end - facts.start)
+            yield _heat(identity, rows, maps, run_data.end - run_data.start)
 
 
 def _heat(identity: str, rows: Sequence[str], maps: Sequence[HeatMap], seconds: float) -> dict[str, Any]:
@@ -258,9 +258,9 @@ def _node(node: NodeSeries) -> dict[str, Any]:
     }
 
 
-def _environment(facts: RunData) -> list[tuple[str, str]]:
+def _environment(run_data: RunData) -> list[tuple[str, str]]:
     """Return rows of the environment of the ranks, then of the training's settings."""
-    known = {name: value for name, value in facts.environment.items() if name not in ("time", "attempt")}
+    known = {name: value for name, value in run_data.environment.items() if name not in ("time", "attempt")}
     settings = known.pop("settings", None)
     rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
     return [(str(name), format_setting(value)) for name, value in rows if value is not None]
@@ -270,18 +270,20 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
 
 
-def _subtitle(facts: RunData) -> str:
-    spec, parts = facts.spec, []
+def _subtitle(run_data: RunData) -> str:
+    spec, parts = run_data.spec, []
     if script := spec.get("script"):
         args = spec.get("args")
         words = map(str, args) if isinstance(args, list) else ()
         parts.append(" ".join([Path(str(script)).name, *words])[:200])
-    if attempt := next((one for one in reversed(facts.attempts) if one.world_size), None):
+    if attempt := next((one for one in reversed(run_data.attempts) if one.world_size), None):
         parts.append(f"{pluralize(attempt.world_size, 'rank')} on {pluralize(attempt.nodes, 'node')}")
-    if facts.ledger.spans:
-        parts.append(f"{format_time(facts.start)} to {'now' if facts.is_going else format_time(facts.end)}")
-    if facts.words:
-        parts.append(facts.words)
+    if run_data.breakdown.spans:
+        parts.append(
+            f"{format_time(run_data.start)} to {'now' if run_data.is_going else format_time(run_data.end)}"
+        )
+    if run_data.words:
+        parts.append(run_data.words)
     return " · ".join(parts)
 
 
@@ -299,9 +301,9 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def _first_and_last(attempts: Sequence[Attempt]) -> list[Attempt]:
-    if len(attempts) <= _MOST_ROWS:
+    if len(attempts) <= _MAX_ROWS:
         return list(attempts)
-    return [*attempts[: _MOST_ROWS // 2], *attempts[-_MOST_ROWS // 2 :]]
+    return [*attempts[: _MAX_ROWS // 2], *attempts[-_MAX_ROWS // 2 :]]
 
 
 def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:

@@ -36,49 +36,49 @@ _FOLLOWED = {
 }
 
 
-def summarize(facts: RunData) -> list[str]:
+def summarize(run_data: RunData) -> list[str]:
     """Return the first paragraph: progress, interruptions and their cost."""
-    if not facts.ledger.spans:
+    if not run_data.breakdown.spans:
         return ["Nothing has been recorded yet."]
-    wall = format_duration(facts.ledger.wall_us / 1e6)
-    attempts = pluralize(len(facts.attempts), "attempt")
-    if facts.ledger.knows_lost_work:
-        steps = pluralize(facts.step or 0, "step")
-        sentences = [f"{steps} {'so far ' if facts.is_going else ''}in {wall}, with {attempts}."]
+    wall = format_duration(run_data.breakdown.wall_us / 1e6)
+    attempts = pluralize(len(run_data.attempts), "attempt")
+    if run_data.breakdown.knows_lost_work:
+        steps = pluralize(run_data.step or 0, "step")
+        sentences = [f"{steps} {'so far ' if run_data.is_going else ''}in {wall}, with {attempts}."]
     else:
-        why = why_unknown(facts.reports_steps)
+        why = why_unknown(run_data.reports_steps)
         sentences = [
-            f"{wall} {'so far' if facts.is_going else 'in all'}, with {attempts}.",
+            f"{wall} {'so far' if run_data.is_going else 'in all'}, with {attempts}.",
             f"Lost work and productive time are unknown: {why}.",
         ]
-    if facts.cause:
-        sentences.append(f"The run failed: {facts.cause.rstrip('.')}.")
-    if (since := facts.curves.no_number_since("loss")) is not None:
-        sentences.append(f"The loss is {facts.curves.last_text('loss')} from step {since} on.")
-    resubmitted = sum(one.end == "cancelled" and one.followed_by is not None for one in facts.attempts)
+    if run_data.cause:
+        sentences.append(f"The run failed: {run_data.cause.rstrip('.')}.")
+    if (since := run_data.curves.no_number_since("loss")) is not None:
+        sentences.append(f"The loss is {run_data.curves.last_text('loss')} from step {since} on.")
+    resubmitted = sum(one.end == "cancelled" and one.followed_by is not None for one in run_data.attempts)
     if resubmitted:
         times = "once" if resubmitted == 1 else f"{resubmitted} times"
         sentences.append(f"It was cancelled and resubmitted {times}.")
-    if interruptions := facts.interruptions:
-        sentences.append(_what_interruptions_cost(facts, interruptions))
-    elif len(facts.attempts) == 1 and not facts.is_going:
+    if interruptions := run_data.interruptions:
+        sentences.append(_interruption_cost(run_data, interruptions))
+    elif len(run_data.attempts) == 1 and not run_data.is_going:
         sentences.append("There were no interruptions.")
-    if (ettr := facts.goodput.ettr) is not None and facts.step is not None:
+    if (ettr := run_data.goodput.ettr) is not None and run_data.step is not None:
         sentences.append(f"{format_share(ettr)} of wall-clock time was productive (ETTR).")
     return sentences
 
 
-def _what_interruptions_cost(facts: RunData, interruptions: Sequence[Attempt]) -> str:
+def _interruption_cost(run_data: RunData, interruptions: Sequence[Attempt]) -> str:
     kinds = Counter(_ENDS[str(attempt.end)] for attempt in interruptions)
     told = ", ".join(pluralize(number_of, kind) for kind, number_of in kinds.items())
     lost_us, away_us = (
-        facts.ledger.totals_us[TimeCategory.LOST],
+        run_data.breakdown.totals_us[TimeCategory.LOST],
         sum(attempt.away_us for attempt in interruptions),
     )
     lost, away, cost = (format_duration(us / 1e6) for us in (lost_us, away_us, lost_us + away_us))
-    if not facts.ledger.knows_lost_work:
+    if not run_data.breakdown.knows_lost_work:
         return f"Interruptions: {told}. They cost {away} of downtime."
-    again = pluralize(facts.ledger.lost_steps, "step")
+    again = pluralize(run_data.breakdown.lost_steps, "step")
     return (
         f"Interruptions: {told}. They cost {cost}: {lost} of lost work ({again} repeated) "
         f"and {away} of downtime."
@@ -109,41 +109,43 @@ def describe_attempt_cost(attempt: Attempt) -> str:
     return f"{lost}, {format_duration(attempt.away_us / 1e6)} of downtime"
 
 
-def key_figures(facts: RunData) -> list[tuple[str, str, str]]:
+def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
     """Return the key figures: name, value and description."""
-    lowest = facts.curves.lowest("loss")
+    lowest = run_data.curves.lowest("loss")
     at = f"lowest {format_number(lowest[1])} at step {lowest[0]:.0f}" if lowest else ""
-    if (since := facts.curves.no_number_since("loss")) is not None:
+    if (since := run_data.curves.no_number_since("loss")) is not None:
         at = f"since step {since}{f'; {at}' if at else ''}"
-    steps = ("Steps", describe_step(facts.step, facts.reports_steps), _rate(facts))
-    productive = ("Productive", format_share(facts.goodput.ettr), "ETTR: share of wall-clock time")
+    steps = ("Steps", describe_step(run_data.step, run_data.reports_steps), _rate(run_data))
+    productive = ("Productive", format_share(run_data.goodput.ettr), "ETTR: share of wall-clock time")
     lost = (
         "Lost work",
-        format_duration(facts.ledger.totals_us[TimeCategory.LOST] / 1e6),
-        f"{pluralize(facts.ledger.lost_steps, 'step')} repeated",
+        format_duration(run_data.breakdown.totals_us[TimeCategory.LOST] / 1e6),
+        f"{pluralize(run_data.breakdown.lost_steps, 'step')} repeated",
     )
-    if not facts.ledger.knows_lost_work:
-        why = why_unknown(facts.reports_steps)
+    if not run_data.breakdown.knows_lost_work:
+        why = why_unknown(run_data.reports_steps)
         steps, productive, lost = ((name, "unknown", why) for name in ("Steps", "Productive", "Lost work"))
     shown = [
         steps,
-        ("Loss", facts.curves.last_text("loss"), at),
-        ("Time", format_duration(facts.ledger.wall_us / 1e6), "from submission to " + _until(facts)),
-        ("Attempts", str(len(facts.attempts)), pluralize(len(facts.interruptions), "interruption")),
+        ("Loss", run_data.curves.last_text("loss"), at),
+        ("Time", format_duration(run_data.breakdown.wall_us / 1e6), "from submission to " + _until(run_data)),
+        ("Attempts", str(len(run_data.attempts)), pluralize(len(run_data.interruptions), "interruption")),
         productive,
         lost,
     ]
-    if facts.goodput.mfu is not None:
-        shown.append(("MFU", format_share(facts.goodput.mfu), "model FLOPs utilization"))
+    if run_data.goodput.mfu is not None:
+        shown.append(("MFU", format_share(run_data.goodput.mfu), "model FLOPs utilization"))
     return shown
 
 
-def _rate(facts: RunData) -> str:
-    return "" if facts.steps_per_s is None else f"{format_number(facts.steps_per_s)} per second (median)"
+def _rate(run_data: RunData) -> str:
+    return (
+        "" if run_data.steps_per_s is None else f"{format_number(run_data.steps_per_s)} per second (median)"
+    )
 
 
-def _until(facts: RunData) -> str:
-    return "now" if facts.is_going else "the last record"
+def _until(run_data: RunData) -> str:
+    return "now" if run_data.is_going else "the last record"
 
 
 #: Fields of a specification that are unique to each run.

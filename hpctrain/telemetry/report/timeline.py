@@ -13,7 +13,7 @@ from hpctrain.text import format_clock, format_duration
 #: Horizontal units of the drawing; anything narrower is not drawn separately.
 WIDTH = 1000
 #: Nodes visible at first, and after expanding.
-_HOSTS_IN_SIGHT, _MOST_HOSTS = 12, 128
+_HOSTS_IN_SIGHT, _MAX_HOSTS = 12, 128
 _STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
@@ -60,16 +60,16 @@ class Timeline:
     ticks: list[tuple[float, str]]
 
 
-def build_timeline(facts: RunData) -> Timeline:
+def build_timeline(run_data: RunData) -> Timeline:
     """Return the timeline of a run with at least one record."""
-    start, end = facts.start, max(facts.end, facts.start + 1e-6)
+    start, end = run_data.start, max(run_data.end, run_data.start + 1e-6)
 
     def x(time: float) -> float:
         return round(min(max((time - start) / (end - start), 0.0), 1.0) * WIDTH, 2)
 
     attempts, hosts = TimelineRow("attempts"), dict[str, TimelineRow]()
-    ends = [attempt.started for attempt in facts.attempts[1:]] + [end]
-    for attempt, until in zip(facts.attempts, ends, strict=True):
+    ends = [attempt.started for attempt in run_data.attempts[1:]] + [end]
+    for attempt, until in zip(run_data.attempts, ends, strict=True):
         ended = attempt.ended if attempt.ended is not None else until
         words = f"attempt {attempt.number}, {format_clock(attempt.started)}: {describe_attempt_end(attempt)}"
         left = x(attempt.started)
@@ -88,12 +88,12 @@ def build_timeline(facts: RunData) -> Timeline:
     # Nodes with failures take precedence.
     shown = list(hosts.values())
     if len(shown) > _HOSTS_IN_SIGHT:
-        shown = sorted(shown, key=lambda lane: not lane.points)[:_MOST_HOSTS]
+        shown = sorted(shown, key=lambda lane: not lane.points)[:_MAX_HOSTS]
     saves = TimelineRow("time")
-    saves.bars = _bars(facts.ledger.spans)
+    saves.bars = _bars(run_data.breakdown.spans)
     saves.points = [
         TimelinePoint(x(one.time), "save", f"checkpoint of step {one.step}, {format_clock(one.time)}")
-        for one in facts.checkpoints
+        for one in run_data.checkpoints
     ]
     saves.points = _apart(saves.points)
     return Timeline(
@@ -118,7 +118,7 @@ def _bars(spans: tuple[TimeSpan, ...]) -> list[TimelineBar]:
         place = bisect_right(starts, begin) - 1
         while place < len(spans) and spans[place].start_us < end:
             us = min(end, spans[place].end_us) - max(begin, spans[place].start_us)
-            totals[spans[place].what] = totals.get(spans[place].what, 0) + us
+            totals[spans[place].category] = totals.get(spans[place].category, 0) + us
             place += 1
         what = max(totals, key=lambda what: totals[what], default=TimeCategory.IDLE)
         if bars and bars[-1].kind == what.name.lower():

@@ -131,7 +131,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 #: Maximum number of errors per reading, because a broken GPU may report endlessly.
-_MOST_ERRORS = 100
+_MAX_ERRORS = 100
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -313,7 +313,7 @@ class GpuReader:
             return errors
         import pynvml
 
-        for _ in range(_MOST_ERRORS):
+        for _ in range(_MAX_ERRORS):
             # Does not block: without a new event, NVML returns a timeout error.
             if (event := query_driver(pynvml.nvmlEventSetWait_v2, self._errors, 0)) is None:
                 break

@@ -31,10 +31,10 @@ READ_INTERVAL_S = 1.0
 FIRST_LINE_INTERVAL_S, LATER_LINE_INTERVAL_S, FIRST_LINES_DURATION_S = 5.0, 30.0, 600.0
 
 #: Aggregation of the readings of a line; for other fields, the last value counts.
-_MEANS = frozenset({"util", "power_w", "clock_mhz"})
-_HIGHEST = frozenset({"memory", "temp_c"})
+_MEAN_FIELDS = frozenset({"util", "power_w", "clock_mhz"})
+_MAX_FIELDS = frozenset({"memory", "temp_c"})
 #: All distinct values of the interval.
-_ALL = frozenset({"throttled", "xids"})
+_UNION_FIELDS = frozenset({"throttled", "xids"})
 #: Counters since the driver was loaded, which become bytes per second.
 _COUNTERS = frozenset({"nvlink_rx", "nvlink_tx"})
 
@@ -130,13 +130,13 @@ def _summed_up(
 
 
 def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], seconds: float) -> Any:
-    if name in _ALL:
+    if name in _UNION_FIELDS:
         return sorted({one for several in known for one in several})
     if not known:
         return None
-    if name in _MEANS:
+    if name in _MEAN_FIELDS:
         return round(sum(known) / len(known), 1)
-    if name in _HIGHEST:
+    if name in _MAX_FIELDS:
         return max(known)
     if name in _COUNTERS:
         first = getattr(before[0], name) if before else None

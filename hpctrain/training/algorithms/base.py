@@ -26,8 +26,8 @@ GradBucket = Any
 class Algorithm:
     """Base class of the algorithms; by default DDP's all-reduce of gradients.
 
-    An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint `align`
-    makes them equal, so that a checkpoint fits any number of ranks.
+    An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint
+    `synchronize` makes them equal, so that a checkpoint fits any number of ranks.
 
     Attributes:
         sent_bytes: bytes that this rank has sent since the start.
@@ -41,7 +41,7 @@ class Algorithm:
         self.context: DistributedContext
         self.weights: FlatParameters
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._kept: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
@@ -64,7 +64,7 @@ class Algorithm:
     def attach(self, parallel: DistributedDataParallel) -> None:
         """Replace DDP's all-reduce of gradients; by default keep it."""
 
-    def optimized(self, optimization: OptimizerSetup) -> None:
+    def setup_optimizers(self, optimization: OptimizerSetup) -> None:
         """Receive the optimizers, before the first step.
 
         Raises:
@@ -72,22 +72,22 @@ class Algorithm:
         """
         self.optimizers = optimization.optimizers
 
-    def updated(self, step: int) -> None:
+    def on_optimizer_step_end(self, step: int) -> None:
         """Handle the end of the optimizers' update of `step`, counted from 1."""
 
-    def align(self) -> None:
+    def synchronize(self) -> None:
         """Make weights and optimizer state equal on all ranks. All ranks must call this."""
         if not self.shares_gradients:
             self.average(self.weights.parameters)
-            self.average(self.weights.kept_by(self.optimizers))
+            self.average(self.weights.optimizer_tensors(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, after `align`: the same on all ranks."""
-        return self._kept
+        """Return the state for a checkpoint, after `synchronize`: the same on all ranks."""
+        return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`, on any number of ranks."""
-        self._kept = state
+        self._state = state
 
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Replace tensors by their means over all ranks. All ranks must call this."""
@@ -151,7 +151,7 @@ class FlatParameters:
                 tensor.copy_(values.view_as(tensor))
 
     @staticmethod
-    def kept_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
         """Return the optimizers' state tensors, such as momenta, but not counters, which never differ."""
         return [
             value

@@ -63,14 +63,14 @@ class QuantizedRows:
         return self.codes.nbytes + self.ranges.nbytes
 
     @classmethod
-    def of(cls, rows: torch.Tensor) -> QuantizedRows:
+    def quantize(cls, rows: torch.Tensor) -> QuantizedRows:
         """Round `rows`, of shape [rows, n], to the nearest of 256 levels."""
         low, high = rows.amin(1, keepdim=True).float(), rows.amax(1, keepdim=True).float()
         step = ((high - low) / _LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
         codes = ((rows.float() - low) / step).round().clamp(0, _LEVELS).to(torch.uint8)
         return cls(codes, torch.cat([low, high], 1))
 
-    def restored(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the rows in float32, in their original shape."""
         low, high = self.ranges[:, :1], self.ranges[:, 1:]
         return low + self.codes.float() * ((high - low) / _LEVELS)
@@ -87,14 +87,14 @@ def quantized_all_reduce_mean(flat: torch.Tensor, world_size: int) -> tuple[torc
     """
     each = -(-len(flat) // world_size)
     padded = torch.nn.functional.pad(flat, (0, each * world_size - len(flat)))
-    own = QuantizedRows.of(padded.view(world_size, each))
+    own = QuantizedRows.quantize(padded.view(world_size, each))
     got = QuantizedRows(torch.empty_like(own.codes), torch.empty_like(own.ranges))
     dist.all_to_all_single(got.codes, own.codes)
     dist.all_to_all_single(got.ranges, own.ranges)
-    piece = QuantizedRows.of(got.restored().mean(0, keepdim=True))
+    piece = QuantizedRows.quantize(got.dequantize().mean(0, keepdim=True))
     all_gather_single(got.codes, piece.codes)
     all_gather_single(got.ranges, piece.ranges)
-    return got.restored().reshape(-1)[: len(flat)], own.nbytes + piece.nbytes
+    return got.dequantize().reshape(-1)[: len(flat)], own.nbytes + piece.nbytes
 
 
 class ByteGrad(Algorithm):

@@ -24,7 +24,7 @@ class Decentralized(Algorithm):
     def attach(self, parallel: DistributedDataParallel) -> None:
         register_comm_hook(parallel, noop_hook)
 
-    def updated(self, step: int) -> None:
+    def on_optimizer_step_end(self, step: int) -> None:
         peer = tournament_peer(self.context.ranks.rank, self.context.ranks.world_size, step)
         if peer is None:
             return
@@ -47,15 +47,15 @@ class LowPrecisionDecentralized(Algorithm):
         super().begin(module, context)
         rank, size = context.ranks.rank, context.ranks.world_size
         self._neighbours = ((rank - 1) % size, (rank + 1) % size)
-        self._know_all()
+        self._reset_copies()
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         register_comm_hook(parallel, noop_hook)
 
-    def updated(self, step: int) -> None:  # noqa: ARG002
+    def on_optimizer_step_end(self, step: int) -> None:  # noqa: ARG002
         moved = self.weights.flat() - self._own
         mean = (self._own + self._left + self._right) / 3
-        change = QuantizedRows.of((mean + moved - self._own).unsqueeze(0))
+        change = QuantizedRows.quantize((mean + moved - self._own).unsqueeze(0))
         left, right = (
             QuantizedRows(torch.empty_like(change.codes), torch.empty_like(change.ranges)) for _ in range(2)
         )
@@ -67,21 +67,21 @@ class LowPrecisionDecentralized(Algorithm):
             else:
                 exchange_tensors([(before, own, getattr(left, name)), (after, own, getattr(right, name))])
         self.sent_bytes += change.nbytes * len({before, after})
-        self._own += change.restored()[0]
-        self._right += right.restored()[0]
-        self._left += (right if before == after else left).restored()[0]
+        self._own += change.dequantize()[0]
+        self._right += right.dequantize()[0]
+        self._left += (right if before == after else left).dequantize()[0]
         self.weights.load(self._own)
 
-    def align(self) -> None:
-        super().align()
-        self._know_all()
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._reset_copies()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         super().load_state_dict(state)
         if hasattr(self, "weights"):
-            self._know_all()
+            self._reset_copies()
 
-    def _know_all(self) -> None:
+    def _reset_copies(self) -> None:
         """Reset own and neighbours' copies to the current weights, which are equal on all ranks."""
         self._own = self.weights.flat()
         self._left, self._right = self._own.clone(), self._own.clone()

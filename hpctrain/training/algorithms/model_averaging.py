@@ -31,7 +31,7 @@ class LocalSGD(Algorithm):
     def attach(self, parallel: DistributedDataParallel) -> None:
         register_comm_hook(parallel, noop_hook)
 
-    def updated(self, step: int) -> None:
+    def on_optimizer_step_end(self, step: int) -> None:
         if step % self.every == 0:
             self.average(self.weights.parameters)
 
@@ -50,40 +50,40 @@ class AsyncAveraging(Algorithm):
         super().begin(module, context)
         # A separate group: ranks start averaging at different steps, between other collectives.
         self._group = messages.new_group()
-        self._num_begun = 0
-        self._before: torch.Tensor
+        self._num_started = 0
+        self._weights_before: torch.Tensor
         self._sum: torch.Tensor
         self._pending: Any = None
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         register_comm_hook(parallel, noop_hook)
 
-    def updated(self, step: int) -> None:  # noqa: ARG002
+    def on_optimizer_step_end(self, step: int) -> None:  # noqa: ARG002
         if self._pending is None:
-            self._begin()
+            self._start_average()
         elif self._pending.is_completed():
-            self._take()
-            self._begin()
+            self._apply_average()
+            self._start_average()
 
-    def align(self) -> None:
+    def synchronize(self) -> None:
         # Ranks that are behind start the averagings that other ranks have started already.
-        for _ in range(max(self.context.gather(self._num_begun)) - self._num_begun):
+        for _ in range(max(self.context.all_gather_object(self._num_started)) - self._num_started):
             if self._pending is not None:
-                self._take()
-            self._begin()
+                self._apply_average()
+            self._start_average()
         if self._pending is not None:
-            self._take()
-        super().align()
+            self._apply_average()
+        super().synchronize()
 
-    def _begin(self) -> None:
-        self._before = self.weights.flat()
-        self._sum = self._before.clone()
+    def _start_average(self) -> None:
+        self._weights_before = self.weights.flat()
+        self._sum = self._weights_before.clone()
         self.sent_bytes += self._sum.nbytes
         self._pending = dist.all_reduce(self._sum, group=self._group, async_op=True)
-        self._num_begun += 1
+        self._num_started += 1
 
-    def _take(self) -> None:
+    def _apply_average(self) -> None:
         self._pending.wait()
         self._pending = None
         mean = self._sum / self.context.ranks.world_size
-        self.weights.load(mean + (self.weights.flat() - self._before))
+        self.weights.load(mean + (self.weights.flat() - self._weights_before))

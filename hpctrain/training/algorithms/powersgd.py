@@ -36,12 +36,12 @@ class PowerSGD(Algorithm):
             self._number[parameter] = number
         register_comm_hook(parallel, self._exchange)
 
-    def align(self) -> None:
+    def synchronize(self) -> None:
         self.average([self._errors[number] for number in sorted(self._errors)])
 
     def state_dict(self) -> dict[str, Any]:
         if not self._columns:
-            return self._kept
+            return self._state
         names = sorted(self._columns)
         return {
             "errors": {str(number): self._errors[number] for number in names},

@@ -56,8 +56,8 @@ class QAdam(Algorithm):
     def attach(self, parallel: DistributedDataParallel) -> None:
         register_comm_hook(parallel, self._exchange)
 
-    def optimized(self, optimization: OptimizerSetup) -> None:
-        super().optimized(optimization)
+    def setup_optimizers(self, optimization: OptimizerSetup) -> None:
+        super().setup_optimizers(optimization)
         self._group: dict[torch.Tensor, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
         for optimizer in optimization.optimizers:
             plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
@@ -70,7 +70,7 @@ class QAdam(Algorithm):
                 self._group |= dict.fromkeys(group["params"], (optimizer, group))
             self._replace_step(optimizer)
 
-    def updated(self, step: int) -> None:
+    def on_optimizer_step_end(self, step: int) -> None:
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:

@@ -125,4 +125,4 @@ def with_devices(context: DistributedContext, indices: Sequence[int | None]) -> 
     )
     if first.type == "cuda":
         torch.cuda.set_device(first)
-    return replace(context, device=first, further_devices=tuple(others))
+    return replace(context, device=first, extra_devices=tuple(others))

@@ -80,7 +80,7 @@ class BatchPlan:
             "global_batch_size": self.global_batch_size,
         }
 
-    def share(self, step: int, data_rank: DataRank) -> RankBatch:
+    def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:
         """Return a rank's part of the batch of `step`, counted from 1."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         start, stop = self._range(batch)
@@ -89,7 +89,7 @@ class BatchPlan:
         indices = self.order.indices(epoch, start + low, start + high)
         return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices)
 
-    def spare(self, step: int) -> torch.Tensor:
+    def padding_sample(self, step: int) -> torch.Tensor:
         """Return one sample of the batch, of shape [1], for a rank that has none in `step`."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         start, _ = self._range(batch)

@@ -96,7 +96,7 @@ class ColumnFetcher:
         if self._subset is not None:
             indices = self._subset[indices]
         return [
-            column.index_select(0, indices) if is_plain else _taken(column, indices)
+            column.index_select(0, indices) if is_plain else _index_rows(column, indices)
             for column, is_plain in self._columns
         ]
 
@@ -106,14 +106,14 @@ class ColumnFetcher:
         return parts[0] if self._alone else list(parts)
 
 
-def _taken(column: Any, indices: torch.Tensor) -> torch.Tensor:
+def _index_rows(column: Any, indices: torch.Tensor) -> torch.Tensor:
     """Return rows of a tensor on another device, or of an array, which may be memory-mapped."""
     if isinstance(column, torch.Tensor):
         return column.index_select(0, indices.to(column.device))
     return torch.from_numpy(column.take(indices.numpy(), 0))
 
 
-class _OfSamples:
+class _SampleFetcherBase:
     """Base of the fetchers that run user code and collate the samples."""
 
     def __init__(
@@ -142,11 +142,11 @@ class _OfSamples:
         inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
         return inner
 
-    def _note(self, error: Exception, what: str, epoch: int) -> None:
+    def _add_sample_note(self, error: Exception, what: str, epoch: int) -> None:
         error.add_note(f"hpctrain: raised while {self._name} was fetching {what} in epoch {epoch}.")
 
 
-class ItemsFetcher(_OfSamples):
+class ItemsFetcher(_SampleFetcherBase):
     """Fetcher that reads all samples of a batch at once, by torch's `__getitems__`."""
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
@@ -156,11 +156,11 @@ class ItemsFetcher(_OfSamples):
                 self._seeds.enter_batch(epoch, inner)
                 return self._collate(self._dataset.__getitems__(inner))
         except Exception as error:
-            self._note(error, f"samples {inner}", epoch)
+            self._add_sample_note(error, f"samples {inner}", epoch)
             raise
 
 
-class SampleFetcher(_OfSamples):
+class SampleFetcher(_SampleFetcherBase):
     """Fetcher that reads one sample at a time, each with its own random generators."""
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
@@ -177,7 +177,7 @@ class SampleFetcher(_OfSamples):
         except Exception as error:
             failed = len(samples) < len(inner)
             what = f"sample {inner[len(samples)]}" if failed else f"and collating samples {inner}"
-            self._note(error, what, epoch)
+            self._add_sample_note(error, what, epoch)
             raise
 
 

@@ -38,7 +38,7 @@ class ShardChunk:
 
     epoch: int
     shard: int
-    mark: ReaderCheckpoint | None
+    checkpoint: ReaderCheckpoint | None
     """Start of the chunk; None if the stream cannot resume there."""
     samples: dict[int, Any]
     """Samples to keep, by their numbers in the shard."""
@@ -79,9 +79,9 @@ class ShardedStream:
 class _ShardReader:
     """Reader of one shard in one epoch."""
 
-    def __init__(self, stream: ShardedStream, shard: int, epoch: int, mark: ReaderCheckpoint) -> None:
-        self._epoch, self._shard, self._number = epoch, shard, mark.number
-        self._opened_at = mark
+    def __init__(self, stream: ShardedStream, shard: int, epoch: int, checkpoint: ReaderCheckpoint) -> None:
+        self._epoch, self._shard, self._number = epoch, shard, checkpoint.number
+        self._opened_at = checkpoint
         self._name = stream.name
         dataset = stream.shard(shard)
         if hasattr(dataset, "set_epoch"):
@@ -89,21 +89,21 @@ class _ShardReader:
         self._samples = iter(dataset)
         # In torchdata's protocol either the iterator or the data set has the state.
         self._holder = next((h for h in (self._samples, dataset) if _keeps_state(h)), None)
-        if mark.state is None:
+        if checkpoint.state is None:
             return
         if self._holder is None:
             raise UserError(
-                f"{self._name} was at sample {mark.number} of shard {shard} when the checkpoint was "
+                f"{self._name} was at sample {checkpoint.number} of shard {shard} when the checkpoint was "
                 "written, but no longer has load_state_dict. Restore that method, or start a new run."
             )
-        self._holder.load_state_dict(copy.deepcopy(mark.state))
+        self._holder.load_state_dict(copy.deepcopy(checkpoint.state))
         if self._holder is dataset:
             self._samples = iter(dataset)
 
     def chunk(self, size: int, keep: SampleFilter, seeds: SampleSeeds) -> ShardChunk:
         """Read the next `size` samples, or fewer at the end of the shard."""
         epoch, shard, start = self._epoch, self._shard, self._number
-        mark = self._mark()
+        checkpoint = self._checkpoint()
         samples: dict[int, Any] = {}
         ended = False
         with seeds.fetching():
@@ -123,9 +123,9 @@ class _ShardReader:
                     if keep(epoch, shard, self._number):
                         samples[self._number] = sample
                     self._number += 1
-        return ShardChunk(epoch, shard, mark, samples, self._number, ended)
+        return ShardChunk(epoch, shard, checkpoint, samples, self._number, ended)
 
-    def _mark(self) -> ReaderCheckpoint | None:
+    def _checkpoint(self) -> ReaderCheckpoint | None:
         resumable = self._holder is not None
         if self._number == self._opened_at.number:
             # Some streams have no state before the first read.
@@ -141,7 +141,7 @@ class InterleavedReader(IterableDataset[ShardChunk]):
 
     stream: ShardedStream
     shards: list[int]
-    marks: Mapping[int, ReaderCheckpoint | None]
+    checkpoints: Mapping[int, ReaderCheckpoint | None]
     """First-epoch start of each shard, by default its beginning; None if the shard has ended."""
     _: KW_ONLY
     first_epoch: int
@@ -154,12 +154,12 @@ class InterleavedReader(IterableDataset[ShardChunk]):
         # In a DataLoader worker some streams return only a part of themselves, but here each shard has just
         # one reader.
         dataloader_worker._worker_info = None
-        epoch, marks = self.first_epoch, dict(self.marks)
+        epoch, checkpoints = self.first_epoch, dict(self.checkpoints)
         while self.num_epochs is None or epoch < self.num_epochs:
             reading = deque(
-                _ShardReader(self.stream, shard, epoch, mark)
+                _ShardReader(self.stream, shard, epoch, checkpoint)
                 for shard in self.shards
-                if (mark := marks.get(shard, ReaderCheckpoint())) is not None
+                if (checkpoint := checkpoints.get(shard, ReaderCheckpoint())) is not None
             )
             while reading:
                 reader = reading.popleft()
@@ -167,7 +167,7 @@ class InterleavedReader(IterableDataset[ShardChunk]):
                 if not chunk.ended:
                     reading.append(reader)
                 yield chunk
-            epoch, marks = epoch + 1, {}
+            epoch, checkpoints = epoch + 1, {}
 
 
 def is_stream(dataset: Any) -> bool:
@@ -181,14 +181,17 @@ def _keeps_state(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def dump_checkpoints(marks: list[ReaderCheckpoint | None], name: str) -> torch.Tensor:
+def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> torch.Tensor:
     """Serialize checkpoints to a uint8 tensor.
 
     Raises:
         UserError: a state contains a type that `torch.load(weights_only=True)` does not accept.
     """
     buffer = io.BytesIO()
-    plain = [None if mark is None else (mark.number, mark.state, mark.resumable) for mark in marks]
+    plain = [
+        None if checkpoint is None else (checkpoint.number, checkpoint.state, checkpoint.resumable)
+        for checkpoint in checkpoints
+    ]
     torch.save(plain, buffer)
     dumped = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     try:

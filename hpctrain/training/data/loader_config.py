@@ -55,8 +55,8 @@ class LoaderConfig:
             yield from map(pin_batch, batches) if self.pin_memory else batches
             return
         # A list travels inside one message; a tensor would need a file descriptor.
-        lists = _Once((epoch, indices.tolist()) for epoch, indices in orders)
-        with closing(self.workers(_ByOrder(fetcher), lists, name, self.num_workers)) as workers:
+        lists = _OrderSampler((epoch, indices.tolist()) for epoch, indices in orders)
+        with closing(self.workers(_BatchDataset(fetcher), lists, name, self.num_workers)) as workers:
             yield from workers
 
     def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> LoaderWorkers:
@@ -103,7 +103,7 @@ def pin_batch(batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
 
-class _ByOrder:
+class _BatchDataset:
     """Data set for torch's DataLoader whose indices are orders and whose elements are batches."""
 
     def __init__(self, fetcher: Fetcher) -> None:
@@ -114,7 +114,7 @@ class _ByOrder:
         return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))
 
 
-class _Once:
+class _OrderSampler:
     """Sampler for a DataLoader that wraps a generator."""
 
     def __init__(self, orders: Iterator[Any]) -> None:

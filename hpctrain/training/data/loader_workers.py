@@ -31,9 +31,9 @@ from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, write_progress_
 
 _IGNORED_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
 #: Interval, in seconds, of the check that a data worker is alive while the rank waits for it.
-_LOOK_EVERY_S = 2.0
+_POLL_INTERVAL_S = 2.0
 #: Time, in seconds, that a data worker may take to exit once it is no longer needed.
-_LEAVE_WITHIN_S = 1.0
+_EXIT_TIMEOUT_S = 1.0
 
 
 class LoaderWorkers:
@@ -62,7 +62,7 @@ class LoaderWorkers:
             name: name of the data set in messages.
         """
         self._timeout_s, self._name = timeout_s, name
-        self._is_over = False
+        self._closed = False
         self._progress_boards = [RawArray("q", [-1] * PROGRESS_FIELDS) for _ in range(num_workers)]
         loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -72,7 +72,7 @@ class LoaderWorkers:
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
-            timeout=_LOOK_EVERY_S,
+            timeout=_POLL_INTERVAL_S,
             worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards),
             # The iterator draws a seed; a separate generator keeps the rank's unchanged.
             generator=torch.Generator(),
@@ -118,9 +118,9 @@ class LoaderWorkers:
 
     def close(self) -> None:
         """Stop the data workers; kill those that have not exited within a second."""
-        if self._results is None or self._is_over:
+        if self._results is None or self._closed:
             return
-        killer = threading.Timer(_LEAVE_WITHIN_S, self._kill)
+        killer = threading.Timer(_EXIT_TIMEOUT_S, self._kill)
         killer.daemon = True
         killer.start()
         self._results = None  # its finalizer is torch's shutdown
@@ -133,7 +133,7 @@ class LoaderWorkers:
     def _end_at_exit(self) -> None:
         # No thread, and so no timer, can be started at this point.
         self._kill()
-        self._is_over = True
+        self._closed = True
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -39,7 +39,10 @@ class SampleOrder:
         self.seed = seed
         self._a = math.isqrt(num_samples - 1) + 1
         self._b = -(-num_samples // self._a)
-        self._kept: tuple[tuple[int, int], torch.Tensor] = ((-1, -1), torch.empty(0, dtype=torch.int64))
+        self._cached_chunk: tuple[tuple[int, int], torch.Tensor] = (
+            (-1, -1),
+            torch.empty(0, dtype=torch.int64),
+        )
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start].
@@ -60,10 +63,10 @@ class SampleOrder:
 
     def _chunk(self, epoch: int, chunk: int) -> torch.Tensor:
         """Return positions [chunk, chunk + 1) · _CHUNK of an epoch; the last chunk is cached."""
-        if self._kept[0] != (epoch, chunk):
+        if self._cached_chunk[0] != (epoch, chunk):
             positions = torch.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.num_samples))
-            self._kept = ((epoch, chunk), self._walk(positions, self._round_keys(epoch)))
-        return self._kept[1]
+            self._cached_chunk = ((epoch, chunk), self._walk(positions, self._round_keys(epoch)))
+        return self._cached_chunk[1]
 
     def _walk(self, cells: torch.Tensor, keys: list[int]) -> torch.Tensor:
         cells = self._permute(cells, keys)

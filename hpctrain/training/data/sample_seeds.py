@@ -76,7 +76,7 @@ class SampleSeeds:
         finally:
             _now.sample = None
             if own is not None:
-                _put_back(own)
+                _restore_generators(own)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Sample:
 
 
 @dataclass
-class _Now:
+class _FetchState:
     """Fetching state of this process."""
 
     sample: _Sample | None = None
@@ -102,7 +102,7 @@ class _Now:
     """Shared array for a data worker's progress: `PROGRESS_FIELDS` numbers."""
 
 
-_now = _Now()
+_now = _FetchState()
 
 
 def write_progress_to(board: MutableSequence[int]) -> None:
@@ -158,7 +158,7 @@ def _own_generators() -> tuple[torch.Tensor, Any, Any]:
     return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
-def _put_back(own: tuple[torch.Tensor, Any, Any]) -> None:
+def _restore_generators(own: tuple[torch.Tensor, Any, Any]) -> None:
     torch.default_generator.set_state(own[0])
     random.setstate(own[1])
     if own[2]:

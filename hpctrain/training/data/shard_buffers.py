@@ -16,17 +16,17 @@ from hpctrain.training.data.stream_order import UNKNOWN_LENGTH
 class _ShardBuffer:
     """Samples of one shard and epoch that are read but not yet trained."""
 
-    def __init__(self, mark: ReaderCheckpoint | None, length: int | None = None) -> None:
+    def __init__(self, checkpoint: ReaderCheckpoint | None, length: int | None = None) -> None:
         self.samples: dict[int, Any] = {}
-        self.read = mark.number if mark is not None else 0
+        self.read = checkpoint.number if checkpoint is not None else 0
         self.length = length
-        self._marks: deque[ReaderCheckpoint] = deque([mark] if mark is not None else [])
+        self._marks: deque[ReaderCheckpoint] = deque([checkpoint] if checkpoint is not None else [])
 
     def put(self, chunk: ShardChunk) -> None:
         self.samples.update(chunk.samples)
         self.read = chunk.stop
-        if chunk.mark is not None:
-            self._marks.append(chunk.mark)
+        if chunk.checkpoint is not None:
+            self._marks.append(chunk.checkpoint)
         if chunk.ended:
             self.length = chunk.stop
 
@@ -57,11 +57,11 @@ class ShardBuffers:
         self._buffers: dict[tuple[int, int], _ShardBuffer] = {}
         self._readers: ShardReaders | None = None
 
-    def begin(self, epoch: int, marks: Mapping[int, ReaderCheckpoint | None]) -> None:
+    def reset(self, epoch: int, checkpoints: Mapping[int, ReaderCheckpoint | None]) -> None:
         """Begin at these checkpoints, by default at the beginning; None skips a shard that has ended."""
         for shard in self._own:
-            if (mark := marks.get(shard, ReaderCheckpoint())) is not None:
-                self._buffers[epoch, shard] = _ShardBuffer(mark)
+            if (checkpoint := checkpoints.get(shard, ReaderCheckpoint())) is not None:
+                self._buffers[epoch, shard] = _ShardBuffer(checkpoint)
 
     def read(self, epoch: int, shard: int, until: int) -> int | None:
         """Read a shard up to sample `until`; return its length if it is known by then."""
@@ -72,7 +72,7 @@ class ShardBuffers:
             self._buffer(chunk.epoch, chunk.shard).put(chunk)
         return buffer.length
 
-    def take(self, epoch: int, shard: int, number: int) -> Any:
+    def pop(self, epoch: int, shard: int, number: int) -> Any:
         """Remove and return a sample, to train it."""
         return self._buffers[epoch, shard].samples.pop(number)
 
@@ -81,7 +81,7 @@ class ShardBuffers:
         for buffer in self._buffers.values():
             yield from buffer.samples.values()
 
-    def marks(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
+    def checkpoints(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
         """Return the checkpoint of each shard to resume from after `taken[shard]` trained samples."""
         return {
             shard: self._buffers[epoch, shard].mark_before(taken[shard])

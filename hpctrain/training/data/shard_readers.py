@@ -31,7 +31,7 @@ class ShardReaders:
         num_epochs: int | None,
         first_epoch: int = 0,
         trained: Sequence[int] | None = None,
-        marks: Mapping[int, ReaderCheckpoint | None] | None = None,
+        checkpoints: Mapping[int, ReaderCheckpoint | None] | None = None,
     ) -> None:
         """Distribute the shards to the data workers.
 
@@ -44,7 +44,7 @@ class ShardReaders:
             num_epochs: epochs to read; None for no end.
             first_epoch: epoch to begin in.
             trained: samples of each shard to skip in the first epoch.
-            marks: start of each shard in it, by default its beginning; None if the shard has ended.
+            checkpoints: start of each shard in it, by default its beginning; None if the shard has ended.
         """
         num_shards = stream.num_shards
         own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
@@ -55,7 +55,7 @@ class ShardReaders:
             reader = InterleavedReader(
                 stream,
                 own[number :: max(num_workers, 1)],
-                marks or {},
+                checkpoints or {},
                 first_epoch=first_epoch,
                 num_epochs=num_epochs,
                 chunk_size=chunk_size,

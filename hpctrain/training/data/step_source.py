@@ -32,7 +32,7 @@ class MicroBatch(NamedTuple):
 class StepData(NamedTuple):
     """Input of a rank for one step."""
 
-    share: RankBatch
+    rank_batch: RankBatch
     num_micro_batches: int
     """Number of micro-batches, equal on all ranks, so that collectives in forward passes match."""
     micro_batches: Iterable[MicroBatch]
@@ -132,12 +132,12 @@ class MapStepSource:
 
         def orders() -> Iterator[BatchOrder]:
             for step in range(self._step + 1, self._last + 1):
-                share = self._plan.share(step, self._data_rank)
-                parts = share.parts(self.micro_batch_size)
-                coming.append((share, parts))
+                rank_batch = self._plan.rank_batch(step, self._data_rank)
+                parts = rank_batch.parts(self.micro_batch_size)
+                coming.append((rank_batch, parts))
                 for low, high in parts:
-                    indices = share.indices[low:high] if low < high else self._plan.spare(step)
-                    yield share.epoch, indices
+                    indices = rank_batch.indices[low:high] if low < high else self._plan.padding_sample(step)
+                    yield rank_batch.epoch, indices
 
         def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
             yield MicroBatch(first, parts[0][1] - parts[0][0])
@@ -146,26 +146,26 @@ class MapStepSource:
 
         self._batches = batches = self._loading.batches(self._fetcher, orders(), "train_dataset")
         for first in batches:
-            share, parts = coming.popleft()
-            self._step = share.step
+            rank_batch, parts = coming.popleft()
+            self._step = rank_batch.step
             if len(parts) == 1:
-                yield StepData(share, 1, (MicroBatch(first, parts[0][1]),))
+                yield StepData(rank_batch, 1, (MicroBatch(first, parts[0][1]),))
             else:
-                yield StepData(share, len(parts), several(parts, first))
+                yield StepData(rank_batch, len(parts), several(parts, first))
 
     def close(self) -> None:
         if self._batches is not None:
             self._batches.close()
 
     def trial_batches(self) -> tuple[int, Any]:
-        share = self._plan.share(min(self._step + 1, self._last), self._data_rank)
+        rank_batch = self._plan.rank_batch(min(self._step + 1, self._last), self._data_rank)
         # The largest share of any step: the next step may be an epoch's short last one.
         most = self._data_rank.largest(min(self._plan.global_batch_size, self._plan.order.num_samples))
-        some = share.indices if len(share.indices) else self._plan.spare(share.step)
+        some = rank_batch.indices if len(rank_batch.indices) else self._plan.padding_sample(rank_batch.step)
 
         def batch_of(count: int) -> Any:
             indices = some.repeat(-(-count // len(some)))[:count]
-            return self._fetcher.fetch(share.epoch, indices)
+            return self._fetcher.fetch(rank_batch.epoch, indices)
 
         return most, batch_of
 

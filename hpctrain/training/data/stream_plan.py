@@ -20,14 +20,14 @@ class StreamPlan:
 
     Attributes:
         cursor: position after the last step taken.
-        coming: batches of the next steps.
+        upcoming: batches of the next steps.
     """
 
     def __init__(self, num_shards: int, global_batch_size: int, until: StopCondition) -> None:
         self._num_shards, self._global_batch_size, self._until = num_shards, global_batch_size, until
         self._lengths: dict[int, torch.Tensor] = {}
         self.cursor = StreamCursor()
-        self.coming: deque[StreamBatch] = deque()
+        self.upcoming: deque[StreamBatch] = deque()
 
     def lengths_in(self, epoch: int) -> torch.Tensor:
         """Return the length of each shard in an epoch; `UNKNOWN_LENGTH` if its end has not been reached."""
@@ -35,7 +35,7 @@ class StreamPlan:
             self._lengths[epoch] = torch.full((self._num_shards,), UNKNOWN_LENGTH)
         return self._lengths[epoch]
 
-    def begin_at(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
+    def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
         """Begin at a position, with the known lengths of its epoch."""
         self.cursor = cursor
         self._lengths = {} if lengths is None else {cursor.epoch: lengths}
@@ -46,27 +46,27 @@ class StreamPlan:
         Raises:
             UserError: an epoch has no sample.
         """
-        while len(self.coming) < _AHEAD:
-            if self._until.steps is not None and step + len(self.coming) >= self._until.steps:
+        while len(self.upcoming) < _AHEAD:
+            if self._until.steps is not None and step + len(self.upcoming) >= self._until.steps:
                 return
-            batch = self._compose(self.coming[-1].after if self.coming else self.cursor)
+            batch = self._compose(self.upcoming[-1].after if self.upcoming else self.cursor)
             if batch is None:
                 return
-            self.coming.append(batch)
+            self.upcoming.append(batch)
 
-    def take(self) -> StreamBatch:
+    def pop_next(self) -> StreamBatch:
         """Remove and return the batch of the next step, to train it."""
-        batch = self.coming.popleft()
+        batch = self.upcoming.popleft()
         self.cursor = batch.after
         if batch.batch_idx == 0:
             self._lengths = {epoch: of for epoch, of in self._lengths.items() if epoch >= batch.epoch}
         return batch
 
-    def learn(self, ends: Mapping[tuple[int, int], int]) -> None:
+    def add_ends(self, ends: Mapping[tuple[int, int], int]) -> None:
         """Receive ends of shards, by (epoch, shard), and discard the plan."""
         for (epoch, shard), length in ends.items():
             self.lengths_in(epoch)[shard] = length
-        self.coming.clear()
+        self.upcoming.clear()
 
     def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
         """Return the batch from `cursor`, based on known lengths; None if the training has ended."""

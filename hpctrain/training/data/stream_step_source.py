@@ -35,7 +35,7 @@ from hpctrain.training.data.stream_order import (
 from hpctrain.training.data.stream_plan import StreamPlan
 
 #: Maximum samples between two checkpoints of a shard; a resume begins to read at one of them.
-_LONGEST_CHUNK = 64
+_MAX_CHUNK = 64
 
 
 class StreamStepSource:
@@ -66,8 +66,8 @@ class StreamStepSource:
         self._step = 0
         self._plan = StreamPlan(self._stream.num_shards, loading.global_batch_size, until)
         self._buffers = ShardBuffers(self._own, self._plan.lengths_in, self._open_readers)
-        self._marks: dict[int, ReaderCheckpoint | None] = {}
-        self._spare: Any = None
+        self._checkpoints: dict[int, ReaderCheckpoint | None] = {}
+        self._padding_sample: Any = None
 
     # Checkpoints.
 
@@ -84,19 +84,24 @@ class StreamStepSource:
         Raises:
             UserError: the stream's own state cannot be saved.
         """
-        cursor, coming = self._plan.cursor, self._plan.coming
+        cursor, coming = self._plan.cursor, self._plan.upcoming
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
         lengths = self._plan.lengths_in(cursor.epoch)
-        own = self._buffers.marks(cursor.epoch, cursor.taken(lengths).tolist())
-        marks: dict[int, ReaderCheckpoint | None] = {}
-        gathered = self._context.gather(
-            {shard: mark and (mark.number, mark.state, mark.resumable) for shard, mark in own.items()},
+        own = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
+        checkpoints: dict[int, ReaderCheckpoint | None] = {}
+        gathered = self._context.all_gather_object(
+            {
+                shard: checkpoint and (checkpoint.number, checkpoint.state, checkpoint.resumable)
+                for shard, checkpoint in own.items()
+            },
             "train_dataset",
         )
         for of_rank in gathered:
-            marks.update({shard: mark and ReaderCheckpoint(*mark) for shard, mark in of_rank.items()})
-        of_all = [marks.get(shard, self._marks.get(shard)) for shard in range(self._stream.num_shards)]
+            checkpoints.update({shard: mark and ReaderCheckpoint(*mark) for shard, mark in of_rank.items()})
+        of_all = [
+            checkpoints.get(shard, self._checkpoints.get(shard)) for shard in range(self._stream.num_shards)
+        ]
         return {
             "epoch": cursor.epoch,
             "batch": cursor.batch,
@@ -112,23 +117,24 @@ class StreamStepSource:
             [UNKNOWN_LENGTH if n is None else n for n in state["lengths"]], dtype=torch.int64
         )
         taken = cursor.taken(lengths)
-        marks = load_checkpoints(state["marks"])
+        checkpoints = load_checkpoints(state["marks"])
         begun = [
             shard
             for shard, (number, length) in enumerate(zip(taken.tolist(), lengths.tolist(), strict=True))
             if 0 < number < length
         ]
-        if any((mark := marks[shard]) is None or not mark.resumable for shard in begun):
-            self._plan.begin_at(StreamCursor(cursor.epoch))
+        if any((checkpoint := checkpoints[shard]) is None or not checkpoint.resumable for shard in begun):
+            self._plan.reset(StreamCursor(cursor.epoch))
             remark = (
                 "train_dataset has no state_dict and load_state_dict to resume from its position: epoch "
                 f"{cursor.epoch} starts over, which repeats {int(taken.sum())} samples."
             )
             return [remark]
-        self._plan.begin_at(cursor, lengths)
+        self._plan.reset(cursor, lengths)
         ended = (taken >= lengths).tolist()
-        self._marks = {
-            shard: None if ended[shard] else mark or ReaderCheckpoint() for shard, mark in enumerate(marks)
+        self._checkpoints = {
+            shard: None if ended[shard] else checkpoint or ReaderCheckpoint()
+            for shard, checkpoint in enumerate(checkpoints)
         }
         return []
 
@@ -141,18 +147,18 @@ class StreamStepSource:
             UserError: the stream is empty.
         """
         self._step = after
-        self._buffers.begin(self._plan.cursor.epoch, self._marks)
+        self._buffers.reset(self._plan.cursor.epoch, self._checkpoints)
         self._plan.plan(after)
         self._agree_on_ends()
-        self._find_spare()
+        self._find_padding_sample()
 
     def steps(self) -> Iterator[StepData]:
-        while self._plan.coming:
-            batch = self._plan.take()
+        while self._plan.upcoming:
+            batch = self._plan.pop_next()
             self._step += 1
             of_ranks = self._rank_of_samples(batch)
             mine = batch.picks[of_ranks == self._data_rank.rank]
-            share = RankBatch(
+            rank_batch = RankBatch(
                 self._step,
                 batch.epoch,
                 batch.batch_idx,
@@ -160,21 +166,21 @@ class StreamStepSource:
                 largest=int(of_ranks.bincount().max()),
                 indices=mine,
             )
-            samples = [self._buffers.take(batch.epoch, *pick) for pick in mine.tolist()]
+            samples = [self._buffers.pop(batch.epoch, *pick) for pick in mine.tolist()]
             if batch.batch_idx == 0:
-                self._marks = {}
+                self._checkpoints = {}
                 self._buffers.forget_before(batch.epoch)
             taken = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
             self._buffers.forget(batch.epoch, taken)
-            parts = share.parts(self.micro_batch_size)
-            yield StepData(share, len(parts), self._micro_batches(samples, parts))
+            parts = rank_batch.parts(self.micro_batch_size)
+            yield StepData(rank_batch, len(parts), self._micro_batches(samples, parts))
 
     def close(self) -> None:
         self._buffers.close()
 
     def trial_batches(self) -> tuple[int, Any]:
-        of_ranks = self._rank_of_samples(self._plan.coming[0])
-        some = [*self._buffers.samples()] or [self._spare]
+        of_ranks = self._rank_of_samples(self._plan.upcoming[0])
+        some = [*self._buffers.samples()] or [self._padding_sample]
 
         def batch_of(count: int) -> Any:
             return self._loading.collate([some[i % len(some)] for i in range(count)])
@@ -191,11 +197,11 @@ class StreamStepSource:
 
     @property
     def at_epoch_end(self) -> bool:
-        return not self._plan.coming or self._plan.coming[0].batch_idx == 0
+        return not self._plan.upcoming or self._plan.upcoming[0].batch_idx == 0
 
     @property
     def finished(self) -> bool:
-        return not self._plan.coming
+        return not self._plan.upcoming
 
     def _rank_of_samples(self, batch: StreamBatch) -> torch.Tensor:
         """Return the rank of each sample."""
@@ -204,14 +210,14 @@ class StreamStepSource:
 
     def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in parts:
-            yield MicroBatch(self._loading.collate(samples[low:high] or [self._spare]), high - low)
+            yield MicroBatch(self._loading.collate(samples[low:high] or [self._padding_sample]), high - low)
 
     # Agreement of the ranks on the next steps.
 
     def _unplanned_ends(self) -> dict[tuple[int, int], int]:
         """Return ends of own shards that the plan does not include yet, by (epoch, shard)."""
         ends: dict[tuple[int, int], int] = {}
-        for batch in self._plan.coming:
+        for batch in self._plan.upcoming:
             needed = StreamCursor(batch.epoch, 0, batch.after.round, batch.after.shard)
             until = needed.taken(self._plan.lengths_in(batch.epoch))
             for shard in self._own:
@@ -224,22 +230,22 @@ class StreamStepSource:
         """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
         while True:
             ends: dict[tuple[int, int], int] = {}
-            for ends_of_rank in self._context.gather(self._unplanned_ends()):
+            for ends_of_rank in self._context.all_gather_object(self._unplanned_ends()):
                 ends.update(ends_of_rank)
             if not ends:
                 return
-            self._plan.learn(ends)
+            self._plan.add_ends(ends)
             self._plan.plan(self._step)
 
-    def _find_spare(self) -> None:
+    def _find_padding_sample(self) -> None:
         """Set a spare sample for steps without own samples, from another rank if this one has none."""
         own = next(self._buffers.samples(), None)
-        have = self._context.gather(own is not None)
-        if not self._plan.coming or all(have):
-            self._spare = own
+        have = self._context.all_gather_object(own is not None)
+        if not self._plan.upcoming or all(have):
+            self._padding_sample = own
             return
         given = self._context.broadcast(own, have.index(True), "a sample for ranks that have none")
-        self._spare = given if own is None else own
+        self._padding_sample = given if own is None else own
 
     def _open_readers(self) -> ShardReaders:
         cursor, num_shards = self._plan.cursor, self._stream.num_shards
@@ -248,9 +254,9 @@ class StreamStepSource:
             self._loading,
             self._data_rank,
             self._loading.seeds("training"),
-            chunk_size=min(-(-self._loading.global_batch_size // num_shards), _LONGEST_CHUNK),
+            chunk_size=min(-(-self._loading.global_batch_size // num_shards), _MAX_CHUNK),
             num_epochs=self._until.epochs,
             first_epoch=cursor.epoch,
             trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),
-            marks=self._marks,
+            checkpoints=self._checkpoints,
         )

@@ -145,11 +145,11 @@ def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
 def _configure_optimizers(strategy: Strategy, module: Module) -> OptimizerSetup:
     """Return the module's optimizers and schedules in the form that the strategy trains."""
     optimization = configure_optimizers_of(module)
-    if not strategy.splits_itself:
+    if not strategy.splits_batches:
         check_trainable(module, optimization)
     if takes_optimizer_idx(module):
-        strategy.take_turns([parameters_of(each) for each in optimization.optimizers])
-    return strategy.optimized(optimization)
+        strategy.setup_optimizer_toggling([parameters_of(each) for each in optimization.optimizers])
+    return strategy.wrap_optimizers(optimization)
 
 
 def _make_loggers(parts: Components) -> LoggerProcess:

@@ -70,7 +70,11 @@ class Evaluation:
             for output, _, num_held in evaluate_batches(strategy, "predict_step", batches):
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
-        return [output for outputs in context.gather(own, "what predict_step returned") for output in outputs]
+        return [
+            output
+            for outputs in context.all_gather_object(own, "what predict_step returned")
+            for output in outputs
+        ]
 
     def finish(self) -> None:
         """Restore the complete module on every rank. All ranks must call this."""
@@ -111,7 +115,7 @@ def run_validation(
         for output, num_samples, _ in evaluate_batches(strategy, method, batches):
             if num_samples:
                 means.add(as_scalars(output, lone_name, means.origin), num_samples)
-                activity.enter(RankPhase.VALIDATE)
+                activity.set_phase(RankPhase.VALIDATE)
     return None if loop.interrupted else means.over_ranks()
 
 
@@ -140,7 +144,7 @@ def pad_to_longest(
     """
     held: tuple[int, Any] | None = None
     new = next(batches, None)
-    while who := [rank for rank, has in enumerate(context.gather(new is not None)) if has]:
+    while who := [rank for rank, has in enumerate(context.all_gather_object(new is not None)) if has]:
         if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
             held = context.broadcast(new, who[0], "a batch for ranks that have none")
         held = new or held
@@ -191,7 +195,9 @@ class _SampleMeans:
         # A rank without samples does not have the names.
         own = list(self._sums) if self._count else None
         gathered = [
-            (rank, names) for rank, names in enumerate(self._context.gather(own)) if names is not None
+            (rank, names)
+            for rank, names in enumerate(self._context.all_gather_object(own))
+            if names is not None
         ]
         if not gathered:
             raise UserError(f"the data set for {self.origin} gave no samples on any rank.")
@@ -243,7 +249,7 @@ class StoppableLoop:
             go_on = self._receive()
 
     def _send(self, *, has_more: bool) -> None:
-        seconds = self._batcher.take() if has_more else 0.0
+        seconds = self._batcher.seconds_per_item() if has_more else 0.0
         self._read = start_sum(self._context, [float(self._stop.is_set), float(has_more), seconds])
 
     def _receive(self) -> bool:

@@ -29,7 +29,7 @@ class OptimizerStep:
     ) -> None:
         self._optimization, self._strategy, self._scaler = optimization, strategy, scaler
         self._clip_norm, self._clip_value = settings.gradient_clip_norm, settings.gradient_clip_value
-        self._factor = LrScaler.of(settings)
+        self._lr_scaler = LrScaler.from_settings(settings)
 
     def update(
         self, optimizers: Sequence[torch.optim.Optimizer], step: int, per_token: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class OptimizerStep:
         norm = None
         if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
             norm = self._change(optimizers, per_token)
-        with self._factor.applied(optimizers, step) if self._factor else _NOTHING:
+        with self._lr_scaler.apply(optimizers, step) if self._lr_scaler else _NOTHING:
             for optimizer in optimizers:
                 if self._scaler is None:
                     optimizer.step()
@@ -65,7 +65,7 @@ class OptimizerStep:
         if not self._optimization.schedulers:
             return
         # Schedules also count the steps that optimizers skip because of float16.
-        with _without_remark_on_order() if self._scaler and step == 1 else contextlib.nullcontext():
+        with _suppress_order_warning() if self._scaler and step == 1 else contextlib.nullcontext():
             for scheduler in self._optimization.schedulers:
                 scheduler.step()
 
@@ -104,14 +104,14 @@ class LrScaler:
     warmup_steps: int = 0
 
     @classmethod
-    def of(cls, settings: TrainerConfig) -> LrScaler | None:
+    def from_settings(cls, settings: TrainerConfig) -> LrScaler | None:
         """Return the scaler for the settings; None if they change no rate."""
         ratio = settings.global_batch_size / (settings.lr_reference_batch_size or settings.global_batch_size)
         scale = ratio if settings.lr_scaling == "linear" else ratio**0.5
-        factor = cls(scale, settings.warmup_steps)
-        return None if factor == cls() else factor
+        lr_scaler = cls(scale, settings.warmup_steps)
+        return None if lr_scaler == cls() else lr_scaler
 
-    def at(self, step: int) -> float:
+    def factor(self, step: int) -> float:
         """Return the factor for `step`, counted from 1; it is constant from step `warmup_steps` on."""
         if step >= self.warmup_steps:
             return self.scale
@@ -119,12 +119,12 @@ class LrScaler:
         return start + (self.scale - start) * step / self.warmup_steps
 
     @contextlib.contextmanager
-    def applied(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Iterator[None]:
+    def apply(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Iterator[None]:
         """Multiply the rates of `optimizers` within the block.
 
         Schedules and checkpoints see the configured rates.
         """
-        factor = self.at(step)
+        factor = self.factor(step)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
@@ -147,7 +147,7 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _without_remark_on_order() -> Iterator[None]:
+def _suppress_order_warning() -> Iterator[None]:
     """Suppress PyTorch's warning that a schedule steps before its optimizer.
 
     It appears if float16 makes the optimizer skip its first step.

@@ -77,7 +77,7 @@ def session(
         try:
             yield made
         except BaseException as error:
-            made._training.ended_by(error)
+            made._training.record_exception(error)
             raise
 
 
@@ -211,17 +211,17 @@ class Session:
         )
 
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
-        training.ends_at(loop.last_step)
+        training.set_last_step(loop.last_step)
         with closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
-                self._part = len(step.share.indices) / step.share.batch_size
+                self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
                 self.weight = self._part * self.ranks.world_size
                 for micro_batch in step.micro_batches:
                     try:
                         yield to_device(micro_batch.batch, self.device)
                     except GeneratorExit:
-                        self._warn_of_early_exit(step.share.step)
+                        self._warn_of_early_exit(step.rank_batch.step)
                         raise
 
     def _warn_of_early_exit(self, step: int) -> None:
@@ -274,6 +274,6 @@ class _PreparedStrategy(Strategy):
     def place(self) -> None:
         pass
 
-    def align_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         if self.context.is_distributed:
             broadcast_buffers(self.module)

@@ -31,10 +31,10 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signal
 from hpctrain.serialization import dumps
 
 #: Time limit of the rendezvous, in seconds.
-_MEETING_S = 300.0
+_RENDEZVOUS_TIMEOUT_S = 300.0
 #: Time for the other ranks to detect a failed one themselves, in seconds.
 _NOTICE_S = 5.0
-_LOOK_EVERY_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,21 @@ def spawn_ranks(
         0,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=_MEETING_S),
+        timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S),
     )
     with tempfile.TemporaryDirectory(prefix="hpctrain-spawn-") as folder, capture_stop_signals() as stop:
         Path(folder, "call").write_bytes(call)
         context, secret = mp.get_context("spawn"), new_secret()
         processes = [
             context.Process(
-                target=_be_rank,
+                target=_run_rank,
                 args=(folder, rank, _variables(rank, places, store.port, environ) | secret, sys.argv),
                 name=f"hpctrain-rank-{rank}",
             )
             for rank in range(len(places))
         ]
         try:
-            with _without_main(), _without_interrupts():
+            with _hide_main_module(), _block_interrupts():
                 for process in processes:
                     process.start()
             _wait_for_all(processes, stop)
@@ -138,7 +138,7 @@ def _variables(
     return variables
 
 
-def _be_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
+def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
     """Run one rank: load the call, run it, and write its result or failure."""
     die_with_parent()
     # Ctrl-C in a terminal reaches all processes. The caller handles it and ends the ranks.
@@ -207,11 +207,11 @@ def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             return
-        wait([process.sentinel for process in processes if process.is_alive()], _LOOK_EVERY_S)
+        wait([process.sentinel for process in processes if process.is_alive()], _POLL_INTERVAL_S)
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def _hide_main_module() -> Iterator[None]:
     """Keep multiprocessing from importing the script, which would start the training again."""
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {
@@ -225,7 +225,7 @@ def _without_main() -> Iterator[None]:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Block Ctrl-C for processes started within the block, until they can ignore it."""
     resource_tracker.ensure_running()  # started later, it would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -32,11 +32,11 @@ class StepExchange:
         """Restart the clock at the first step, and after other work of the ranks."""
         self._sync.begin()
 
-    def complete_step(self, share: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
+    def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
         """Exchange a trained step, and advance the state to it. All ranks must call this.
 
         Args:
-            share: this rank's part of the batch.
+            rank_batch: this rank's part of the batch.
             metrics: this rank's part of the metrics.
 
         Returns:
@@ -44,7 +44,7 @@ class StepExchange:
             state then. Otherwise None: its metrics arrive during the next step.
         """
         parts, state, sync = self._parts, self._parts.state, self._sync
-        state.step, state.epoch = share.step, share.epoch
+        state.step, state.epoch = rank_batch.step, rank_batch.epoch
         before = _NO_REQUESTS
         if sync.is_pending:
             before, results = self._receive()

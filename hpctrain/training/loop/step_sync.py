@@ -58,11 +58,11 @@ class MessageBatcher:
             one_by_one: if true, each item gets its own message, however short it is.
             clock: monotonic clock in seconds.
         """
-        self._most, self._clock = 1 if one_by_one else _MOST, clock
+        self._max_size, self._clock = 1 if one_by_one else _MOST, clock
         self.size = 1
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Discard unsent items and restart the clock: the time since then went to other work."""
         self._count, self._since = 0, self._clock()
 
@@ -75,7 +75,7 @@ class MessageBatcher:
         """True if a message is due now."""
         return self._count >= self.size
 
-    def take(self) -> float:
+    def seconds_per_item(self) -> float:
         """Return this rank's seconds per item since the last call, for the exchange with all ranks."""
         now = self._clock()
         seconds = (now - self._since) / max(self._count, 1)
@@ -84,7 +84,7 @@ class MessageBatcher:
 
     def adapt(self, seconds: float) -> None:
         """Adapt the message size to `seconds` per item, which must be the same on all ranks."""
-        self.size = self._most if seconds * self._most <= _WORK_S else max(1, int(_WORK_S / seconds))
+        self.size = self._max_size if seconds * self._max_size <= _WORK_S else max(1, int(_WORK_S / seconds))
 
 
 class StepSync:
@@ -106,11 +106,11 @@ class StepSync:
 
     def begin(self) -> None:
         """Restart the clock when training continues after other work."""
-        self._batcher.begin()
+        self._batcher.reset()
 
-    def add(self, step: int, epoch: int, sums: MetricAccumulator, ended: TimingSample | None) -> None:
+    def add(self, step: int, epoch: int, sums: MetricAccumulator, timing: TimingSample | None) -> None:
         """Record a step trained by this rank; the names in `sums` must be the same on all ranks."""
-        self._recorded.append(_RecordedStep(step, epoch, sums, ended))
+        self._recorded.append(_RecordedStep(step, epoch, sums, timing))
         self._batcher.add()
 
     @property
@@ -126,7 +126,7 @@ class StepSync:
     def send(self, requests: StepFlags) -> None:
         """Send the recorded steps and this rank's requests."""
         flags = [*map(float, (requests.stop, requests.save, requests.end)), requests.stream_ends]
-        flags.append(self._batcher.take())
+        flags.append(self._batcher.seconds_per_item())
         self._sent, self._recorded = self._recorded, []
         if self._names is None:
             self._names = self._agreed_names()
@@ -167,7 +167,7 @@ class StepSync:
 
     def _agreed_names(self) -> list[str]:
         own = [sorted(each.sums.values) for each in self._sent]
-        for rank, names in enumerate(gathered := self._context.gather(own)):
+        for rank, names in enumerate(gathered := self._context.all_gather_object(own)):
             for step, first, other in zip(self._sent, gathered[0], names, strict=True):
                 if other != first:
                     raise UserError(
@@ -226,7 +226,7 @@ def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], lis
     """Start the sum of host numbers over all ranks; return a function that waits for it."""
     if not context.is_distributed:
         return lambda: own
-    gathered, pending = _exchange(context, torch.tensor(own, dtype=torch.float64), context.control)
+    gathered, pending = _exchange(context, torch.tensor(own, dtype=torch.float64), context.cpu_group)
 
     def read() -> list[float]:
         pending.wait()

@@ -53,7 +53,7 @@ class TrainStep:
         self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
         self._optimizers_alternate = takes_optimizer_idx(self._module)
         # A pipeline runs its backward passes within the training step.
-        self._runs_backward = strategy.splits_itself and strategy.context.is_distributed
+        self._runs_backward = strategy.splits_batches and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
         self._world_size = strategy.data_rank(self._context.ranks).world_size
         self._forward_context = forward_context(settings.precision, self._context.device)
@@ -71,7 +71,7 @@ class TrainStep:
         Raises:
             UserError: the training step did not return a loss.
         """
-        number = step.share.step
+        number = step.rank_batch.step
         if not self._optimizers_alternate:
             per_token = self._accumulate(step, micro_batches, sums)
             self._record_norm(sums, self._optimizer_step.update(self._optimizers, number, per_token))
@@ -79,19 +79,19 @@ class TrainStep:
             # Each optimizer uses all micro-batches, after the update of the previous one.
             all_micro_batches = list(micro_batches)
             for idx, optimizer in enumerate(self._optimizers):
-                with self._strategy.turn_of(idx):
+                with self._strategy.toggled_optimizer(idx):
                     own = MetricAccumulator()
                     per_token = self._accumulate(step, all_micro_batches, own)
                     if own.values:
                         self._record_norm(own, self._optimizer_step.update([optimizer], number, per_token))
                 sums.join(own)
-        self._strategy.updated(number)
+        self._strategy.on_optimizer_step_end(number)
         self._optimizer_step.advance(number)
 
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
         """Return the configured size; for "auto", the size from before a stop if it still fits, or search."""
         setting, module, context = self._settings.micro_batch_size, self._module, self._context
-        if self._strategy.splits_itself and context.is_distributed:
+        if self._strategy.splits_batches and context.is_distributed:
             return None
         if setting != "auto":
             return setting
@@ -104,7 +104,7 @@ class TrainStep:
                 fits = fits_in_memory(
                     module, context.device, lambda: self._try_out(batch_of(min(kept, share)))
                 )
-            if context.lowest(float(fits)) > 0:
+            if context.all_reduce_min(float(fits)) > 0:
                 return kept
         size = find_micro_batch_size(module, context, share, lambda count: self._try_out(batch_of(count)))
         state.micro_batches = (world_size, size)
@@ -113,7 +113,7 @@ class TrainStep:
     def _try_out(self, batch: Any) -> None:
         """Compute the gradients of a batch on this rank alone."""
         batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
-        turn = self._strategy.turn_of(0) if self._optimizers_alternate else _NOTHING
+        turn = self._strategy.toggled_optimizer(0) if self._optimizers_alternate else _NOTHING
         with turn, self._forward_context:
             # No rank may wait here for one that runs out of memory.
             scalars = self._scalars(self._strategy.trial_step(batch))
@@ -149,15 +149,15 @@ class TrainStep:
             last = number == step.num_micro_batches
             with _NOTHING if last else self._strategy.accumulating():
                 try:
-                    self._forward_backward(step.share, micro_batch, sums, last)
+                    self._forward_backward(step.rank_batch, micro_batch, sums, last)
                 except torch.OutOfMemoryError as error:
                     num_samples = max(micro_batch.num_samples, 1)
                     add_oom_hint(error, self._settings.micro_batch_size, num_samples)
                     raise
-        return self._tokens.factor(step.share)
+        return self._tokens.factor(step.rank_batch)
 
     def _forward_backward(
-        self, share: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
     ) -> None:
         """Add the gradient of a micro-batch, at its weight in the global batch."""
         batch = micro_batch.batch
@@ -165,17 +165,17 @@ class TrainStep:
             batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         with self._forward_context:
             output, num_samples = self._strategy.training_step(
-                batch, share.batch_idx, micro_batch.num_samples
+                batch, rank_batch.batch_idx, micro_batch.num_samples
             )
         if output is None and self._optimizers_alternate:
             return
         scalars = self._scalars(output)
-        part = num_samples / share.batch_size
+        part = num_samples / rank_batch.batch_size
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
         weight: float | torch.Tensor = part * self._world_size
         if TOKENS_FIELD in scalars:
             weight = self._tokens.add(
-                scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], share, last
+                scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], rank_batch, last
             )
         self._strategy.backward(self._weighted(scalars["loss"], weight))
         sums.add(scalars, part)
@@ -199,20 +199,20 @@ class _Tokens:
         self._total: torch.Tensor | None = None
         self._pending: Any = None
 
-    def add(self, count: torch.Tensor, share: RankBatch, last: bool) -> torch.Tensor:
+    def add(self, count: torch.Tensor, rank_batch: RankBatch, last: bool) -> torch.Tensor:
         """Count the tokens of a micro-batch; return the preliminary weight of its loss."""
         count = count.detach().to(self._context.device, torch.float32)
         self._total = count.clone() if self._total is None else self._total + count
         if last and self._context.is_distributed:
             self._pending = dist.all_reduce(self._total, async_op=True)
-        return count * (self._world_size / share.batch_size)
+        return count * (self._world_size / rank_batch.batch_size)
 
-    def factor(self, share: RankBatch) -> torch.Tensor | None:
+    def factor(self, rank_batch: RankBatch) -> torch.Tensor | None:
         """Return the final factor for the step's gradients; None if losses are means over samples."""
         if self._total is None:
             return None
         if self._pending is not None:
             self._pending.wait()
-        factor = share.batch_size / self._total.clamp(min=1.0)
+        factor = rank_batch.batch_size / self._total.clamp(min=1.0)
         self._total = self._pending = None
         return factor

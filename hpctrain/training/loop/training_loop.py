@@ -89,7 +89,7 @@ class TrainingLoop:
                 self._print_hint(warn_too_few_workers(waited_s, all_s, settings.num_workers, self._cpus))
             parts.context.barrier()
             parts.callbacks.fit_end()
-        activity.enter(RankPhase.END)
+        activity.set_phase(RankPhase.END)
         self._print_hint(parts.strategy.finish())
 
     def _steps(self) -> Iterator[StepData]:
@@ -98,22 +98,22 @@ class TrainingLoop:
         parts.step_timer.sample()
         self._exchange.begin()
         for step in parts.step_timer.timed(parts.source.steps()):
-            parts.log.write_samples(step.share)
+            parts.log.write_samples(step.rank_batch)
             self.metrics = MetricAccumulator()
             parts.compute_timer.begin()
             yield step
             parts.compute_timer.end()
-            requests = self._exchange.complete_step(step.share, self.metrics)
+            requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
-            parts.strategy.align_buffers()
+            parts.strategy.sync_buffers()
             if requests.stop and not state.finished:
                 self._save_and_exit()
             if self._validator.due() and not self._validator.run():
                 self._save_and_exit()
             self._log_step()
             if requests.save or self._checkpoints.due():
-                with activity.during(RankPhase.SAVE):
+                with activity.in_phase(RankPhase.SAVE):
                     self._checkpoints.save()
             if state.finished:
                 break
@@ -122,7 +122,7 @@ class TrainingLoop:
     def _resume(self) -> None:
         """Load the newest checkpoint, if any, and prepare the next step."""
         parts, state = self._parts, self.state
-        activity.enter(RankPhase.LOAD)
+        activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *state.remarks):
             self._print_hint(remark)
@@ -148,7 +148,7 @@ class TrainingLoop:
 
     def _save_and_exit(self) -> NoReturn:
         self._log_step()
-        activity.enter(RankPhase.SAVE)
+        activity.set_phase(RankPhase.SAVE)
         self._checkpoints.save_and_exit()
 
     def _log_step(self) -> None:

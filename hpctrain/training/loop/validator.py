@@ -38,7 +38,7 @@ class Validator:
         # Checkpoints do not keep a callback's request to end, so this validation must not be interrupted.
         stop = None if state.finished and not parts.source.finished else parts.stop
         put_back = snapshot_buffers(parts.module)
-        with activity.during(RankPhase.VALIDATE), parts.step_timer.measure("validation"):
+        with activity.in_phase(RankPhase.VALIDATE), parts.step_timer.measure("validation"):
             results = run_validation(parts.strategy, self._data, stop=stop)
         if results is None:
             put_back()

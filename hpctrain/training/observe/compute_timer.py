@@ -17,7 +17,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 
 #: On a GPU, one in this many steps is measured.
-_ONE_IN = 10
+_SAMPLE_INTERVAL = 10
 
 
 class ComputeTimer:
@@ -28,7 +28,7 @@ class ComputeTimer:
     ) -> None:
         """Register hooks for the last gradient and the update; the exchange takes place in between."""
         self._on_gpu = context.device.type == "cuda"
-        self._begun = self._elsewhere = self._local_done = 0.0
+        self._started_at = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
         self._since_sample = 0
         self._is_sampled = False
@@ -41,7 +41,7 @@ class ComputeTimer:
         """Mark the start of a step; its time without waits for data and other ranks counts as computation."""
         if self._on_gpu:
             self._begin_on_gpu()
-        self._begun, self._elsewhere = time.perf_counter(), activity.data_s + activity.exchange_s
+        self._started_at, self._elsewhere = time.perf_counter(), activity.data_s + activity.exchange_s
 
     def end(self) -> None:
         """Mark the end of the step."""
@@ -51,8 +51,8 @@ class ComputeTimer:
                 self._events.append(_event_now())
         else:
             waited = activity.data_s + activity.exchange_s - self._elsewhere
-            activity.compute_s += time.perf_counter() - self._begun - waited
-        activity.trained()
+            activity.compute_s += time.perf_counter() - self._started_at - waited
+        activity.step_done()
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class ComputeTimer:
     def _begin_on_gpu(self) -> None:
         self._read_sample()
         self._since_sample += 1
-        self._is_sampled = not self._events and self._since_sample >= _ONE_IN
+        self._is_sampled = not self._events and self._since_sample >= _SAMPLE_INTERVAL
         if self._is_sampled:
             self._events = [_event_now()]
 

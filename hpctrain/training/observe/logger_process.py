@@ -64,7 +64,7 @@ class LoggerProcess:
                     f"hpctrain: cannot start a process for the loggers, so they receive nothing: {error}"
                 )
             else:
-                self._process.tell(self._order)
+                self._process.write(self._order)
         return self
 
     def __exit__(
@@ -75,7 +75,7 @@ class LoggerProcess:
         ending: TrainingEnd = (
             "completed" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
         )
-        if not self._process.end(_LIMITS_S[ending], ending):
+        if not self._process.stop(_LIMITS_S[ending], ending):
             self._print_message(
                 f"hpctrain: the loggers did not finish within {_LIMITS_S[ending]:g} s and may be missing "
                 "the last steps; metrics.jsonl has all of them."

@@ -11,7 +11,7 @@ from typing import Any, Self
 from hpctrain.text import format_number
 
 #: Seconds between two plain lines.
-_LINE_EVERY_S = 5.0
+_LINE_INTERVAL_S = 5.0
 #: Minimum interval for a rate, in seconds; shorter ones are too inaccurate.
 _PACE_AFTER_S = 1.0
 
@@ -50,7 +50,7 @@ class SampleRate:
         self._batch_size, self._clock = batch_size, clock
         self._since: tuple[float, int] | None = None
 
-    def take(self, step: int) -> str:
+    def rate_since_last(self, step: int) -> str:
         """Return the rate since the last call as text; empty at first, or if the interval is too short."""
         now, before = self._clock(), self._since
         if before is not None and (now - before[0] < _PACE_AFTER_S or step <= before[1]):
@@ -68,10 +68,10 @@ class _Lines(Progress):
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
         now = time.monotonic()
-        if now - self._shown_at >= _LINE_EVERY_S or step == self._last_step:
+        if now - self._shown_at >= _LINE_INTERVAL_S or step == self._last_step:
             self._shown_at = now
             of = "" if self._last_step is None else f"/{self._last_step}"
-            print(f"step {step}{of}  {format_scalars(scalars)}{self._pace.take(step)}")
+            print(f"step {step}{of}  {format_scalars(scalars)}{self._pace.rate_since_last(step)}")
 
     def print_message(self, text: str) -> None:
         print(text)
@@ -104,7 +104,7 @@ class _Bar(Progress):
         self._bar.stop()
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._paced = self._pace.take(step) or self._paced
+        self._paced = self._pace.rate_since_last(step) or self._paced
         self._bar.update(self._task, completed=step, scalars=format_scalars(scalars) + self._paced)
 
     def print_message(self, text: str) -> None:

@@ -25,7 +25,7 @@ class StepResult:
     epoch: int
     scalars: dict[str, float]
     """Means over the global batch, including `loss`. `num_tokens`, if present, is a sum."""
-    ended: TimingSample | None
+    timing: TimingSample | None
     """Time sample of the step, if this rank logs it."""
 
 
@@ -61,13 +61,15 @@ class SamplesFile:
         self._path, self._lines = path, BufferedLineWriter(path, say)
         self._make_folder()
 
-    def write(self, share: RankBatch) -> None:
-        if len(share.indices):
-            self._lines.append({"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()})
+    def write(self, rank_batch: RankBatch) -> None:
+        if len(rank_batch.indices):
+            self._lines.append(
+                {"step": rank_batch.step, "epoch": rank_batch.epoch, "indices": rank_batch.indices.tolist()}
+            )
 
     def flush(self) -> None:
         """Retry earlier failed writes."""
-        if self._lines.trouble is not None:
+        if self._lines.last_error is not None:
             self._make_folder()
         self._lines.flush()
 
@@ -103,7 +105,7 @@ class RunWriter:
         if run is None:
             return
         rank, number = context.ranks.rank, environ.get(ATTEMPT_VARIABLE)
-        self._attempt = context.from_main(
+        self._attempt = context.broadcast_from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
         if rank == 0:
@@ -137,19 +139,19 @@ class RunWriter:
         """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
             self._metrics.append_all(
-                [self._metrics_record(each, each.ended) for each in results if each.ended is not None]
+                [self._metrics_record(each, each.timing) for each in results if each.timing is not None]
             )
 
-    def write_samples(self, share: RankBatch) -> None:
+    def write_samples(self, rank_batch: RankBatch) -> None:
         """Write the sample indices of this rank's step, if they are recorded."""
-        if self._samples is not None and len(share.indices):
+        if self._samples is not None and len(rank_batch.indices):
             self._samples.append(
-                {"step": share.step, "epoch": share.epoch, "indices": share.indices.tolist()}
+                {"step": rank_batch.step, "epoch": rank_batch.epoch, "indices": rank_batch.indices.tolist()}
             )
 
     def flush(self) -> None:
         """Retry earlier failed writes."""
-        if self._samples is not None and self._samples.trouble is not None:
+        if self._samples is not None and self._samples.last_error is not None:
             self._make_samples_folder()
         for file in (self._events, self._metrics, self._environment, self._samples):
             if file is not None:

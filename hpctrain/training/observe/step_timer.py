@@ -34,14 +34,14 @@ class StepTimer:
         self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
         self._exchange_s, self._uncounted_s = activity.exchange_s, 0.0
-        self._begun, self._on_data_s, self._data_counted_s = self._since, 0.0, 0.0
+        self._started_at, self._data_wait_s, self._data_counted_s = self._since, 0.0, 0.0
 
     def sample(self) -> TimingSample:
         """Return a sample for now, and restart the sums."""
         now = time.perf_counter()
-        taken = {"all": now - self._since, **self._seconds, "data": self._on_data_s - self._data_counted_s}
+        taken = {"all": now - self._since, **self._seconds, "data": self._data_wait_s - self._data_counted_s}
         taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
-        self._since, self._seconds, self._data_counted_s = now, {}, self._on_data_s
+        self._since, self._seconds, self._data_counted_s = now, {}, self._data_wait_s
         return TimingSample(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
@@ -57,7 +57,7 @@ class StepTimer:
 
     def data_wait(self) -> tuple[float, float]:
         """Return the seconds of waiting for data, and all seconds, since the start."""
-        return self._on_data_s, time.perf_counter() - self._begun
+        return self._data_wait_s, time.perf_counter() - self._started_at
 
     @contextmanager
     def measure(self, name: Literal["validation"]) -> Iterator[None]:
@@ -72,15 +72,15 @@ class StepTimer:
         """Yield `batches`; time to get each counts as waiting for data, unless the GPU is busy."""
         iterator = iter(batches)
         while True:
-            activity.enter(RankPhase.DATA)
+            activity.set_phase(RankPhase.DATA)
             begun = time.perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             seconds = time.perf_counter() - begun
-            activity.enter(RankPhase.STEP)
+            activity.set_phase(RankPhase.STEP)
             activity.data_s += seconds
             if not self._on_gpu or torch.cuda.current_stream(self._device).query():
-                self._on_data_s += seconds
+                self._data_wait_s += seconds
             yield batch

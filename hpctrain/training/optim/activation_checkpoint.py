@@ -31,7 +31,7 @@ def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iter
     """
     chosen = _chosen(module, patterns)
     for part in chosen.values():
-        part.forward = partial(_again_later, part, part.forward)
+        part.forward = partial(_recompute, part, part.forward)
     try:
         yield
     finally:
@@ -39,18 +39,18 @@ def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iter
             del part.forward
 
 
-def _again_later(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+def _recompute(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(
         inner,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _statistics_at_rest(part)),
+        context_fn=lambda: (contextlib.nullcontext(), _preserve_statistics(part)),
         **kwargs,
     )
 
 
 @contextlib.contextmanager
-def _statistics_at_rest(part: nn.Module) -> Iterator[None]:
+def _preserve_statistics(part: nn.Module) -> Iterator[None]:
     """Let batch norm update copies of its running statistics within the block."""
     layers = [layer for layer in part.modules() if isinstance(layer, BatchNorm) and layer.training]
     own = [dict(layer._buffers) for layer in layers]

@@ -71,7 +71,7 @@ def find_micro_batch_size(
     def fits(count: int) -> bool:
         with preserve_state(module):
             alone = fits_in_memory(module, context.device, lambda: forward_backward(count))
-        return context.lowest(float(alone)) > 0
+        return context.all_reduce_min(float(alone)) > 0
 
     return largest_that_fits(share, fits)
 

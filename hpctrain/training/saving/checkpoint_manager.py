@@ -26,7 +26,7 @@ from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 MAX_SAVE_S = 3600.0
 #: Training waits for a save in flight for the longer of this time and this multiple of the previous write
 #: time. After that, a due state is not saved.
-_LONGEST_WAIT_S, _TIMES_LATEST = 60.0, 3.0
+_MAX_WAIT_S, _LATEST_FACTOR = 60.0, 3.0
 #: The limit if the previous save failed.
 _WAIT_IN_TROUBLE_S = 5.0
 
@@ -43,7 +43,7 @@ class _InFlight:
 class CheckpointManager:
     """Writer of states into a run's checkpoints; reports and records the outcome of each save.
 
-    One save is in flight at a time, to need memory for only one. All ranks must call `prepare`, `begin`,
+    One save is in flight at a time, to need memory for only one. All ranks must call `prepare`, `async_save`,
     `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
 
     Attributes:
@@ -87,14 +87,14 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, in the background."""
-        with suppress(CheckpointError):  # `begin` raises it again and reports it
+        with suppress(CheckpointError):  # `async_save` raises it again and reports it
             self._store.prepare(self._state.tree(), rng.capture_rng_state())
 
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
         return self._store.load_newest(self._state.template())
 
-    def may_begin(self) -> bool:
+    def can_begin(self) -> bool:
         """True if another save can begin; waits for the one in flight, within a limit. Call on rank 0 only.
 
         The limit keeps the training running if a disk hangs.
@@ -104,10 +104,10 @@ class CheckpointManager:
         if self._in_flight is None:
             return True
         write_s = self._schedule.write_s
-        limit_s = IO_TIMEOUT_S if write_s is None else max(_LONGEST_WAIT_S, _TIMES_LATEST * write_s)
+        limit_s = IO_TIMEOUT_S if write_s is None else max(_MAX_WAIT_S, _LATEST_FACTOR * write_s)
         if self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
-        if self._store.finish(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
+        if self._store.wait(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
             return True
         if self._overdue != self._in_flight.step:
             self._overdue = self._in_flight.step
@@ -121,20 +121,22 @@ class CheckpointManager:
             )
         return False
 
-    def begin(self) -> None:
+    def async_save(self) -> None:
         """Copy the current state; it is written in the background.
 
         Raises:
             UserError: the metric that selects the best checkpoints is missing.
         """
         begun = time.monotonic()
-        self._store.finish(MAX_SAVE_S)
-        self.settle()
+        self._store.wait(MAX_SAVE_S)
+        self.collect_finished()
         self._report_missing_folder()
-        self._store.begin(self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score())
+        self._store.async_save(
+            self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score()
+        )
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
-        self._schedule.begun(stall_s)
+        self._schedule.on_save_started(stall_s)
 
     def save_result(self) -> None:
         """Save the state of the last step, and wait for it.
@@ -143,8 +145,8 @@ class CheckpointManager:
             CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
             UserError: the metric that selects the best checkpoints is missing.
         """
-        self._store.finish(MAX_SAVE_S)
-        self.settle()
+        self._store.wait(MAX_SAVE_S)
+        self.collect_finished()
         self._report_missing_folder()
         try:
             saved = self._store.save(
@@ -174,19 +176,19 @@ class CheckpointManager:
                 f"checkpoint: {error}"
             )
 
-    def finish(self, timeout_s: float = MAX_SAVE_S) -> bool:
+    def wait(self, timeout_s: float = MAX_SAVE_S) -> bool:
         """Wait for the save in flight; return True if none is left."""
-        return self._store.finish(max(0.0, timeout_s))
+        return self._store.wait(max(0.0, timeout_s))
 
     def abandon(self) -> None:
         """Abandon the save in flight, unless its commit has begun. Does not wait."""
         if not self._closed:
             self._store.abandon()
 
-    def settle(self) -> list[CommittedSave]:
+    def collect_finished(self) -> list[CommittedSave]:
         """Record and report the saves that ended since the last call; return the successful ones."""
         good = []
-        for end in self._store.finished():
+        for end in self._store.collect_outcomes():
             if isinstance(end, CheckpointError):
                 self._record_failure(end, " Training continues; earlier checkpoints are intact.")
             else:
@@ -202,7 +204,7 @@ class CheckpointManager:
         # The next attempt may use other nodes, so delete this node's local tier now.
         for note in self._store.close(clean=True, timeout_s=timeout_s):
             self._progress.print_message(f"hpctrain: {note}")
-        return self.settle()
+        return self.collect_finished()
 
     def is_shared(self, saved: CommittedSave) -> bool:
         """True if it is in the run folder, not only in this node's local tier."""
@@ -229,7 +231,7 @@ class CheckpointManager:
         if self._in_flight is not None and self._in_flight.step == saved.step:
             fields["stall_s"] = self._in_flight.stall_s
             self._in_flight = None
-            self._schedule.saved(saved.seconds)
+            self._schedule.on_save_committed(saved.seconds)
         if self.is_shared(saved):
             self.write_s = saved.seconds
         if saved.score is not None:
@@ -253,7 +255,7 @@ class CheckpointManager:
         if self._in_flight is None or not isinstance(error, TierCopyFailed):
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
-            self._schedule.failed()
+            self._schedule.on_save_failed()
         self._log.write_event("failure", cause=str(error))
         self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{reassurance}")
 

@@ -12,7 +12,7 @@ from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, check
 #: Assumed cost of a save before the first measurement, in seconds.
 _FIRST_SAVE_S = 2.0
 #: Delay of the next save after a failed one; doubles with each further failure, up to the maximum.
-_FIRST_REST_S, _LONGEST_REST_S = 5.0, 600.0
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 600.0
 
 
 class CheckpointSchedule:
@@ -45,11 +45,11 @@ class CheckpointSchedule:
         """
         self._every, self._num_nodes, self._clock = every, num_nodes, clock
         self._node_mtbf_s, self._history = node_mtbf_s, history or InterruptionHistory()
-        self._started = self._begun = clock()
+        self._started = self._save_started_at = clock()
         self._stall_s = _FIRST_SAVE_S
         self.write_s: float | None = None
         self._in_flight = False
-        self._failures, self._rests_until = 0, -math.inf
+        self._failures, self._backoff_until = 0, -math.inf
 
     @property
     def mtbf_s(self) -> float:
@@ -63,7 +63,7 @@ class CheckpointSchedule:
         """Optimal seconds between the starts of two saves."""
         return checkpoint_interval_s(self._stall_s, self.write_s or 0.0, self.mtbf_s)
 
-    def due(self, step: int) -> bool:
+    def is_due_by_step(self, step: int) -> bool:
         """True if `step` is a multiple of the interval; the same on all ranks."""
         return isinstance(self._every, int) and step % self._every == 0
 
@@ -73,28 +73,28 @@ class CheckpointSchedule:
             return False
         if self._failures:
             return not self.in_backoff
-        return self._every == "auto" and self._clock() >= self._begun + self.interval_s
+        return self._every == "auto" and self._clock() >= self._save_started_at + self.interval_s
 
     @property
     def in_backoff(self) -> bool:
         """True during the pause after a failed save."""
-        return self._clock() < self._rests_until
+        return self._clock() < self._backoff_until
 
     @property
     def last_failed(self) -> bool:
         """True if the latest completed save failed."""
         return self._failures > 0
 
-    def begun(self, stall_s: float) -> None:
+    def on_save_started(self, stall_s: float) -> None:
         """Record the start of a save that blocked the training for `stall_s`."""
-        self._begun, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
+        self._save_started_at, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
 
-    def saved(self, write_s: float) -> None:
+    def on_save_committed(self, write_s: float) -> None:
         """Record a commit, `write_s` seconds after the start of the save."""
         self.write_s, self._in_flight, self._failures = write_s, False, 0
 
-    def failed(self) -> None:
+    def on_save_failed(self) -> None:
         """Record a failed save."""
-        rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**self._failures)
-        self._in_flight, self._rests_until = False, self._clock() + rest_s
+        rest_s = min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2**self._failures)
+        self._in_flight, self._backoff_until = False, self._clock() + rest_s
         self._failures += 1

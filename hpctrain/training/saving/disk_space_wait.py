@@ -15,11 +15,11 @@ from hpctrain.training.components import Components
 
 #: Maximum wait, within the job's time limit.
 LIMIT_S = 24 * 3600.0
-_LOOK_EVERY_S = 2.0
+_POLL_INTERVAL_S = 2.0
 #: Assumed size of a checkpoint without its tensors.
 _TABLES_BYTES = 64 * 1024
 #: Free disk space does not show a quota, so a save is tried after this time in any case.
-_TRY_EVERY_S = 60.0
+_TRY_INTERVAL_S = 60.0
 
 
 class DiskSpaceWait:
@@ -29,8 +29,8 @@ class DiskSpaceWait:
         """Prepare to wait for space in `folder`, for the ranks' shares of the state of `state_bytes` each."""
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._folder, self._step = folder, parts.state.step
-        self._needed = sum(parts.context.gather(state_bytes))
-        self._begun = time.monotonic()
+        self._needed = sum(parts.context.all_gather_object(state_bytes))
+        self._started_at = time.monotonic()
         self._is_reported = False
 
     def wait(self, left_s: Callable[[], float]) -> bool:
@@ -41,32 +41,32 @@ class DiskSpaceWait:
         """
         if not self._is_reported:
             self._is_reported = True
-            cause = f"{self._words()}. Training waits until space is freed there, then saves."
+            cause = f"{self._describe_space()}. Training waits until space is freed there, then saves."
             self._log.write_event("failure", cause=cause, **{"class": "disk-full"})
             self._progress.print_message(f"hpctrain: {cause}")
         tried = time.monotonic()
         while True:
-            activity.enter(RankPhase.SAVE)
-            own = min(left_s(), self._begun + LIMIT_S - time.monotonic())
-            if (left := self._context.lowest(own)) <= 0:
+            activity.set_phase(RankPhase.SAVE)
+            own = min(left_s(), self._started_at + LIMIT_S - time.monotonic())
+            if (left := self._context.all_reduce_min(own)) <= 0:
                 return False
-            time.sleep(min(_LOOK_EVERY_S, left))
-            due = time.monotonic() - tried > min(_TRY_EVERY_S, left)
-            if self._context.from_main(
+            time.sleep(min(_POLL_INTERVAL_S, left))
+            due = time.monotonic() - tried > min(_TRY_INTERVAL_S, left)
+            if self._context.broadcast_from_main(
                 due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES
             ):
                 return True
 
-    def refusal(self) -> DiskFull:
+    def timeout_error(self) -> DiskFull:
         """Return the error for a wait without success."""
-        waited = time.monotonic() - self._begun
+        waited = time.monotonic() - self._started_at
         return DiskFull(
-            f"{self._words()}; no space was freed in {waited:.0f} s. Earlier checkpoints are "
+            f"{self._describe_space()}; no space was freed in {waited:.0f} s. Earlier checkpoints are "
             "intact. Free space there, then resume the run"
         )
 
-    def _words(self) -> str:
-        free = self._context.from_main(_free_bytes(self._folder))
+    def _describe_space(self) -> str:
+        free = self._context.broadcast_from_main(_free_bytes(self._folder))
         return (
             f"no space for the checkpoint of step {self._step} in {self._folder}: "
             f"it needs {format_size(self._needed)}, but only {format_size(free)} are free"

@@ -34,15 +34,15 @@ class StopDeadline:
         if self._stop.signal_name is None:
             return math.inf
         name = REQUEUE_GRACE_KEY if for_requeue else self._stop.signal_name
-        return self._stop.noted_at + self._seconds.get(name, math.inf) - time.monotonic()
+        return self._stop.received_at + self._seconds.get(name, math.inf) - time.monotonic()
 
 
 class FinalSavePlan(Enum):
     """Plan for the state when the run is stopped."""
 
-    AFTER_THE_ONE_IN_FLIGHT = "finish the save in flight, then save"
-    IN_ITS_PLACE = "abandon the save in flight, and save"
-    THE_ONE_IN_FLIGHT = "finish the save in flight; another does not fit"
+    AFTER_PENDING_SAVE = "finish the save in flight, then save"
+    REPLACE_PENDING_SAVE = "abandon the save in flight, and save"
+    PENDING_SAVE_ONLY = "finish the save in flight; another does not fit"
     NONE = "no save fits"
 
 
@@ -55,15 +55,15 @@ def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | N
         in_flight_s: seconds since an earlier step's save began; None without one.
     """
     if write_s is None:
-        return FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT
+        return FinalSavePlan.AFTER_PENDING_SAVE
     whole_s = longest_save_s(write_s)
     rest_s = 0.0 if in_flight_s is None else max(SAVE_MARGIN_S, whole_s - in_flight_s)
     if rest_s + whole_s <= left_s:
-        return FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT
+        return FinalSavePlan.AFTER_PENDING_SAVE
     if whole_s <= left_s:
-        return FinalSavePlan.IN_ITS_PLACE
+        return FinalSavePlan.REPLACE_PENDING_SAVE
     if in_flight_s is not None and rest_s <= left_s:
-        return FinalSavePlan.THE_ONE_IN_FLIGHT
+        return FinalSavePlan.PENDING_SAVE_ONLY
     return FinalSavePlan.NONE
 
 

@@ -41,7 +41,7 @@ class TrainingCheckpoints:
         if run is not None:
             run.check_records()
             if parts.context.ranks.is_main:
-                history = InterruptionHistory.of(run.read_events())
+                history = InterruptionHistory.from_events(run.read_events())
         self._parts, self._state, self._settings = parts, parts.state, parts.settings
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._deadline = StopDeadline(environ, parts.stop)
@@ -56,7 +56,7 @@ class TrainingCheckpoints:
         if run is not None:
             store = CheckpointStore(
                 run.checkpoints,
-                parts.context.control,
+                parts.context.cpu_group,
                 retention=parts.settings.retention,
                 second_tier=parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
@@ -87,14 +87,14 @@ class TrainingCheckpoints:
         if not self._prepared:  # optimizers have a state only after the first step
             self._prepared = True
             self._manager.prepare()
-        self._manager.settle()
+        self._manager.collect_finished()
         return self._context.ranks.is_main and self._schedule.is_due_by_time()
 
     def due(self) -> bool:
         """True if a checkpoint is due after this step: by its number, for its score, or as the last one."""
         state = self._state
         scored = self._settings.keep_best > 0 and state.validated_step == state.step > 0
-        return state.finished or scored or self._schedule.due(state.step)
+        return state.finished or scored or self._schedule.is_due_by_step(state.step)
 
     def save(self) -> None:
         """Save the state after this step. All ranks must call this.
@@ -109,11 +109,11 @@ class TrainingCheckpoints:
             return
         if self._state.finished:
             self._save_result(self._manager)
-        elif self._context.from_main(self._context.ranks.is_main and self._manager.may_begin()):
-            self._manager.begin()
+        elif self._context.broadcast_from_main(self._context.ranks.is_main and self._manager.can_begin()):
+            self._manager.async_save()
             if not self._settings.checkpoint_async:
-                self._manager.finish()
-                self._manager.settle()
+                self._manager.wait()
+                self._manager.collect_finished()
 
     def _save_result(self, manager: CheckpointManager) -> None:
         """Save the last step's state; wait for space if the disk is full."""
@@ -124,7 +124,7 @@ class TrainingCheckpoints:
             except DiskFull:
                 disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
                 if not disk_wait.wait(self._left_to_begin_s):
-                    raise disk_wait.refusal() from None
+                    raise disk_wait.timeout_error() from None
 
     def _left_to_begin_s(self) -> float:
         """Return the seconds within which a save must begin to end before this rank is killed."""
@@ -171,7 +171,9 @@ class TrainingCheckpoints:
         All ranks must call this.
         """
         is_main = self._context.ranks.is_main
-        aside = self._context.from_main(sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else [])
+        aside = self._context.broadcast_from_main(
+            sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else []
+        )
         if broken or aside:
             raise UserError(
                 f"No checkpoint in {folder} is complete, so training would start over at step 0. "
@@ -196,7 +198,7 @@ class TrainingCheckpoints:
             SystemExit: with code 75, always.
         """
         # Slurm decides which ranks receive a signal; this rank may not be one of them.
-        gathered = self._context.gather(self._parts.stop.signal_name)
+        gathered = self._context.all_gather_object(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
         if self._manager is None:
             self._progress.print_message(
@@ -211,32 +213,32 @@ class TrainingCheckpoints:
 
     def _save_within_deadline(self, manager: CheckpointManager, signal_name: str | None) -> bool:
         """Save within the deadline; on rank 0, return True if this step's state is in the run folder."""
-        manager.settle()
-        for_requeue = self._context.from_main(self._log.is_asked_to_requeue())
-        left_s = self._context.lowest(self._deadline.left_s(for_requeue=for_requeue))
+        manager.collect_finished()
+        for_requeue = self._context.broadcast_from_main(self._log.is_asked_to_requeue())
+        left_s = self._context.all_reduce_min(self._deadline.left_s(for_requeue=for_requeue))
         ends_at = time.monotonic() + min(left_s, MAX_SAVE_S)
         write_s = manager.write_s
         plan = FinalSavePlan(
-            self._context.from_main(plan_final_save(left_s, write_s, manager.in_flight_s).value)
+            self._context.broadcast_from_main(plan_final_save(left_s, write_s, manager.in_flight_s).value)
         )
-        if plan in (FinalSavePlan.IN_ITS_PLACE, FinalSavePlan.NONE):
+        if plan in (FinalSavePlan.REPLACE_PENDING_SAVE, FinalSavePlan.NONE):
             manager.abandon()
-        if plan in (FinalSavePlan.IN_ITS_PLACE, FinalSavePlan.AFTER_THE_ONE_IN_FLIGHT):
-            manager.begin()
+        if plan in (FinalSavePlan.REPLACE_PENDING_SAVE, FinalSavePlan.AFTER_PENDING_SAVE):
+            manager.async_save()
         elif write_s is not None:
             self._progress.print_message(
                 f"hpctrain: {signal_name} leaves {max(0.0, left_s):.0f} s, but saving takes {write_s:.0f} s: "
                 f"the state after step {self._state.step} is not saved. Earlier checkpoints are intact."
             )
-        finished = manager.finish(ends_at - time.monotonic())
-        saved, disk_wait = manager.settle(), None
-        while self._context.lowest(float(manager.found_disk_full)):
+        finished = manager.wait(ends_at - time.monotonic())
+        saved, disk_wait = manager.collect_finished(), None
+        while self._context.all_reduce_min(float(manager.found_disk_full)):
             disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
-            manager.begin()
-            finished = manager.finish(ends_at - time.monotonic())
-            saved += manager.settle()
+            manager.async_save()
+            finished = manager.wait(ends_at - time.monotonic())
+            saved += manager.collect_finished()
         if not finished:
             self._progress.print_message(
                 f"hpctrain: the time after {signal_name} ran out before the save finished; the save was "
@@ -244,7 +246,7 @@ class TrainingCheckpoints:
             )
             manager.abandon()
         # Copy the local tier to the run folder now, because the next attempt may use other nodes.
-        saved += [*manager.settle(), *manager.close(max(0.0, ends_at - time.monotonic()))]
+        saved += [*manager.collect_finished(), *manager.close(max(0.0, ends_at - time.monotonic()))]
         return any(one.step == self._state.step and manager.is_shared(one) for one in saved)
 
 

@@ -34,24 +34,24 @@ class Strategy:
         module: module to train; its parameters may be replaced by shards.
         context: the ranks.
         in_lockstep: True if every forward pass has collectives, even without a backward pass.
-        has_turns: True if a step may be for some parameters only.
+        supports_toggling: True if a step may be for some parameters only.
         has_algorithms: True if replicas may use another algorithm than an all-reduce.
         has_buckets: True if gradients are sent in buckets of configurable size.
         algorithm: communication algorithm of the replicas.
         spawns: True if the process that calls `fit` starts the ranks when no launcher has.
-        turn: index of the step's optimizer as a 1-tuple; empty if optimizers do not take turns.
-        one_process: True if one process computes on all devices.
-        splits_itself: True if the strategy splits a rank's samples into micro-batches itself.
+        optimizer_idx: index of the step's optimizer as a 1-tuple; empty if optimizers do not take turns.
+        single_process: True if one process computes on all devices.
+        splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
         remarks: remarks for the user at the start, as sentences without a full stop.
     """
 
     in_lockstep: ClassVar[bool] = False
-    has_turns: ClassVar[bool] = True
+    supports_toggling: ClassVar[bool] = True
     has_algorithms: ClassVar[bool] = False
     has_buckets: ClassVar[bool] = False
     spawns: ClassVar[bool] = False
-    one_process: ClassVar[bool] = False
-    splits_itself: ClassVar[bool] = False
+    single_process: ClassVar[bool] = False
+    splits_batches: ClassVar[bool] = False
     remarks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -70,8 +70,8 @@ class Strategy:
             )
         self.module, self.context, self.settings = module, context, settings
         self.algorithm: Algorithm | None = None
-        self.turn: tuple[int, ...] = ()
-        self._turns: Sequence[Sequence[torch.Tensor]] = ()
+        self.optimizer_idx: tuple[int, ...] = ()
+        self._optimizer_parameters: Sequence[Sequence[torch.Tensor]] = ()
         self.place()
 
     @classmethod
@@ -106,39 +106,39 @@ class Strategy:
         Returns:
             The result of `training_step_end`, and the number of samples that it represents.
         """
-        output = self.module.training_step(batch, batch_idx, *self.turn)
+        output = self.module.training_step(batch, batch_idx, *self.optimizer_idx)
         return self.module.training_step_end(output), num_samples
 
     def trial_step(self, batch: Any) -> Any:
         """Run the module's training step on this rank alone, to test if it fits into memory."""
-        return self.module.training_step_end(self.module.training_step(batch, 0, *self.turn))
+        return self.module.training_step_end(self.module.training_step(batch, 0, *self.optimizer_idx))
 
-    def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+    def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         """Prepare for steps of one optimizer each. All ranks must call this.
 
         Args:
-            parameters: parameters of each optimizer, before `optimized` may replace them.
+            parameters: parameters of each optimizer, before `wrap_optimizers` may replace them.
 
         Raises:
             UserError: the strategy cannot leave some parameters out of a step.
         """
-        if self.context.is_distributed and not self.has_turns:
+        if self.context.is_distributed and not self.supports_toggling:
             raise UserError(
                 f"training_step takes optimizer_idx, but with strategy {self.settings.strategy!r} optimizers "
                 "cannot take turns: all parameters are updated together. "
                 "Use 'ddp' or 'zero1', or return one loss for all optimizers."
             )
-        self._turns = parameters
+        self._optimizer_parameters = parameters
 
     @contextmanager
-    def turn_of(self, idx: int) -> Iterator[None]:
+    def toggled_optimizer(self, idx: int) -> Iterator[None]:
         """Run steps for one optimizer inside this block: only its parameters take a gradient."""
-        self.turn = (idx,)
+        self.optimizer_idx = (idx,)
         try:
-            with only_trainable(self.module, self._turns[idx]):
+            with only_trainable(self.module, self._optimizer_parameters[idx]):
                 yield
         finally:
-            self.turn = ()
+            self.optimizer_idx = ()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, the weighted loss from `training_step`."""
@@ -162,7 +162,7 @@ class Strategy:
         """
         return getattr(self.module, method)(batch, batch_idx), num_samples
 
-    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         """Return the optimizers and schedules for training, made from the module's own."""
         return optimization
 
@@ -179,7 +179,7 @@ class Strategy:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.context.device)
 
-    def updated(self, step: int) -> None:
+    def on_optimizer_step_end(self, step: int) -> None:
         """Handle the end of all optimizers' update of `step`, counted from 1. All ranks must call this."""
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +192,7 @@ class Strategy:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def align_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
 
     def finish(self) -> str | None:

@@ -67,15 +67,17 @@ class DataParallelBase(Strategy):
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self._forward is None:
-            return self._take(batch, batch_idx, num_samples, self.turn)
+            return self._run_module(batch, batch_idx, num_samples, self.optimizer_idx)
         try:
-            output, counted = self._forward(batch, batch_idx, num_samples, self.turn)
+            output, counted = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
         except RuntimeError as error:
             _explain(error, self.module)
             raise
         return output, counted
 
-    def _take(self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]) -> tuple[Any, float]:
+    def _run_module(
+        self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]
+    ) -> tuple[Any, float]:
         module = self.module
         output, counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
         return module.training_step_end(output), counted
@@ -86,45 +88,45 @@ class DataParallelBase(Strategy):
             return self._forward.no_sync()
         return nullcontext()
 
-    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if self.context.is_distributed:
             # The replicas are equal only from here on.
             self.algorithm.begin(self.module, self.context)
             for forward in (*self._forwards, self._forward):
                 if isinstance(forward, DistributedDataParallel):
                     self.algorithm.attach(forward)
-            self.algorithm.optimized(optimization)
+            self.algorithm.setup_optimizers(optimization)
         return optimization
 
-    def updated(self, step: int) -> None:
+    def on_optimizer_step_end(self, step: int) -> None:
         if self.context.is_distributed:
-            self.algorithm.updated(step)
+            self.algorithm.on_optimizer_step_end(step)
 
-    def align_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, such as running means. All ranks must call this.
 
         Forward passes do so too, before each rank updates the buffers from its own samples.
         """
         if self.context.is_distributed:
-            self.algorithm.align()
+            self.algorithm.synchronize()
             broadcast_buffers(self.module)
 
-    def take_turns(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
-        super().take_turns(parameters)
+    def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+        super().setup_optimizer_toggling(parameters)
         for own in parameters if self.context.is_distributed else ():
             with only_trainable(self.module, own):
                 self._forwards.append(self._averaging())
 
     @contextmanager
-    def turn_of(self, idx: int) -> Iterator[None]:
-        with super().turn_of(idx):
+    def toggled_optimizer(self, idx: int) -> Iterator[None]:
+        with super().toggled_optimizer(idx):
             if self._forwards:
                 self._forward = self._forwards[idx]
             yield
 
     def _averaging(self) -> nn.Module:
         """Wrap the step so that gradients of currently trainable parameters are averaged over the ranks."""
-        step = _Step(self.module, self._take)
+        step = _Step(self.module, self._run_module)
         if not any(p.requires_grad for p in self.module.parameters()):
             return step
         forward = DistributedDataParallel(
@@ -134,7 +136,7 @@ class DataParallelBase(Strategy):
             bucket_cap_mb=self.settings.bucket_cap_mb,
             static_graph=self.settings.static_graph,
             find_unused_parameters=self.settings.find_unused_parameters,
-            # Replicas that may differ broadcast buffers in `align_buffers` instead.
+            # Replicas that may differ broadcast buffers in `sync_buffers` instead.
             **buffer_broadcast_kwargs(self.algorithm.shares_gradients),
         )
         touched: torch.Tensor = forward(None, 0, 0, touch_only=True)

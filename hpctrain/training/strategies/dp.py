@@ -30,7 +30,7 @@ class DP(Strategy):
     Buffers, such as running means, are updated from the samples of the first device only.
     """
 
-    one_process = True
+    single_process = True
     remarks = ("strategy 'dp' copies the module to every device in every step; 'ddp' is faster",)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -51,7 +51,7 @@ class DP(Strategy):
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         parts = _parts(batch, max(1, num_samples), self._devices)
         copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]
-        where = (batch_idx, *self.turn)
+        where = (batch_idx, *self.optimizer_idx)
         outputs = [copy.training_step(part, *where) for copy, (part, _) in zip(copies, parts, strict=True)]
         joined = _joined(outputs, self.context.device)
         if not self._ends_itself:

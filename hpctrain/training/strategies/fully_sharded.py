@@ -41,7 +41,7 @@ class FullyShardedBase(Strategy):
     """
 
     in_lockstep = True
-    has_turns = False
+    supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]
     """True if a block is resharded after its forward pass; None for all but parameters outside of blocks."""
     averages_every_micro_batch: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class FullyShardedBase(Strategy):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        late = [] if self.averages_every_micro_batch else self._cut_modules()
+        late = [] if self.averages_every_micro_batch else self._shard_modules()
         for part in late:
             part.set_requires_gradient_sync(False, recurse=False)
         yield
@@ -106,15 +106,15 @@ class FullyShardedBase(Strategy):
             output: tuple[Any, int] = self._root(
                 super().evaluation_step, method, batch, batch_idx, num_samples
             )
-        for part in self._cut_modules():
+        for part in self._shard_modules():
             part.reshard()  # No backward pass follows that would do so.
         return output
 
-    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if self.context.is_distributed:
             check_module_parameters(self.module, optimization.optimizers)
             for optimizer in optimization.optimizers:
-                self._parts.put_into(optimizer, self.before_update)
+                self._parts.shard_optimizer(optimizer, self.before_update)
         return optimization
 
     def before_update(self) -> None:
@@ -122,10 +122,10 @@ class FullyShardedBase(Strategy):
         if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
-        self._average_those_of_scalars()
-        self._parts.give_gradients()
+        self._average_scalar_gradients()
+        self._parts.assign_gradients()
 
-    def _average_those_of_scalars(self) -> None:
+    def _average_scalar_gradients(self) -> None:
         gradients = [scalar.grad for scalar in self._scalars if scalar.grad is not None]
         if gradients:
             together = torch.stack(gradients) / self.context.ranks.world_size
@@ -138,7 +138,7 @@ class FullyShardedBase(Strategy):
             return super().gradient_norm(parameters, p)
         return gradient_norm(parameters, self.context.device, p)
 
-    def align_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         if self.context.is_distributed:
             broadcast_buffers(self.module)
 
@@ -146,7 +146,7 @@ class FullyShardedBase(Strategy):
         """Gather the parameters on every rank, if they fit into its device's memory."""
         if not self.context.is_distributed:
             return None
-        if self.context.lowest(float(fits_unsharded(self.module, self.context.device))) < 1:
+        if self.context.all_reduce_min(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
                 "the whole module does not fit into the memory of one device, so it stays sharded after "
                 "training. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
@@ -158,7 +158,7 @@ class FullyShardedBase(Strategy):
         parameter.data = parameter.data.to(self.context.device)
         dist.broadcast(parameter.data, src=0)
 
-    def _cut_modules(self) -> list[FSDPModule]:
+    def _shard_modules(self) -> list[FSDPModule]:
         root = self._root
         assert isinstance(root, nn.Module)
         return [part for part in root.modules() if isinstance(part, FSDPModule)]

@@ -33,7 +33,7 @@ _MARK = "HOROVOD_RANK"
 class Horovod(Strategy):
     """Strategy with rendezvous at horovodrun's server or, under any other launcher, at a server on rank 0."""
 
-    has_turns = False
+    supports_toggling = False
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
@@ -56,9 +56,13 @@ class Horovod(Strategy):
         self._is_pending = False
         self._stack = contextlib.ExitStack()
         if context.is_distributed:
-            self._horovod: Any = _imported()
+            self._horovod: Any = _import_horovod()
             if not self._horovod.is_initialized():
-                with contextlib.nullcontext() if _MARK in os.environ else _meeting(context, os.environ):
+                with (
+                    contextlib.nullcontext()
+                    if _MARK in os.environ
+                    else _rendezvous_variables(context, os.environ)
+                ):
                     self._horovod.init()
             self._horovod.broadcast_parameters(module.state_dict(), root_rank=0)
 
@@ -77,7 +81,7 @@ class Horovod(Strategy):
             optimizer.set_backward_passes_per_step(2)  # so that this pass is not the last one
         yield
 
-    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if not self.context.is_distributed:
             return optimization
         for original in optimization.optimizers:
@@ -85,7 +89,7 @@ class Horovod(Strategy):
             named = [(name, p) for name, p in self.module.named_parameters() if p in own]
             optimizer = self._horovod.DistributedOptimizer(original, named_parameters=named)
             # Schedules refer to the original, and loading a state creates new groups: share all attributes.
-            _as_torch_has_it(optimizer)
+            _restore_torch_interface(optimizer)
             original.__dict__ = optimizer.__dict__
             # `before_update` completes the gradients before the step, because they may have to be clipped.
             self._stack.enter_context(optimizer.skip_synchronize())
@@ -107,12 +111,12 @@ class Horovod(Strategy):
         """Return parameters without a gradient on any rank, for which Horovod would create zeros."""
         parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
         has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        dist.all_reduce(has, group=self.context.control)
+        dist.all_reduce(has, group=self.context.cpu_group)
         return [
             parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if not anywhere
         ]
 
-    def align_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         if self.context.is_distributed:
             broadcast_buffers(self.module)
 
@@ -121,7 +125,7 @@ class Horovod(Strategy):
         return None
 
 
-def _imported() -> Any:
+def _import_horovod() -> Any:
     """Import Horovod for PyTorch.
 
     Raises:
@@ -136,7 +140,7 @@ def _imported() -> Any:
         ) from error
 
 
-def _as_torch_has_it(optimizer: Any) -> None:
+def _restore_torch_interface(optimizer: Any) -> None:
     """Restore what torch expects of an optimizer and Horovod's lacks.
 
     LR schedulers wrap `step`, and warn if it was replaced later; `zero_grad` takes an argument.
@@ -154,7 +158,7 @@ def _as_torch_has_it(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _meeting(context: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
+def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
     """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this.
 
     Args:
@@ -162,7 +166,7 @@ def _meeting(context: DistributedContext, environ: MutableMapping[str, str]) -> 
         environ: environment of the process, which Horovod reads when it starts.
     """
     ranks = context.ranks
-    places = context.gather((ranks.node_rank, ranks.local_rank))
+    places = context.all_gather_object((ranks.node_rank, ranks.local_rank))
     plan = [_slot(places, rank) for rank in range(ranks.world_size)]
     port = None
     if ranks.is_main:
@@ -179,7 +183,7 @@ def _meeting(context: DistributedContext, environ: MutableMapping[str, str]) -> 
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": ranks.master_addr,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(context.from_main(port)),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(context.broadcast_from_main(port)),
     }
     if interface := environ.get("GLOO_SOCKET_IFNAME"):
         variables["HOROVOD_GLOO_IFACE"] = interface

@@ -43,8 +43,8 @@ class Pipeline(Strategy):
     the ranks as usual, and before a checkpoint, which fits any number of stages and any other strategy.
     """
 
-    splits_itself = True
-    has_turns = False
+    splits_batches = True
+    supports_toggling = False
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
@@ -73,7 +73,7 @@ class Pipeline(Strategy):
         self._is_pending = False
         if context.is_distributed:
             self._stages = PipelineStages(module, context.ranks.rank, context.ranks.world_size)
-            self._kept = OptimizerStateGather(self._stages.owned, context)
+            self._state_gather = OptimizerStateGather(self._stages.owned, context)
             self._is_last = context.ranks.rank == context.ranks.world_size - 1
             self._shapes: dict[Any, tuple[Any, Any]] = {}
             self._names: list[str] = []
@@ -84,8 +84,8 @@ class Pipeline(Strategy):
         if not self.context.is_distributed:
             return super().training_step(batch, batch_idx, num_samples)
         self._is_pending = True
-        self._kept.drop_others()
-        where = (batch_idx, *self.turn)
+        self._state_gather.drop_others()
+        where = (batch_idx, *self.optimizer_idx)
         ended: list[dict[str, torch.Tensor]] = []
         size = self.settings.micro_batch_size
         assert size != "auto"  # See `check`.
@@ -99,9 +99,9 @@ class Pipeline(Strategy):
         if not self.context.is_distributed:
             super().backward(loss)
 
-    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if self.context.is_distributed:
-            self._kept.optimizers = optimization.optimizers
+            self._state_gather.optimizers = optimization.optimizers
         return optimization
 
     def before_update(self) -> None:
@@ -112,7 +112,7 @@ class Pipeline(Strategy):
         self._stages.check_gradients()
         shared = self._stages.shared
         has = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.int32)
-        dist.all_reduce(has, group=self.context.control)
+        dist.all_reduce(has, group=self.context.cpu_group)
         for parameter, anywhere in zip(shared, has.tolist(), strict=True):
             if anywhere:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -132,19 +132,19 @@ class Pipeline(Strategy):
         dist.all_reduce(powers)
         return torch.pow(powers + alike**p, 1 / p)
 
-    def align_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""
         if not self.context.is_distributed:
             return
         for rank, owned in enumerate(self._stages.owned):
             for tensor in (*owned, *self._stages.buffers[rank]):
                 dist.broadcast(tensor.data, src=rank)
-        self._kept.gather()
+        self._state_gather.gather()
 
     def _shared_seed(self) -> int:
         """Return a random number from rank 0. All ranks must call this."""
         seed = torch.randint(2**62, (1,))
-        dist.broadcast(seed, src=0, group=self.context.control)
+        dist.broadcast(seed, src=0, group=self.context.cpu_group)
         return int(seed)
 
     def _loss_of(
@@ -159,7 +159,9 @@ class Pipeline(Strategy):
         def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
             part = parts[int(number)]
             scalars = as_scalars(
-                self._stages.end(output, part.batch, where, part.seed), "loss", type(self.module).__name__
+                self._stages.finish_step(output, part.batch, where, part.seed),
+                "loss",
+                type(self.module).__name__,
             )
             if TOKENS_FIELD in scalars:
                 raise UserError(

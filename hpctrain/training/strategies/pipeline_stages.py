@@ -15,7 +15,7 @@ from hpctrain.training.base import rng
 from hpctrain.training.module import Module
 
 
-class _Cut(Exception):
+class _StageBoundary(Exception):
     """Exit from a training step at the point where the next rank continues."""
 
     def __init__(self, output: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class PipelineStages:
         self._module, self._rank, self._last = module, rank, num_stages - 1
         self._prepared = _largest(module, num_stages)
         blocks = list(self._prepared)
-        ends = _ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
+        ends = _stage_ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
         stages = [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         self._layers = nn.Sequential(*stages[rank])
         everywhere = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
@@ -59,26 +59,26 @@ class PipelineStages:
     def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> torch.Tensor:
         """Return the output of this rank's stage for `held`; the first stage starts from the batch.
 
-        The training step draws the same random numbers from `seed` as in `end`.
+        The training step draws the same random numbers from `seed` as in `finish_step`.
         """
         if self._rank > 0:
             output: torch.Tensor = self._layers(held)
             return output
 
         def cut(*inputs: Any) -> torch.Tensor:
-            raise _Cut(self._layers(*inputs))
+            raise _StageBoundary(self._layers(*inputs))
 
         try:
-            with rng.seeded_rng(seed), self._in_place_of_the_whole(cut):
+            with rng.seeded_rng(seed), self._replace_sequential(cut):
                 self._module.training_step(batch, *where)
-        except _Cut as end:
+        except _StageBoundary as end:
             return end.output
         raise UserError(
             f"{type(self._module).__name__}.training_step did not call the Sequential that strategy "
             "'pipeline' splits into stages."
         )
 
-    def end(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
+    def finish_step(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
         """Return the result of the training step, given the output of the last stage.
 
         Raises:
@@ -97,7 +97,7 @@ class PipelineStages:
                 )
             return output
 
-        with rng.seeded_rng(seed), self._in_place_of_the_whole(give):
+        with rng.seeded_rng(seed), self._replace_sequential(give):
             return self._module.training_step_end(self._module.training_step(batch, *where))
 
     def check_gradients(self) -> None:
@@ -117,7 +117,7 @@ class PipelineStages:
                 )
 
     @contextmanager
-    def _in_place_of_the_whole(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    def _replace_sequential(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
         self._prepared.forward = forward  # type: ignore[method-assign]
         try:
             yield
@@ -136,7 +136,7 @@ def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
     return max(rows, key=lambda row: sum(parameter.numel() for parameter in row.parameters()))
 
 
-def _ends(sizes: list[int], num_stages: int) -> list[int]:
+def _stage_ends(sizes: list[int], num_stages: int) -> list[int]:
     """Return the end of each stage: none is empty, and the sizes are about equal."""
     ends: list[int] = []
     total, sum_so_far = sum(sizes), 0

@@ -28,7 +28,7 @@ class ShardedParameters:
         self._mesh = mesh
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
 
-    def put_into(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
         """Replace an optimizer's whole parameters by their parts.
 
         Args:
@@ -62,7 +62,7 @@ class ShardedParameters:
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(lambda *_: before_step())
 
-    def give_gradients(self) -> None:
+    def assign_gradients(self) -> None:
         """Assign to each part its rows of the whole gradient, in the same memory."""
         for whole, part in self._parts.items():
             part.grad = None if whole.grad is None else self._cut(whole.grad)

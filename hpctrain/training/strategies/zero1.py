@@ -23,7 +23,7 @@ class ZeRO1(DataParallelBase):
     the rows. With an element-wise optimizer the result is bitwise equal to that of ddp.
     """
 
-    def optimized(self, optimization: OptimizerSetup) -> OptimizerSetup:
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         self._parts: ShardedParameters | None = None
         if self.context.is_distributed:
             ranks, device = self.context.ranks, self.context.device
@@ -31,13 +31,13 @@ class ZeRO1(DataParallelBase):
             messages.prove(mesh.get_group())
             parts = self._parts = ShardedParameters(mesh)
             for optimizer in optimization.optimizers:
-                parts.put_into(optimizer, self.before_update)
+                parts.shard_optimizer(optimizer, self.before_update)
                 optimizer.register_step_post_hook(lambda updated, *_: parts.gather(updated))
         return optimization
 
     def before_update(self) -> None:
         if self._parts is not None:
-            self._parts.give_gradients()
+            self._parts.assign_gradients()
 
     def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
         if self._parts is None:
