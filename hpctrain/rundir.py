@@ -151,7 +151,8 @@ class RunStorage:
 
     def make_folder(self, path: Path) -> None:
         """Make a folder that does not exist yet; else raise `FileExistsError`."""
-        make_folder(path.parent)
+        for parent in (path.parent.parent, path.parent):
+            make_folder(parent)
         path.mkdir(0o755)
 
     def names(self, folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ _SANDBOX_PREFIX = "pytest-"
 _FOLDERS_WITH_RANKS = ("e2e", "examples")
 
 #: Variables that pytest and torch set in passing.
-_SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+_SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 #: How long a process that has done its work may take to end, on a busy machine.
 _LAST_BREATH_S = 5.0

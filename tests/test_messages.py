@@ -96,7 +96,7 @@ def is_same(got: object, expected: object) -> bool:
 def exchange_values() -> None:
     context = join()
     both = [{"rank": 0, **values()}, {"rank": 1, **values()}]
-    assert is_same(context.all_gather_object(both[rank()]), both)
+    assert is_same(context.all_gather(both[rank()]), both)
     assert is_same(context.broadcast(both[rank()], 1), both[1])
     assert context.broadcast_from_main(rank()) == 0
     group = messages.new_group([0, 1], backend="gloo")
@@ -123,10 +123,10 @@ def send_unsupported_values() -> None:
     for bad in ({1}, Path("x"), Evil(Path("x")), type("Sub", (dict,), {})()):
         expected = rf"predict_step returned cannot be sent .*\.{type(bad).__name__}\."
         with pytest.raises(UserError, match=expected):
-            context.all_gather_object(bad if rank() == 1 else 1, "what predict_step returned")
+            context.all_gather(bad if rank() == 1 else 1, "what predict_step returned")
     messages.MAX_MESSAGE_BYTES = 300
     with pytest.raises(UserError, match="a message has 428 bytes on a rank, but the limit is 300"):
-        context.all_gather_object("x" * 400 if rank() == 1 else "")
+        context.all_gather("x" * 400 if rank() == 1 else "")
 
 
 def test_unsupported_and_too_large_values_are_refused_on_all_ranks():
@@ -203,7 +203,7 @@ def send_wrong_length(how: str) -> str:
     context = join()
     if rank() == 1:
         messages._header = lambda *_, header=messages._header: header(*_) + 1
-    return error_of(lambda: context.all_gather_object("") if how == "gather" else context.broadcast("", 1))
+    return error_of(lambda: context.all_gather("") if how == "gather" else context.broadcast("", 1))
 
 
 @pytest.mark.parametrize("how", ["gather", "broadcast"])
@@ -216,7 +216,7 @@ def send_wrong_code(path: Path) -> str:
     context = join()
     if rank() == 1:
         messages.code = lambda *parts, code=messages.code: code(*parts[:-1], b"something else")
-    return error_of(lambda: context.all_gather_object(pickle.dumps(Evil(path)) if rank() else b""))
+    return error_of(lambda: context.all_gather(pickle.dumps(Evil(path)) if rank() else b""))
 
 
 def test_message_without_the_right_code_is_refused(tmp_path):

@@ -43,7 +43,8 @@ def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
 
 def submit_arguments(spec: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the options of `hpctrain submit` for a specification, and the script with its arguments."""
-    return list(_options(spec)), [str(spec["script"]), *_texts(spec.get("args"))]
+    marks = {"module": ["-m"], "command": ["--"]}.get(str(spec.get("program")), [])
+    return list(_options(spec)), [*marks, str(spec["script"]), *_texts(spec.get("args"))]
 
 
 def _code_lines(spec: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,15 @@ from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.spec.program import ProgramKind
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
+
+
+#: Key of the context: true if the program follows a `--`.
+_IS_COMMAND = "hpctrain.is_command"
 
 
 def heading(param: click.Parameter) -> str:
@@ -50,6 +56,11 @@ class SubmitCommand(click.Command):
     """A command with the options of a submission, grouped in sections in its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            # The parser drops the `--` before a command. One after the script is an argument of the script.
+            with suppress(click.UsageError):
+                before, _, _ = self.make_parser(ctx).parse_args(args[: args.index("--")])
+                ctx.meta[_IS_COMMAND] = not isinstance(before.get("script"), str)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -154,9 +165,18 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     help="Stream the log of rank 0 (of every task in an array) until the run ends. Ctrl-C detaches.",
 )
 @json_option
+@click.option(
+    "-m",
+    "as_module",
+    is_flag=True,
+    help="Run SCRIPT as a module, as `python -m` does: -m package.module.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     script: str,
     args: tuple[str, ...],
     assignments: tuple[str, ...],
@@ -164,9 +184,17 @@ def command(
     dry_run: bool,
     follow: bool,
     as_json: bool,
+    as_module: bool,
     **asked: Any,
 ) -> None:
-    """Submit SCRIPT as a run. ARGS are passed to it unchanged."""
+    r"""Submit SCRIPT as a run. ARGS are passed to it unchanged.
+
+    To submit a module or any other command:
+
+    \b
+        hpctrain submit [OPTIONS] -m package.module [ARGS]
+        hpctrain submit [OPTIONS] -- COMMAND [ARGS]
+    """
     if dry_run and (as_json or explain):
         what = "--json a JSON document" if as_json else "--explain a table"
         raise click.UsageError(f"--dry-run prints a shell script and {what}. Give only one of them.")
@@ -182,7 +210,15 @@ def command(
 
         print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
-    submission = prepare_submission(script, args, asked, python=sys.executable, **where)  # type: ignore[arg-type]
+    program: ProgramKind = "module" if as_module else "command" if ctx.meta.get(_IS_COMMAND) else "script"
+    submission = prepare_submission(
+        script,
+        args,
+        asked,  # type: ignore[arg-type]
+        python=sys.executable,
+        program=program,
+        **where,
+    )
     _print_lines(submission.notes)
     if dry_run:
         _print_lines(submission.forecast)

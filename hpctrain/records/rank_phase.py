@@ -10,6 +10,8 @@ class RankPhase(StrEnum):
 
     START = "start"
     """Until a `Trainer` takes over, or `hpctrain.should_stop` is called for the first time."""
+    SCRIPT = "script"
+    """From the first optimizer step of a script without a `Trainer`."""
     LOAD = "load"
     FIRST = "first"
     """The first step, which may compile. Only the supervisor tells it from `DATA` and `STEP`."""

@@ -57,11 +57,11 @@ class DistributedContext:
         return self.ranks.world_size > 1
 
     def broadcast_from_main(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank. All ranks must call this. See `all_gather_object`."""
+        """Return rank 0's `value` on every rank. All ranks must call this. See `all_gather`."""
         return self.broadcast(value, 0)
 
     def broadcast(self, value: Any, src: int, what: str = "a message") -> Any:
-        """Return `value` of rank `src` on every rank. All ranks must call this. See `all_gather_object`."""
+        """Return `value` of rank `src` on every rank. All ranks must call this. See `all_gather`."""
         if self.cpu_group is None:
             return value
         return messages.broadcast(self.cpu_group, value, src=src, what=what)
@@ -74,7 +74,7 @@ class DistributedContext:
         dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return box.item()
 
-    def all_gather_object(self, value: Any, what: str = "a message") -> list[Any]:
+    def all_gather(self, value: Any, what: str = "a message") -> list[Any]:
         """Return the values of all ranks, in their order, on every rank. All ranks must call this.
 
         See `hpctrain.messages.gather` for the types that can be sent; `what` names the value in errors.

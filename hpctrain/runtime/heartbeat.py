@@ -20,20 +20,12 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.supervisor_connection import Message, SupervisorConnection
 from hpctrain.telemetry.sampling.nvml import GpuReader
 
-#: Modules in which a rank waits for other ranks, or for a device that does.
-_EXCHANGING = (
-    *("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda"),
-    *(
-        "hpctrain.training.loop.step_sync",
-        "hpctrain.runtime.distributed_context",
-        "hpctrain.checkpoint.io.coordination",
-    ),
-)
 #: Frames of these between the user's code and a wait are skipped when reporting the place.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")
 
@@ -83,15 +75,11 @@ def describe_frame(frame: FrameType | None) -> dict[str, Any]:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if frame is innermost:
-            waits = _is_in(module, _EXCHANGING)
+            waits = waits_for_ranks(module)
         if place is None and not (module + ".").startswith(_LIBRARIES):
             place = _words(frame)
         frame = frame.f_back
     return {"place": place or (_words(innermost) if innermost else "nowhere"), "waits": waits}
-
-
-def _is_in(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def _words(frame: FrameType) -> str:

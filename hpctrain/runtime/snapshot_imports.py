@@ -32,6 +32,14 @@ def redirect_imports(environ: MutableMapping[str, str]) -> None:
             mapping.update({package: _copied_path(path, source, copy) for package, path in mapping.items()})
 
 
+def copied_path(path: str, environ: Mapping[str, str]) -> str:
+    """Return the absolute path of the copy of a file or folder; of the original if it was not copied."""
+    path = os.path.abspath(path)
+    if (copy := environ.get(CODE_VARIABLE)) is None:
+        return path
+    return _copied_path(path, environ[CODE_SOURCE_VARIABLE], copy)
+
+
 def describe_missing_import(error: BaseException, environ: Mapping[str, str]) -> str:
     """Return the remedy for an import that fails only in the copy of the code.
 

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.errors import Unauthenticated
@@ -56,8 +55,8 @@ class StartMessage:
     """Output of the imports, which belongs into the rank's log."""
 
 
-def wait_for_start(connection: SupervisorConnection, modules: list[str], script: str) -> StartMessage:
-    """Import `modules` as `script` would find them, and wait for the start message.
+def wait_for_start(connection: SupervisorConnection, modules: list[str], import_folder: str) -> StartMessage:
+    """Import `modules` as a program in `import_folder` would find them, and wait for the start message.
 
     The process exits if the supervisor is gone or a module cannot be imported.
     """
@@ -66,7 +65,7 @@ def wait_for_start(connection: SupervisorConnection, modules: list[str], script:
         for fd in (1, 2):
             os.dup2(printed.fileno(), fd)
         try:
-            _import(modules, script)
+            _import(modules, import_folder)
         except Exception as error:  # noqa: BLE001 (the script will raise it again)
             with suppress(OSError):
                 connection.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
@@ -86,10 +85,10 @@ def wait_for_start(connection: SupervisorConnection, modules: list[str], script:
         return StartMessage(message["go"], printed.read())
 
 
-def _import(modules: list[str], script: str) -> None:
+def _import(modules: list[str], import_folder: str) -> None:
     places = list(sys.path)
     redirect_imports(os.environ)
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path.insert(0, import_folder)
     for name in modules:
         importlib.import_module(name)
     sys.path[:] = places

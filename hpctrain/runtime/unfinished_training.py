@@ -20,6 +20,7 @@ from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
+from hpctrain.runtime.rank_activity import activity
 
 #: Trainings of this process that have not returned, by folder, in the order of their start.
 _unfinished: dict[str | None, TrainingMarker] = {}
@@ -66,6 +67,7 @@ class TrainingMarker:
         if _has_stopped and self._file is not None:
             raise SystemExit(EXIT_CONTINUE)
         _num_started += 1
+        activity.is_managed = True
         _unfinished.pop(self._folder, None)
         _unfinished[self._folder] = self
         self._write()

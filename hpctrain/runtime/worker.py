@@ -1,9 +1,9 @@
-"""The process of each rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[SCRIPT, ARG, ...]'`.
+"""The process of each rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[KIND, PROGRAM, ARG, ...]'`.
 
-It detects its rank, sends its output to the rank's log, and runs the user's script as `__main__`, with the
-variables that `env://` and torchrun scripts expect. It imports no torch.
+It detects its rank, sends its output to the rank's log, and runs the user's program, with the variables that
+`env://` and torchrun scripts expect. It imports no torch.
 
-The script and its arguments are one word, in JSON, because some words have a meaning to srun: a lone `:`.
+The program and its arguments are one word, in JSON, because some words have a meaning to srun: a lone `:`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import runpy
 import signal
 import sys
 import traceback
@@ -39,6 +38,9 @@ from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, report_diagnostics
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
+from hpctrain.runtime.program.program import CommandFailed, Program
+from hpctrain.runtime.program.script_monitor import ScriptMonitor
+from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, start_signal_recorder
@@ -52,7 +54,7 @@ _STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the script in the last word of `argv`, with its arguments, as this process's rank.
+    """Run the program in the last word of `argv`, with its arguments, as this process's rank.
 
     A word before it selects the environment with the ranks: Slurm's, or that of a torchrun agent.
     """
@@ -70,13 +72,14 @@ def main(argv: list[str]) -> NoReturn:
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     told_by = environment[0] if environment else "slurm"
     ranks = _detect_ranks(told_by)
-    script, *args = json.loads(words)
+    kind, entry, *args = json.loads(words)
     where, ahead = os.environ.pop(SUPERVISOR_ADDRESS_VARIABLE, None), os.environ.pop(STANDBY_VARIABLE, None)
     log = run.rank_log(attempt, ranks.rank)
     open_line, printed = partial(SupervisorConnection, where or "", ranks, attempt), b""
     if ahead is not None:
         connection = open_line()
-        message = wait_for_start(connection, json.loads(ahead), script)
+        folder = Program.resolve(kind, entry, args).import_folder
+        message = wait_for_start(connection, json.loads(ahead), folder)
         os.environ.update(message.variables)
         ranks, printed = _detect_ranks(told_by), message.printed
         # The connection that is already open; if it is lost, a new one.
@@ -90,19 +93,24 @@ def main(argv: list[str]) -> NoReturn:
     faulthandler.enable()
     # For ranks that cannot answer the supervisor, because native code holds the GIL.
     faulthandler.register(signal.SIGQUIT)
-    sys.argv = [script, *args]
     redirect_imports(os.environ)
-    # As in `python SCRIPT`; this interpreter was started with -P, so no other folder comes first.
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    program = Program.resolve(kind, entry, args)
+    install_step_hook()
     if where is not None:
         start_heartbeat(
             open_line,
             partial(heartbeat_message, dict(os.environ)),
             partial(report_diagnostics, run, attempt, ranks),
         )
+        if program.kind != "command":
+            ScriptMonitor().start()
     words_of_exit: object = None
     try:
-        runpy.run_path(script, run_name="__main__")
+        program.run()
+    except CommandFailed as failed:
+        if not pending_stop_signal():
+            _exit_now(_exit_code(failed.code), sampler)
+        words_of_exit = failed.code
     except SystemExit as leaving:
         words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank ends here, and reports the error)

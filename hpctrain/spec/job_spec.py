@@ -13,6 +13,7 @@ from hpctrain.spec.code_ref import CodeRef
 from hpctrain.spec.container import Container
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
+from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.shell_setup import ShellSetup
 
@@ -34,7 +35,9 @@ class JobSpec:
     """
 
     script: str
-    """Absolute path of the user's Python script."""
+    """Absolute path of the user's Python script; the name of a module, or a command, if `program` says so."""
+    program: ProgramKind = "script"
+    """Kind of program."""
     args: tuple[str, ...] = ()
     """Command-line arguments of the script."""
     env: dict[str, str] = field(default_factory=dict)
@@ -134,14 +137,15 @@ class JobSpec:
 
     @property
     def entry(self) -> str:
-        """Path of the script that the ranks execute."""
+        """Path of the script that the ranks execute; a module or command by its name."""
         return (self.code and self.code.script) or self.script
 
     @property
     def folders(self) -> dict[str, str]:
         """Folders that the ranks need, by description."""
         run = RunDir(Path(self.run_dir))
-        code = os.path.dirname(self.script) if self.code is None else self.code.source
+        own = os.path.dirname(self.script) if self.program == "script" else self.workdir
+        code = own if self.code is None else self.code.source
         return {
             "run folder": str((run.array or run).path),
             "working folder": self.workdir,

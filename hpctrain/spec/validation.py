@@ -11,6 +11,7 @@ from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.argument_lengths import check_argument_lengths
 from hpctrain.spec.directive_conflicts import check_directive_conflicts
 from hpctrain.spec.job_spec import BackendName, GpuRequestStyle, JobSpec, NodeCheckMode, ResumeMode
+from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 
 #: Slurm stores the lead time of `--signal` in 16 bits.
@@ -37,6 +38,7 @@ def check_spec(spec: JobSpec) -> None:
     """
     _check_choice("backend", spec.backend, BackendName)
     _check_choice("gpu-request-style", spec.gpu_request_style, GpuRequestStyle)
+    _check_choice("program", spec.program, ProgramKind)
     _check_choice("node-check", spec.node_check, NodeCheckMode)
     _check_choice("resume-mode", spec.resume_mode, ResumeMode)
     _check_array(spec)
@@ -138,7 +140,7 @@ def _check_time(spec: JobSpec) -> None:
 
 def _check_words(spec: JobSpec) -> None:
     for what, path in (
-        ("script", spec.script),
+        *([("script", spec.script)] if spec.program == "script" else []),
         ("run folder", spec.run_dir),
         ("working folder", spec.workdir),
     ):
@@ -198,7 +200,7 @@ def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
 def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the words that reach a process without a shell, with descriptions."""
     return [
-        ("path of the script", spec.script),
+        (spec.program, spec.script),
         ("working folder", spec.workdir),
         *(("argument", arg) for arg in spec.args),
         *(("line of --setup", line) for line in spec.shell.setup),

@@ -40,7 +40,7 @@ class Components:
         """Finish the training if a callback of any rank requests it. All ranks must call this."""
         if self.state.finished or not self.callbacks:
             return
-        reason = next(filter(None, self.context.all_gather_object(self.callbacks.ending)), None)
+        reason = next(filter(None, self.context.all_gather(self.callbacks.ending)), None)
         if reason is not None:
             self.state.finished = True
             self.progress.print_message(f"training ends at step {self.state.step}: {reason}")

@@ -91,9 +91,9 @@ class TrainingState:
         # An imported checkpoint has no sample order, so training starts with its own.
         if tree["plan"] is not None and tree["plan"] != self.source.identity():
             raise UserError(
-                f"{loaded.path} was trained with {tree['plan']}, but this script asks for "
-                f"{self.source.identity()}. "
-                "The order of samples depends on these: put them back, or start a new run in a new folder."
+                f"{loaded.path} was trained with {tree['plan']}, but this script uses "
+                f"{self.source.identity()}. The order of samples depends on these. Restore the old values, "
+                "or start a new run in a new folder."
             )
         ignored = ignored_hyperparameters(self.optimizers, tree["optimizers"])
         try:
@@ -103,7 +103,7 @@ class TrainingState:
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
                 f"{loaded.path} does not fit {type(self.module).__name__} and its optimizers: {error} "
-                "Put the model back as it was, or start a new run in a new folder."
+                "Restore the previous model, or start a new run in a new folder."
             ) from error
         if self.scaler is not None and tree["scaler"] is not None:
             self.scaler.load_state_dict(tree["scaler"])
@@ -132,7 +132,7 @@ def _load_each(what: str, things: Sequence[Stateful], states: Sequence[dict[str,
     if states is None:
         return
     if len(things) != len(states):
-        raise ValueError(f"it has {len(states)} {what}s, and the script {len(things)}.")
+        raise ValueError(f"it has {len(states)} {what}s, the script has {len(things)}.")
     for thing, state in zip(things, states, strict=True):
         if isinstance(thing, torch.optim.Optimizer):
             check_optimizer_class(thing, state)

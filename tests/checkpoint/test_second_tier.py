@@ -232,7 +232,7 @@ def slow_copying(monkeypatch) -> threading.Event:
 
         return file_writer.FileWrite(part.name, wait_and_read)
 
-    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.write_of_file", held)
+    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.file_copy_write", held)
     return let_go
 
 

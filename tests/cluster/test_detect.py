@@ -408,7 +408,7 @@ def test_every_value_has_a_source():
         "batch-script",
     ):
         ranks = detect(variables(name))
-        names = {field.name for field in fields(Ranks)} - {"environment", "meeting_key", "sources"}
+        names = {field.name for field in fields(Ranks)} - {"environment", "rendezvous_id", "sources"}
         assert ranks.sources.keys() == names
 
 

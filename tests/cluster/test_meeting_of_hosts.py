@@ -87,7 +87,7 @@ class Ranks:
             "master_addr": self.master,
             "master_port": 0,
             "environment": "test",
-            "meeting_key": key,
+            "rendezvous_id": key,
         }
         return self.hosts.start(host, [sys.executable, "-c", RANK, json.dumps([fields, timeout_s])], env)
 

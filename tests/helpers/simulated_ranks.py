@@ -44,12 +44,12 @@ class _Member:
     def ranks(self) -> SimpleNamespace:
         return SimpleNamespace(rank=self.rank, world_size=self.team.world_size)
 
-    def gather(self, value: Any, what: str = "") -> list[Any]:
+    def all_gather(self, value: Any, what: str = "") -> list[Any]:
         self.collectives += 1
         return self.team.gather(self.rank, value)
 
     def broadcast(self, value: Any, src: int, what: str = "") -> Any:
-        return self.gather(value)[src]
+        return self.all_gather(value)[src]
 
 
 #: A team of one, for a rank that is tested by itself.

@@ -95,7 +95,7 @@ def neptune_points(folder: Path) -> Points:
             rows = connection.execute("SELECT operation FROM run_operations WHERE operation_type = 0")
             for (operation,) in rows:
                 update = UpdateRunSnapshot.FromString(operation)
-                step = update.step.tensor_shape + update.step.micro / 1e6
+                step = update.step.whole + update.step.micro / 1e6
                 points += [(name, int(step), value.float64) for name, value in update.append.items()]
         connection.close()
     assert len(ids) == 1

@@ -191,7 +191,7 @@ def test_lines_that_are_repeated_changed_or_sent_back_are_refused():
         Signed(b"secret", "up", b"1", b"2").open(line.replace(b"1}", b"2}"))
     for text in (b"[" * 60_000, b"1", b"{"):
         line = seal(code(b"secret", "up"), text, 1)
-        with pytest.raises(Unauthenticated, match="no JSON"):
+        with pytest.raises(Unauthenticated, match=r"not .*JSON"):
             Signed(b"secret", "up").open(line)
 
 

@@ -81,18 +81,38 @@ def test_the_first_step_may_take_longer():
     assert liveness.find_hang(361.0) is not None
 
 
-@pytest.mark.parametrize("phase", ["start", "end"])
-def test_of_what_is_the_scripts_own_nothing_is_known(phase):
+def test_the_end_of_a_script_has_no_limit():
     liveness = HangDetector(PhaseLimits(60.0))
-    liveness.on_heartbeat(0, phase, 0, 0, 0.0)
+    liveness.on_heartbeat(0, "end", 0, 0, 0.0)
     assert liveness.find_hang(1e9) is None
 
 
-def test_a_start_is_limited_once_there_was_one():
+def test_idle_start_has_a_longer_limit():
     liveness = HangDetector(PhaseLimits(60.0))
     liveness.on_heartbeat(0, "start", 0, 0, 0.0)
-    liveness.on_heartbeat(0, "load", 0, 1, 50.0)
-    assert liveness.limits.limit_s("start") == 500.0
+    assert liveness.find_hang(360.0) is None
+    assert liveness.find_hang(361.0) is not None
+    liveness.on_heartbeat(0, "start", 0, 1, 361.0)
+    assert liveness.find_hang(700.0) is None
+
+
+def test_script_that_is_busy_without_steps_hangs_after_twelve_times_the_limit():
+    liveness = HangDetector(PhaseLimits(60.0))
+    liveness.on_heartbeat(0, "script", 5, 5, 0.0)
+    for second in range(1, 800):
+        liveness.on_heartbeat(0, "script", 5, 5 + second, float(second))
+    assert liveness.find_hang(720.0) is None
+    assert liveness.find_hang(800.0).limit_s == 720.0
+
+
+def test_idle_script_hangs_after_the_limit_and_longer_evaluations_raise_that_of_steps():
+    liveness = HangDetector(PhaseLimits(60.0))
+    liveness.on_heartbeat(0, "script", 5, 5, 0.0)
+    assert liveness.find_hang(61.0).limit_s == 60.0
+    for second in range(1, 200):
+        liveness.on_heartbeat(0, "script", 5, 5 + second, float(second))
+    liveness.on_heartbeat(0, "script", 6, 205, 200.0)
+    assert liveness.limits.limit_s("step gap") == 2000.0
 
 
 def test_without_a_floor_nothing_is_a_hang():

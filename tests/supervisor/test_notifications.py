@@ -150,7 +150,7 @@ def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkey
         targets = [f"http://127.0.0.1:{port}/" for port in ports]
         notify = NotifyConfig((*targets, f"sleep 50 # {tmp_path}", f"cat >> {told}"))
         run.spec.write_text("{}")
-        monkeypatch.setattr(notifications.JobSpec, "load", lambda path: SimpleNamespace(notify=notify))
+        monkeypatch.setattr(notifications, "load_spec", lambda path: SimpleNamespace(notify=notify))
         begun = time.monotonic()
         with send_notifications(run, {"PATH": "/usr/bin:/bin"}):
             run.log_event("failure", 0, rank=1, cause="SIGKILL")

@@ -160,7 +160,9 @@ def hostile_run(folder: Path) -> RunDir:
 
 
 def hostile_page(folder: Path) -> str:
-    return render_run_page(facts_of(hostile_run(folder), HOSTILE[0], words=HOSTILE[1], again=HOSTILE))
+    return render_run_page(
+        facts_of(hostile_run(folder), HOSTILE[0], words=HOSTILE[1], resubmit_command=HOSTILE)
+    )
 
 
 def test_hostile_texts_are_texts(tmp_path):
@@ -176,7 +178,7 @@ def test_hostile_texts_are_texts(tmp_path):
 
 
 def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
-    facts = facts_of(hostile_run(tmp_path / "run"), again=[*HOSTILE, "echo ```"])
+    facts = facts_of(hostile_run(tmp_path / "run"), resubmit_command=[*HOSTILE, "echo ```"])
     text = markdown_report(facts)
     assert all(one.isprintable() or one in "\n\u202f" for one in text)
     outside = text.split("````bash")[0]

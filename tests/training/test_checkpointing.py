@@ -128,7 +128,7 @@ def test_several_optimizers_and_schedulers_are_continued(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "gives layer.weight to optimizer 0"),
+        (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "assigns layer.weight to optimizer 0"),
         (lambda m: ([], []), "returned ([], [])"),
         (
             lambda m: {

@@ -447,7 +447,7 @@ def test_factors_of_rates():
 
 def test_advice_about_data_workers():
     assert warn_too_many_workers(4, 4) is None
-    assert "num_workers is 8, and a rank has 4 processors" in (warn_too_many_workers(8, 4) or "")
+    assert "num_workers is 8, but each rank has only 4 CPUs" in (warn_too_many_workers(8, 4) or "")
     assert warn_too_few_workers(1.0, 100.0, 0, 8) is None
     assert warn_too_few_workers(9.0, 10.0, 0, 8) is None  # too early to tell
     assert "50% of the time" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")

@@ -97,7 +97,7 @@ def ranked(make: Any, rank: int, world_size: int, step: int, num_steps: int) -> 
     try:
         for _, one in zip(range(num_steps), feed.steps(), strict=False):
             seen += [
-                (one.share.epoch, sample)
+                (one.rank_batch.epoch, sample)
                 for micro in one.micro_batches
                 for sample in micro.batch[: micro.num_samples]
             ]

@@ -125,7 +125,7 @@ def test_settings_out_of_their_range_are_refused(wrong):
 
 def test_a_pretended_rank_with_another_number_of_steps_is_told_of():
     team = SimpleNamespace(
-        gather=lambda own: [own, {**own, "max_steps": 4}], ranks=SimpleNamespace(world_size=2)
+        all_gather=lambda own: [own, {**own, "max_steps": 4}], ranks=SimpleNamespace(world_size=2)
     )
     with pytest.raises(
         hpctrain.UserError, match=r"'max_steps': 3.* on rank 0, but .*'max_steps': 4.* on rank 1"

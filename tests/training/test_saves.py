@@ -170,7 +170,7 @@ def test_the_signal_is_named_by_whichever_rank_was_told_by_a_fake(tmp_path, monk
 
     monkeypatch.setattr(
         DistributedContext,
-        "all_gather_object",
+        "all_gather",
         lambda self, value: [value, "SIGUSR2"] if value is None else [value],
     )
     flags = []

@@ -60,7 +60,7 @@ def test_what_a_data_set_raises_names_the_sample_and_the_epoch(num_workers):
         list(batches(Numbers(fail), num_workers))
     told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "no such picture" in told
-    assert "raised while train_dataset fetched sample 7 in epoch 3" in told
+    assert "raised while train_dataset was fetching sample 7 in epoch 3" in told
     if num_workers:
         assert "in fail" in told  # the traceback of the worker
 

@@ -67,7 +67,7 @@ _FOREIGN_OPTIONS = {
     "devices": "Use --gpus-per-node",
     "gpu": "Use --gpus-per-node",
     "gpu-ids": "Slurm chooses the GPUs. Use --gpus-per-node",
-    "m": "Modules are not supported yet; give the path of the script",
+    "module-name": "Use -m, as with python -m",
     "master-addr": "hpctrain chooses the address of the rendezvous",
     "master-port": "hpctrain chooses the port of the rendezvous",
     "monitor-interval": "Use --hang-timeout",

@@ -18,6 +18,7 @@ from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyConfig
+from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
 from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
@@ -38,23 +39,25 @@ def build_spec(
     cwd: Path,
     python: str,
     container: Container | None = None,
+    program: ProgramKind = "script",
 ) -> JobSpec:
     """Fill in the defaults, and check what can be checked without inspecting the machine.
 
     Args:
-        script: the Python script, relative to `cwd`.
+        script: the Python script, relative to `cwd`; the name of a module, or a command.
         args: its command-line arguments.
         given: options from `ResolvedOptions.options`.
         backend: where the job will run.
         cwd: working folder of the script.
         python: Python interpreter of the supervisor and the ranks.
         container: container of the ranks.
+        program: the kind of `script`.
 
     Raises:
         SpecError: an option is invalid, or contradicts another.
     """
-    path = cwd / script
-    name = given.get("name", CONTROL_CHARACTER.sub("-", path.stem))
+    path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
+    name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
     gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
     time_limit_s, directives = _time(given), _directives(given)
     if "time" in given and time_limit_s is None and backend == "slurm":
@@ -63,7 +66,8 @@ def build_spec(
     nodes = _nodes(given.get("nodes", JobSpec.nodes))
     shell = _shell(given, cwd)
     spec = JobSpec(
-        script=os.path.normpath(path),
+        script=path,
+        program=program,
         args=tuple(map(str, args)),
         env=dict(given.get("env", {})),
         name=name,
@@ -105,6 +109,17 @@ def build_spec(
     )
     check_spec(spec)
     return spec
+
+
+def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
+    """Return the name of the program: of `python -m pkg.train` it is `train`."""
+    if program == "module":
+        return path.rpartition(".")[2]
+    if program == "command" and Path(path).name.startswith("python"):
+        named = [word for word in map(str, args) if not word.startswith("-")]
+        if named:
+            return _default_name("module" if "-m" in args else "script", named[0], [])
+    return Path(path).stem
 
 
 def validate_option(name: str, value: object) -> None:

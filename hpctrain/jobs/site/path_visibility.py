@@ -14,7 +14,7 @@ from hpctrain.spec.job_spec import JobSpec
 def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
     """Return a warning if a path is in a node-local folder such as /tmp."""
     paths = {
-        "script": spec.script,
+        **({"script": spec.script} if spec.program == "script" else {}),
         "interpreter": spec.python,
         "working folder": spec.workdir,
         "run folder": spec.run_dir,

@@ -7,8 +7,10 @@ import os
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,15 +114,47 @@ def _check_syntax(script: Path) -> None:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
-def check_script(job: PreparedSubmission) -> None:
-    """Check that the script is a readable Python file."""
-    script = Path(job.spec.script)
+def check_program(job: PreparedSubmission) -> None:
+    """Check that the script is a readable Python file, or that the module or command exists."""
+    if job.spec.program == "script":
+        _check_script(Path(job.spec.script))
+    elif job.spec.container is None and job.spec.shell.python is None:
+        _check_module_or_command(job.spec, job.environ)
+
+
+def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:
+    if spec.program == "command":
+        file = os.path.join(spec.workdir, spec.script)
+        if shutil.which(spec.script, path=environ.get("PATH")) is None and not os.path.isfile(file):
+            raise SpecError(
+                f"Command {spec.script!r} not found: it is neither on PATH nor a file in {spec.workdir!r}. "
+                "Check its name, or give its path."
+            )
+    elif spec.python == sys.executable and not _has_module(spec.script, [spec.workdir, *sys.path]):
+        raise SpecError(
+            f"Module {spec.script!r} (-m) not found: it is neither in {spec.workdir!r} nor in the "
+            f"environment of {spec.python!r}. Submit from the folder of its top-level package, or install it."
+        )
+
+
+def _has_module(name: str, folders: Sequence[str]) -> bool:
+    """Return true if a module can be found. Nothing is imported."""
+    search, parts = list(folders), name.split(".")
+    for index in range(len(parts)):
+        found = PathFinder.find_spec(".".join(parts[: index + 1]), search)
+        if found is None:
+            return False
+        search = list(found.submodule_search_locations or [])
+    return True
+
+
+def _check_script(script: Path) -> None:
     try:
         mode = script.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         hint = "Check its path."
         if shutil.which(script.name):
-            hint = f"{script.name!r} is a command; commands are not supported yet. Give the path of a script."
+            hint = f"{script.name!r} is a command. Put -- before it: hpctrain submit … -- {script.name} …"
         raise SpecError(f"Script {str(script)!r} not found. {hint}") from None
     except OSError as error:
         raise SpecError(f"Cannot access the script {str(script)!r}: {error.strerror}.") from None
@@ -172,8 +206,8 @@ def check_run_folder(job: PreparedSubmission) -> None:
         _check_run_folder(RunDir(Path(job.spec.run_dir)), is_array=job.spec.array is not None)
     except OSError as error:
         raise SpecError(
-            f"The run folder {job.spec.run_dir!r} (--run-dir) cannot be looked at: {error.strerror}. "
-            "Choose another."
+            f"Cannot access the run folder {job.spec.run_dir!r} (--run-dir): {error.strerror}. "
+            "Choose another folder."
         ) from error
 
 
@@ -260,7 +294,7 @@ def check_backend(job: PreparedSubmission) -> Iterable[str]:
 CHECKS: tuple[Callable[[PreparedSubmission], Iterable[str] | None], ...] = (
     check_options,
     check_time_left,
-    check_script,
+    check_program,
     check_environment,
     check_run_folder,
     check_code,

@@ -15,6 +15,7 @@ from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.submit.preflight import PreparedSubmission, run_preflight
 from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import BackendName
+from hpctrain.spec.program import ProgramKind
 
 #: Types of a script's arguments; the script receives strings.
 _ARGUMENTS = (str, int, float, os.PathLike)
@@ -31,11 +32,12 @@ def prepare_submission(
     cwd: Path,
     python: str,
     code: Path | None = None,
+    program: ProgramKind = "script",
 ) -> PreparedSubmission:
     """Decide and check everything about a job; nothing is written or submitted.
 
     Args:
-        script: the Python script that every rank runs.
+        script: the Python script that every rank runs; the name of a module, or a command.
         args: its command-line arguments.
         options: options of this submission; option files supply the rest.
         source: origin of `options`.
@@ -44,6 +46,7 @@ def prepare_submission(
         cwd: the folder in which the script is to run.
         python: the interpreter of supervisor and ranks.
         code: a folder of the working tree to copy, if the script is not in it.
+        program: the kind of `script`.
 
     Raises:
         SpecError: the job cannot run as requested.
@@ -56,7 +59,7 @@ def prepare_submission(
         )
     settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:
-        return _prepare(script, args, settings, environ, cwd, python, code)
+        return _prepare(script, args, settings, environ, cwd, python, code, program)
     except SpecError as error:
         if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
@@ -71,12 +74,24 @@ def _prepare(
     cwd: Path,
     python: str,
     code: Path | None,
+    program: ProgramKind,
 ) -> PreparedSubmission:
     asked = settings.options
     backend, notes = choose_backend(asked.get("backend", "auto"), environ)
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     container = _container(settings, backend.name, cwd, environ)
-    spec = build_spec(script, args, asked, backend=backend.name, cwd=cwd, python=python, container=container)
+    spec = build_spec(
+        script,
+        args,
+        asked,
+        backend=backend.name,
+        cwd=cwd,
+        python=python,
+        container=container,
+        program=program,
+    )
+    if code is None and program != "script":
+        code = cwd
     submission = PreparedSubmission(spec, settings, backend, environ, code, tuple(notes))
     run_preflight(submission)
     return submission

@@ -22,6 +22,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.validation import check_spec
 
 #: Seconds: a supervisor that has recorded its end still has to exit, and checking the lock takes a moment.
@@ -70,12 +71,19 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
 
 
 @named_as_in_python()
-def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Unpack[SubmitOptions]) -> Run:
-    """Submit a script as a run, as `hpctrain submit` does; option files apply, too.
+def submit(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    program: ProgramKind = "script",
+    **options: Unpack[SubmitOptions],
+) -> Run:
+    """Submit a program as a run, as `hpctrain submit` does; option files apply, too.
 
     Args:
-        script: the Python script that every rank runs.
+        script: the Python script that every rank runs; the name of a module, or a command.
         args: its command-line arguments.
+        program: the kind of `script`: `"script"`, `"module"` as for `python -m`, or `"command"`.
         **options: see `SubmitOptions`; the names are those of the command line.
 
     Raises:
@@ -85,7 +93,13 @@ def submit(script: str | os.PathLike[str], args: Sequence[str] = (), **options: 
     import logging
 
     submission = prepare_submission(
-        script, args, options, environ=dict(os.environ), cwd=Path.cwd(), python=sys.executable
+        script,
+        args,
+        options,
+        environ=dict(os.environ),
+        cwd=Path.cwd(),
+        python=sys.executable,
+        program=program,
     )
     log = logging.getLogger("hpctrain")
     for note in submission.notes:

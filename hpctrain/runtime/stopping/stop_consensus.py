@@ -19,7 +19,8 @@ def should_stop() -> bool:
     Costs one small all-reduce on the CPU.
     """
     told = _consensus().any_rank_signalled()
-    # Each call counts as progress.
+    # Each call counts as a step, instead of those of optimizers.
+    activity.is_managed = True
     activity.set_phase(RankPhase.STEP)
     activity.step_done()
     return told

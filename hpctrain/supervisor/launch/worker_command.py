@@ -10,7 +10,7 @@ from hpctrain.supervisor.launch.container_command import containerized_module_co
 
 def worker_command(spec: JobSpec, num_nodes: int) -> list[str]:
     """Return the command of each process of a step: a rank, or the agent that starts a node's ranks."""
-    words = json.dumps([spec.entry, *spec.args])
+    words = json.dumps([spec.program, spec.entry, *spec.args])
     if spec.torchrun is None:
         return [*module_command(spec, "worker"), words]
     plan = {

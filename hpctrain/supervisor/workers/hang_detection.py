@@ -18,11 +18,12 @@ _DURATION_FACTOR = 10.0
 #: A rank sends a message every second, or every ten with ten thousand ranks. One that is silent for this many
 #: seconds is stuck or starved, and its last phase is no longer reliable.
 _SILENT_S = 30.0
-#: Minimum limit of each phase, as a multiple of the floor, because an unseen phase may be long. `start` is
-#: the script's own code before a training begins, whose duration is unknown. `first` is the first step, which
-#: may compile.
+#: Minimum limit of each phase, as a multiple of the floor, because an unseen phase may be long. In `start`
+#: and `script` a rank that computes or prints makes progress (`runtime/program/script_monitor.py`). `first`
+#: is the first step, which may compile.
 _FLOORS: dict[str, float] = {
-    RankPhase.START: math.inf,
+    RankPhase.START: 6.0,
+    RankPhase.SCRIPT: 1.0,
     RankPhase.LOAD: 6.0,
     RankPhase.FIRST: 6.0,
     RankPhase.DATA: 1.0,
@@ -31,6 +32,11 @@ _FLOORS: dict[str, float] = {
     RankPhase.SAVE: 12.0,
     RankPhase.END: math.inf,
 }
+#: Minimum limit without an optimizer step for a script whose ranks are busy, as a multiple of the floor. It
+#: may evaluate, but it may also loop forever.
+_NO_STEP_FLOOR = 12.0
+#: Key of the longest time between two steps of a script.
+_STEP_GAP = "step gap"
 
 
 @dataclass
@@ -46,11 +52,8 @@ class PhaseLimits:
         """Return the limit of a phase in seconds."""
         if self.floor_s is None or phase == RankPhase.END:
             return math.inf
-        longest = self.max_duration_s.get(phase)
-        if longest is None:
-            return self.floor_s * _FLOORS.get(phase, math.inf)
-        floor = 6.0 if phase == RankPhase.START else _FLOORS.get(phase, math.inf)
-        return max(self.floor_s * floor, longest * _DURATION_FACTOR)
+        floor = _NO_STEP_FLOOR if phase == _STEP_GAP else _FLOORS.get(phase, math.inf)
+        return max(self.floor_s * floor, self.max_duration_s.get(phase, 0.0) * _DURATION_FACTOR)
 
     def record(self, phase: str, seconds: float) -> None:
         """Record the time that a rank spent in a phase before it made progress."""
@@ -68,6 +71,8 @@ class RankProgress:
     """Time of the last progress."""
     last_message_at: float = 0.0
     """Time of the last message."""
+    last_step_at: float = 0.0
+    """Time of the last step."""
 
     @property
     def limit_phase(self) -> str:
@@ -95,10 +100,15 @@ class HangDetector:
         """Handle a heartbeat."""
         state = self.ranks.get(rank)
         if state is None:
-            self.ranks[rank] = RankProgress(phase, step, progress_count, now, now)
+            self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, now)
         elif progress_count != state.progress_count:
             self.limits.record(state.limit_phase, now - state.since)
-            self.ranks[rank] = RankProgress(phase, step, progress_count, now, now)
+            last_step_at = state.last_step_at
+            if step != state.step:
+                if phase == state.phase == RankPhase.SCRIPT:
+                    self.limits.record(_STEP_GAP, now - last_step_at)
+                last_step_at = now
+            self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, last_step_at)
 
     def on_message(self, rank: int, now: float) -> None:
         """Note a message of a rank, even if it shows no progress."""
@@ -114,6 +124,7 @@ class HangDetector:
         for state in self.ranks.values():
             state.since += seconds
             state.last_message_at += seconds
+            state.last_step_at += seconds
 
     def find_hang(self, now: float) -> HangInfo | None:
         """Return a `HangInfo` if the attempt hangs, else None.
@@ -126,6 +137,10 @@ class HangDetector:
         speaking = [state for state in states if now - state.last_message_at < _SILENT_S] or states
         seconds = now - max(state.since for state in states)
         limit_s = max(self.limits.limit_s(state.limit_phase) for state in speaking)
+        if seconds <= limit_s and all(state.phase == RankPhase.SCRIPT for state in speaking):
+            # Busy ranks without steps.
+            seconds = now - max(state.last_step_at for state in states)
+            limit_s = self.limits.limit_s(_STEP_GAP)
         return HangInfo(seconds, limit_s) if seconds > limit_s else None
 
 

@@ -67,7 +67,7 @@ class AsyncAveraging(Algorithm):
 
     def synchronize(self) -> None:
         # Ranks that are behind start the averagings that other ranks have started already.
-        for _ in range(max(self.context.all_gather_object(self._num_started)) - self._num_started):
+        for _ in range(max(self.context.all_gather(self._num_started)) - self._num_started):
             if self._pending is not None:
                 self._apply_average()
             self._start_average()

@@ -68,7 +68,7 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
     Raises:
         UserError: they differ; raised on all ranks.
     """
-    first, *others = context.all_gather_object(own)
+    first, *others = context.all_gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise UserError(

@@ -90,7 +90,7 @@ class StreamStepSource:
         lengths = self._plan.lengths_in(cursor.epoch)
         own = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
         checkpoints: dict[int, ReaderCheckpoint | None] = {}
-        gathered = self._context.all_gather_object(
+        gathered = self._context.all_gather(
             {
                 shard: checkpoint and (checkpoint.number, checkpoint.state, checkpoint.resumable)
                 for shard, checkpoint in own.items()
@@ -230,7 +230,7 @@ class StreamStepSource:
         """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
         while True:
             ends: dict[tuple[int, int], int] = {}
-            for ends_of_rank in self._context.all_gather_object(self._unplanned_ends()):
+            for ends_of_rank in self._context.all_gather(self._unplanned_ends()):
                 ends.update(ends_of_rank)
             if not ends:
                 return
@@ -240,7 +240,7 @@ class StreamStepSource:
     def _find_padding_sample(self) -> None:
         """Set a spare sample for steps without own samples, from another rank if this one has none."""
         own = next(self._buffers.samples(), None)
-        have = self._context.all_gather_object(own is not None)
+        have = self._context.all_gather(own is not None)
         if not self._plan.upcoming or all(have):
             self._padding_sample = own
             return

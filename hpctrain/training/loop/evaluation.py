@@ -71,9 +71,7 @@ class Evaluation:
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
         return [
-            output
-            for outputs in context.all_gather_object(own, "what predict_step returned")
-            for output in outputs
+            output for outputs in context.all_gather(own, "what predict_step returned") for output in outputs
         ]
 
     def finish(self) -> None:
@@ -144,7 +142,7 @@ def pad_to_longest(
     """
     held: tuple[int, Any] | None = None
     new = next(batches, None)
-    while who := [rank for rank, has in enumerate(context.all_gather_object(new is not None)) if has]:
+    while who := [rank for rank, has in enumerate(context.all_gather(new is not None)) if has]:
         if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
             held = context.broadcast(new, who[0], "a batch for ranks that have none")
         held = new or held
@@ -195,9 +193,7 @@ class _SampleMeans:
         # A rank without samples does not have the names.
         own = list(self._sums) if self._count else None
         gathered = [
-            (rank, names)
-            for rank, names in enumerate(self._context.all_gather_object(own))
-            if names is not None
+            (rank, names) for rank, names in enumerate(self._context.all_gather(own)) if names is not None
         ]
         if not gathered:
             raise UserError(f"the data set for {self.origin} gave no samples on any rank.")

@@ -167,7 +167,7 @@ class StepSync:
 
     def _agreed_names(self) -> list[str]:
         own = [sorted(each.sums.values) for each in self._sent]
-        for rank, names in enumerate(gathered := self._context.all_gather_object(own)):
+        for rank, names in enumerate(gathered := self._context.all_gather(own)):
             for step, first, other in zip(self._sent, gathered[0], names, strict=True):
                 if other != first:
                     raise UserError(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
@@ -27,56 +26,6 @@ class StepResult:
     """Means over the global batch, including `loss`. `num_tokens`, if present, is a sum."""
     timing: TimingSample | None
     """Time sample of the step, if this rank logs it."""
-
-
-class MetricsFile:
-    """Writer of `metrics.jsonl`: one object per logged step, on rank 0."""
-
-    def __init__(self, run: RunDir, attempt: int, say: ReportMessage, last_step: int | None) -> None:
-        self._lines, self._attempt = BufferedLineWriter(run.metrics, say), attempt
-        # Written to the first line of each attempt, because its value may change between attempts.
-        self._once = {} if last_step is None else {"last_step": last_step}
-
-    def write(self, steps: Iterable[tuple[int, int, Mapping[str, float], TimingSample]]) -> None:
-        """Write steps: number, epoch, scalars, and end time."""
-        self._lines.append_all([self._record(*step) for step in steps])
-
-    def _record(
-        self, step: int, epoch: int, scalars: Mapping[str, float], ended: TimingSample
-    ) -> Mapping[str, Any]:
-        place = {"step": step, "epoch": epoch, "time": ended.time, "attempt": self._attempt}
-        record = {**scalars, **place, "spent": ended.spent, **self._once}
-        self._once = {}
-        return record
-
-    def flush(self) -> None:
-        """Retry earlier failed writes."""
-        self._lines.flush()
-
-
-class SamplesFile:
-    """Writer of `samples/attempt-000-rank-00000.jsonl`: the sample indices of each step of a rank."""
-
-    def __init__(self, path: Path, say: ReportMessage) -> None:
-        self._path, self._lines = path, BufferedLineWriter(path, say)
-        self._make_folder()
-
-    def write(self, rank_batch: RankBatch) -> None:
-        if len(rank_batch.indices):
-            self._lines.append(
-                {"step": rank_batch.step, "epoch": rank_batch.epoch, "indices": rank_batch.indices.tolist()}
-            )
-
-    def flush(self) -> None:
-        """Retry earlier failed writes."""
-        if self._lines.last_error is not None:
-            self._make_folder()
-        self._lines.flush()
-
-    def _make_folder(self) -> None:
-        """Create the folder; if that fails, the lines stay in memory."""
-        with suppress(OSError):
-            make_folder(self._path.parent)
 
 
 class RunWriter:

@@ -29,7 +29,7 @@ class DiskSpaceWait:
         """Prepare to wait for space in `folder`, for the ranks' shares of the state of `state_bytes` each."""
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._folder, self._step = folder, parts.state.step
-        self._needed = sum(parts.context.all_gather_object(state_bytes))
+        self._needed = sum(parts.context.all_gather(state_bytes))
         self._started_at = time.monotonic()
         self._is_reported = False
 

@@ -198,7 +198,7 @@ class TrainingCheckpoints:
             SystemExit: with code 75, always.
         """
         # Slurm decides which ranks receive a signal; this rank may not be one of them.
-        gathered = self._context.all_gather_object(self._parts.stop.signal_name)
+        gathered = self._context.all_gather(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
         if self._manager is None:
             self._progress.print_message(

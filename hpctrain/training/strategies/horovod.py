@@ -166,7 +166,7 @@ def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[s
         environ: environment of the process, which Horovod reads when it starts.
     """
     ranks = context.ranks
-    places = context.all_gather_object((ranks.node_rank, ranks.local_rank))
+    places = context.all_gather((ranks.node_rank, ranks.local_rank))
     plan = [_slot(places, rank) for rank in range(ranks.world_size)]
     port = None
     if ranks.is_main:

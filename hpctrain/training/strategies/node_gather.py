@@ -25,7 +25,7 @@ class NodeGather:
 
     def __init__(self, context: DistributedContext) -> None:
         """Create one group per node. All ranks must call this."""
-        nodes: list[int] = context.all_gather_object(context.ranks.node_rank)
+        nodes: list[int] = context.all_gather(context.ranks.node_rank)
         for node in sorted(set(nodes)):
             members = [rank for rank, its_node in enumerate(nodes) if its_node == node]
             group = messages.new_group(members)

@@ -1,0 +1,134 @@
+"""The program of a rank: a script, a module, or a command."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.runtime.program.script_monitor import ScriptMonitor
+from hpctrain.runtime.snapshot_imports import copied_path
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.spec.program import ProgramKind
+
+#: Options of Python after which a command still runs in this interpreter.
+_HARMLESS_OPTIONS = ("-u", "-B", "-P")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and its arguments."""
+
+    kind: ProgramKind
+    entry: str
+    """Path of a script, name of a module, or the command."""
+    args: tuple[str, ...]
+
+    @classmethod
+    def resolve(cls, kind: ProgramKind, entry: str, args: Sequence[str]) -> Program:
+        """Return the program; a command that starts Python code in this interpreter becomes that code.
+
+        These are `python script.py`, `python -m module`, Python files, and console scripts such as `litgpt`.
+        They then get everything that a script gets.
+        """
+        program = cls(kind, entry, tuple(args))
+        if kind != "command":
+            return program
+        if entry.endswith(".py") and os.path.isfile(entry):
+            return cls("script", entry, program.args)
+        if _is_this_python(entry):
+            return _parse_python_command(program)
+        path = shutil.which(entry)
+        if path is not None and _is_this_python(_shebang_interpreter(path)):
+            return cls("script", path, program.args)
+        return program
+
+    @property
+    def import_folder(self) -> str:
+        """Folder that comes first in `sys.path`, as Python sets it."""
+        if self.kind == "script":
+            return str(Path(copied_path(self.entry, os.environ)).resolve().parent)
+        return copied_path(os.getcwd(), os.environ)
+
+    def run(self) -> None:
+        """Run the program as `__main__`, or as a child process.
+
+        Raises:
+            SystemExit: the program ended with an exit code.
+            CommandFailed: a child process ended with an exit code other than 0.
+        """
+        if self.kind == "command":
+            _run_command([self.entry, *self.args])
+        # As in `python SCRIPT`; this interpreter was started with -P, so no other folder comes first.
+        sys.path.insert(0, self.import_folder)
+        if self.kind == "script":
+            script = copied_path(self.entry, os.environ)
+            sys.argv = [script, *self.args]
+            runpy.run_path(script, run_name="__main__")
+        else:
+            sys.argv = [self.entry, *self.args]
+            runpy.run_module(self.entry, run_name="__main__", alter_sys=True)
+
+
+class CommandFailed(SystemExit):
+    """A command ended with an exit code other than 0. Its output says why."""
+
+
+def _parse_python_command(program: Program) -> Program:
+    """Return the code that `python ...` would run; the command itself if its options are unknown."""
+    words = list(program.args)
+    while words and words[0] in _HARMLESS_OPTIONS:
+        words.pop(0)
+    if len(words) > 1 and words[0] == "-m":
+        return Program("module", words[1], tuple(words[2:]))
+    if words and not words[0].startswith("-"):
+        return Program("script", os.path.abspath(words[0]), tuple(words[1:]))
+    return program
+
+
+def _is_this_python(command: str) -> bool:
+    """True if `command` starts the interpreter of this process, in the same environment."""
+    path = shutil.which(command) if command else None
+    if path is None or not os.path.basename(path).startswith("python"):
+        return False
+    own = (os.path.dirname(sys.executable), os.path.realpath(sys.executable))
+    return (os.path.dirname(path), os.path.realpath(path)) == own
+
+
+def _shebang_interpreter(path: str) -> str:
+    """Return the interpreter in the first line of a script; empty if there is none."""
+    with open(path, "rb") as file:
+        first = file.readline(1024)
+    if not first.startswith(b"#!"):
+        return ""
+    words = first[2:].decode(errors="replace").split()
+    if words and os.path.basename(words[0]) == "env":
+        words.pop(0)
+    return words[0] if words else ""
+
+
+def _run_command(words: list[str]) -> NoReturn:
+    """Run a command as a child process, and exit with its exit code.
+
+    Signals to this process also reach the child, which is in the same process group and job step.
+    """
+    for number in STOP_SIGNALS:
+        # Recorded by `signal_recorder`; the command decides when to exit.
+        signal.signal(number, lambda *_: None)
+    words = [copied_path(word, os.environ) if os.path.exists(word) else word for word in words]
+    try:
+        child = subprocess.Popen(words, preexec_fn=die_with_parent)
+    except OSError as error:
+        raise RuntimeError(f"the command {shlex.join(words)} cannot be started: {error.strerror}") from error
+    ScriptMonitor(child.pid).start()
+    code = child.wait()
+    raise CommandFailed(128 - code if code < 0 else code) if code else SystemExit(0)

@@ -1,0 +1,134 @@
+"""Progress of a script without the Trainer, sampled from outside of its code.
+
+A rank makes progress if it completes optimizer steps, prints, or is busy: its main thread moves, or computes
+in native code. A rank that sleeps, or waits at one place for other ranks, makes none. On GPUs a wait for
+other ranks shows only if Python code waits; a kernel that waits looks like computation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_ranks
+from hpctrain.runtime.rank_activity import activity
+
+#: Samples per second. One takes about 50 µs, so all of them take 0.05 % of a core.
+_SAMPLES_PER_S = 10
+#: Share of a core below which processes are idle. Threads of trackers and data loaders wake up now and then.
+_IDLE_SHARE = 0.02
+#: Seconds between two checks of CPU time and output.
+_CHECK_EVERY_S = 1.0
+
+
+class ScriptMonitor:
+    """Samples the main thread, or the processes of a command, and updates `activity`."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        """Prepare, without starting.
+
+        Args:
+            pid: the process of a command that this process started; None for the script in this process.
+        """
+        self._pid = pid
+        self._main = threading.main_thread()
+        self._stack: tuple[int, ...] = ()
+        self._has_moved = False
+        self._checked_at, self._cpu_s, self._printed = time.monotonic(), 0.0, 0
+
+    def start(self) -> None:
+        """Sample in a thread until the process ends, or a `Trainer` or `session` takes over."""
+        threading.Thread(target=self._run, name="hpctrain-monitor", daemon=True).start()
+
+    def _run(self) -> None:
+        sampled_at = time.monotonic()
+        while not activity.is_managed:
+            time.sleep(1 / _SAMPLES_PER_S)
+            now = time.monotonic()
+            is_waiting = self._pid is None and self._sample(now - sampled_at)
+            sampled_at = now
+            if now - self._checked_at >= _CHECK_EVERY_S:
+                self._check(now, is_waiting=is_waiting)
+
+    def _sample(self, elapsed_s: float) -> bool:
+        """Attribute the time since the last sample; return true if the main thread waits for other ranks."""
+        frame = sys._current_frames().get(self._main.ident or 0)
+        if frame is None:
+            return False
+        stack = tuple(_positions(frame))
+        self._has_moved |= stack != self._stack
+        self._stack = stack
+        module = str(frame.f_globals.get("__name__"))
+        is_waiting = waits_for_ranks(module) and _is_asleep(self._main.native_id)
+        if activity.step:
+            if is_waiting:
+                activity.exchange_s += elapsed_s
+            elif waits_for_data(module):
+                activity.data_s += elapsed_s
+            else:
+                activity.compute_s += elapsed_s
+        return is_waiting
+
+    def _check(self, now: float, *, is_waiting: bool) -> None:
+        """Count progress if the rank was busy or printed since the last check."""
+        cpu_s, printed = _cpu_seconds(self._pid), _output_size()
+        busy = cpu_s - self._cpu_s >= _IDLE_SHARE * (now - self._checked_at)
+        if self._has_moved or printed != self._printed or (busy and not is_waiting):
+            activity.progress_count += 1
+        self._has_moved, self._checked_at, self._cpu_s, self._printed = False, now, cpu_s, printed
+
+
+def _positions(frame: FrameType | None) -> Iterator[int]:
+    while frame is not None:
+        yield id(frame.f_code)
+        yield frame.f_lasti
+        frame = frame.f_back
+
+
+def _is_asleep(thread: int | None) -> bool:
+    """True if the operating system's thread sleeps; also if that is unknown."""
+    with suppress(OSError):
+        return _stat_fields(Path(f"/proc/self/task/{thread}/stat"))[0] == "S"
+    return True
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    """Return the CPU time of this process, or of `pid`, and of all its descendants."""
+    total = time.process_time() if pid is None else 0.0
+    pids = _children(os.getpid()) if pid is None else [pid]
+    while pids:
+        each = pids.pop()
+        with suppress(OSError, IndexError):
+            fields = _stat_fields(Path(f"/proc/{each}/stat"))
+            # utime, stime, and those of children that were waited for, in clock ticks (man 5 proc).
+            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            pids += _children(each)
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    return []
+
+
+def _stat_fields(path: Path) -> list[str]:
+    """Return the fields after the name, which may contain spaces."""
+    return path.read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _output_size() -> int:
+    """Return the size of this rank's log, if stdout is a file."""
+    with suppress(OSError):
+        return os.fstat(1).st_size
+    return 0

@@ -1,0 +1,29 @@
+"""Modules in which a rank waits for other ranks or for data."""
+
+from __future__ import annotations
+
+#: Modules in which a rank waits for other ranks, or for a device that does.
+_EXCHANGE = (
+    *("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda"),
+    *(
+        "hpctrain.training.loop.step_sync",
+        "hpctrain.runtime.distributed_context",
+        "hpctrain.checkpoint.io.coordination",
+    ),
+)
+#: Modules in which a rank waits for batches of its data workers.
+_DATA = ("torch.utils.data", "multiprocessing", "queue")
+
+
+def waits_for_ranks(module: str) -> bool:
+    """True if code of this module waits for other ranks."""
+    return _is_in(module, _EXCHANGE)
+
+
+def waits_for_data(module: str) -> bool:
+    """True if code of this module waits for data."""
+    return _is_in(module, _DATA)
+
+
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
