@@ -79,4 +79,6 @@ class BufferedLineWriter:
         else:
             if self.last_error is not None:
                 self.last_error = None
-                self._report(f"hpctrain: {self._path} is writable again; all buffered lines are written.")
+                self._report(
+                    f"hpctrain: {self._path} is writable again; all buffered lines have been written."
+                )

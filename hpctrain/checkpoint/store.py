@@ -327,4 +327,4 @@ def _set_aside(target: CommitTarget, directory: CheckpointDir, step: int, proble
     name = target.coordinator.run_on_all(rename, f"{problem} It cannot be set aside")
     names = target.coordinator.all_gather(name, "setting a checkpoint aside")
     aside = next(filter(None, names), None)
-    return f"{problem} It was set aside as {aside}." if aside else f"{problem} It has been deleted since."
+    return f"{problem} It was set aside as {aside}." if aside else f"{problem} It has since been deleted."

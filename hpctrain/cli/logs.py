@@ -26,7 +26,7 @@ from hpctrain.text import format_ranks
     help="Rank to show. May be repeated.  [default: all]",
 )
 @click.option(
-    "--attempt", type=click.IntRange(min=0), metavar="N", help="Attempt to show.  [default: the newest]"
+    "--attempt", type=click.IntRange(min=0), metavar="N", help="Show this attempt.  [default: the newest]"
 )
 @click.option("--errors", is_flag=True, help="Show only errors, with the cause of each failed attempt first.")
 def command(

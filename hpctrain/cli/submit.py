@@ -120,7 +120,9 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
     given = {name: os.environ.get(name) for name in values if name and "=" not in name}
     if missing := [name for name, value in given.items() if value is None]:
         name = missing[0]
-        raise click.BadParameter(f"{name!r} is not set here. Export it, or give NAME=VALUE.")
+        raise click.BadParameter(
+            f"{name!r} is not set in the environment of this shell. Export it, or give --env NAME=VALUE."
+        )
     return _pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
 
 

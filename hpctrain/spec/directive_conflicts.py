@@ -20,8 +20,8 @@ def check_directive_conflicts(directives: Mapping[str, str], *, nodes: int, gpus
     for one, other in _EITHER:
         if one in directives and other in directives:
             raise SpecError(
-                f"{_as_option(one, directives)} and {_as_option(other, directives)} exclude each other in "
-                "Slurm. Leave one of them out."
+                f"{_as_option(one, directives)} and {_as_option(other, directives)} are mutually exclusive "
+                "in Slurm. Remove one of them."
             )
     if "mem-per-gpu" in directives and gpus_per_node == 0:
         raise SpecError(

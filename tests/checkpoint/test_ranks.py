@@ -172,7 +172,7 @@ def save_different_states(folder: Path) -> list[str]:
 def test_all_ranks_report_that_their_states_differ(tmp_path):
     shapes, steps, types = zip(*run_on_ranks(save_different_states, tmp_path), strict=True)
     assert_same(shapes, "shapes of this rank's tensors", "(rank 1)")
-    assert all("saves step 2, but rank 0 saves step 1" in message for message in steps), steps
+    assert all("is saving step 2, but rank 0 is saving step 1" in message for message in steps), steps
     assert_same(types, "builtins.object", "(rank 1)")
 
 

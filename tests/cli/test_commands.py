@@ -41,7 +41,10 @@ def test_help_names_every_command(hpctrain):
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
         (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, such as 2:4"),
         (["submit", "--env", "=A", "train.py"], "KEY=VALUE"),
-        (["submit", "--env", "NOT_SET", "train.py"], "'NOT_SET' is not set here. Export it"),
+        (
+            ["submit", "--env", "NOT_SET", "train.py"],
+            "'NOT_SET' is not set in the environment of this shell. Export it",
+        ),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
         (["submit", "--sbatch", "--partition=x", "train.py"], "Use --partition"),

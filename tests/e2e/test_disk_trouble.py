@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_and_survived_and_nothing_is_lost(small_disk):
     assert any("No space left" in cause for cause in failures(run))
     assert "Training continues; earlier checkpoints are intact" in said
     assert f"cannot write {run.metrics}: " in said
-    assert "metrics.jsonl is writable again; all buffered lines are written" in said
+    assert "metrics.jsonl is writable again; all buffered lines have been written" in said
     assert_complete(run, 60)
 
 

@@ -30,7 +30,7 @@ def test_a_file_of_options_that_is_none_is_named(settle, tmp_path):
 
 def test_profiles_within_a_profile_are_no_option(settle, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("profiles:\n  a:\n    profiles: {}\n")
-    with pytest.raises(SpecError, match="'profiles' is not an option; it is a section"):
+    with pytest.raises(SpecError, match="'profiles' is a section of configuration files"):
         settle()
 
 

@@ -164,7 +164,7 @@ def test_the_documentation_lists_the_parameters_of_submitit_that_are_refused(exe
 
 
 def test_errors_name_the_parameters_as_in_python(executor, tmp_path):
-    with pytest.raises(SpecError, match=r"mem 1 and mem_per_cpu 2 exclude each other"):
+    with pytest.raises(SpecError, match=r"mem 1 and mem_per_cpu 2 are mutually exclusive"):
         Executor(tmp_path / "runs", backend="local", snapshot=False, mem="1", mem_per_cpu="2").submit(add, 1)
 
 

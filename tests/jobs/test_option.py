@@ -59,9 +59,9 @@ def test_a_value_is_read_by_the_options_type(hint, value, taken):
         (bool, 1, "true or false"),
         (bool | Literal["user", "mcs"], "me", "true, false, user or mcs"),
         (Literal["gres", "gpus-per-node"], "grse", "gres or gpus-per-node"),
-        (Mapping[str, str], "A=1", "a mapping of names to text"),
-        (Mapping[str, str], {"A": True}, "a mapping of names to text"),
-        (Mapping[str, str], {"A": None}, "a mapping of names to text"),
+        (Mapping[str, str], "A=1", "a mapping of names to strings"),
+        (Mapping[str, str], {"A": True}, "a mapping of names to strings"),
+        (Mapping[str, str], {"A": None}, "a mapping of names to strings"),
     ],
 )
 def test_another_value_is_refused_and_the_kind_says_what_it_takes(hint, value, words):

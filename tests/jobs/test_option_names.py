@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
+from hpctrain.cli.resubmit_command import submit_arguments
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.resolved_options import resolve_options
@@ -64,7 +66,6 @@ def test_a_negated_alias_is_the_option(tmp_path: Path) -> None:
         ("--output", "--run-dir"),
         ("--hint", "Use --sbatch hint=VALUE"),
         ("--hold", "Use --sbatch hold."),
-        ("-m", "No such option '-m'. Modules are not supported yet; give the path of the script."),
         ("--wandb", "loggers='wandb'"),
         ("--master-port", "hpctrain chooses"),
     ],
@@ -99,11 +100,46 @@ def test_options_may_have_underscores(flag: str, tmp_path: Path, monkeypatch: py
     assert (str(values["ntasks_per_node"]), values["name"]) == ("3", "a_b")
 
 
-def test_a_command_is_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["env", "train.py"], "'env' is a command. Put -- before it: hpctrain submit … -- env …"),
+        (
+            ["--", "no-such-command"],
+            "Command 'no-such-command' not found: it is neither on PATH nor a file in",
+        ),
+        (["-m", "no.such.module"], "Module 'no.such.module' (-m) not found: it is neither in"),
+        (["-m", "json.no_such_tool"], "Module 'json.no_such_tool' (-m) not found"),
+    ],
+)
+def test_program_that_does_not_exist_is_refused(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["submit", "--backend=local", "--", "env", "train.py"])
+    result = CliRunner().invoke(cli, ["submit", "--backend=local", *words])
     assert result.exit_code == 2
-    assert "'env' is a command; commands are not supported yet. Give the path of a script." in result.output
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (["-m", "json.tool", "--", "a"], ["-m", "json.tool", "--", "a"]),
+        (["--nodes=1", "--", "env", "-m"], ["--", "env", "-m"]),
+        (["train.py", "--", "-m"], ["train.py", "--", "-m"]),
+    ],
+)
+def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypatch, words, call):
+    specs = []
+
+    def stop(submission, functions=()):
+        specs.append(submission.spec)
+        raise SpecError("not submitted")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hpctrain.jobs.submit.submit.submit_prepared", stop)
+    (tmp_path / "train.py").touch()
+    CliRunner().invoke(cli, ["submit", "--backend=local", *words])
+    _, repeated = submit_arguments(asdict(specs[0]))
+    assert [word.removeprefix(f"{tmp_path}/") for word in repeated] == call
 
 
 def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:

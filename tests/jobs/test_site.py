@@ -180,7 +180,7 @@ def test_later_files_add_to_the_sites(tmp_path):
         ("site: {partitions: [{name: a, nodes: 3}]}", r"unknown key 'nodes' in site\.partitions\[0\]"),
         ("site: [1]", r"site is a list, but must be a mapping"),
         ("sites: {}", r"unknown option 'sites'\. Did you mean 'site'\?"),
-        ("profiles: {a: {site: {}}}", r"'site' is not an option; it is a section"),
+        ("profiles: {a: {site: {}}}", r"'site' is a section of configuration files"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_its_line(tmp_path, text, message):

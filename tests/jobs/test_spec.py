@@ -85,7 +85,10 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"gpu_type": "h100"}, "type h100 was requested, but the number of GPUs is 0"),
         ({"array": "x"}, "not a range of numbers"),
         ({"run_dir": "/a\\b"}, "contains a backslash, which Slurm removes"),
-        ({"directives": {"mem": "1", "mem-per-cpu": "2"}}, "--mem 1 and --mem-per-cpu 2 exclude each other"),
+        (
+            {"directives": {"mem": "1", "mem-per-cpu": "2"}},
+            "--mem 1 and --mem-per-cpu 2 are mutually exclusive",
+        ),
         ({"directives": {"mem": "1", "mem-per-gpu": "2"}}, "--mem 1 and --mem-per-gpu 2"),
         ({"directives": {"mem-per-cpu": "1", "mem-per-gpu": "2"}}, "--mem-per-cpu 1 and --mem-per-gpu 2"),
         ({"directives": {"mem-per-gpu": "2"}}, "--mem-per-gpu 2 requires GPUs, but the run has none"),

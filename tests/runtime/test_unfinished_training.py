@@ -58,7 +58,7 @@ def of(run: RunDir, folder: str = "/data") -> TrainingMarker:
 def end_of(run: RunDir, text: str) -> int:
     script = run.path.parent / "script.py"
     script.write_text(HEAD + text)
-    command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps([str(script)])]
+    command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps(["script", str(script)])]
     env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path)})
     return subprocess.run(command, env=env, timeout=60).returncode
 

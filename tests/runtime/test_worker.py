@@ -40,7 +40,13 @@ def run(tmp_path) -> RunDir:
 def start(run: RunDir, text: str, *args: str, **more) -> subprocess.Popen[bytes]:
     script = run.path.parent / "script.py"
     script.write_text(text)
-    command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps([str(script), *args])]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "hpctrain.runtime.worker",
+        json.dumps(["script", str(script), *args]),
+    ]
     env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path), **more.pop("env", {})})
     return subprocess.Popen(command, env=env, **more)
 

@@ -149,7 +149,7 @@ def test_a_node_with_lower_clocks(tmp_path):
         fast = {"gpu_clock_mhz": [1600, 1600], "gpu_throttled": [["power cap"], ["power cap"]]}
         node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
     (advice,) = told(run)
-    assert advice.what == "n1 is slow and delays all other nodes: --exclude n1."
+    assert advice.what == "n1 is slow and delays all other nodes. Exclude it with --exclude n1."
     assert "1230 MHz, those of other nodes at 1600 MHz (1.3 × faster)" in advice.evidence
     assert "lowered: temperature (100.0 % of the time)" in advice.evidence
 
@@ -164,7 +164,7 @@ def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
 def test_a_straggler_that_the_supervisor_noticed(tmp_path):
     story = submitted(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
     (advice,) = told(write_run(tmp_path / "run", story))
-    assert advice.what == "n7 is slow and delays all other nodes: --exclude n7."
+    assert advice.what == "n7 is slow and delays all other nodes. Exclude it with --exclude n7."
     assert advice.evidence == (
         "Rank 3 on n7 takes 1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms."
     )

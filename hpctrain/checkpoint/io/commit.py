@@ -125,7 +125,9 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
             if target.node_local:  # it may contain parts that an earlier attempt wrote for this step
                 directory.discard(step)
             if not directory.commit(directory.folder / name, step, files) and target.node_local:
-                raise CheckpointError(f"{directory.folder} already has another checkpoint of this step")
+                raise CheckpointError(
+                    f"{directory.folder} already contains a different checkpoint of this step"
+                )
             return Manifest.decode(files[MANIFEST_NAME], directory.folder / name)
 
         try:
@@ -158,5 +160,5 @@ def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
     if of_main == own:
         return None
     if of_main[0] != own[0]:
-        return f"this rank saves step {own[0]}, but rank 0 saves step {of_main[0]}"
+        return f"this rank is saving step {own[0]}, but rank 0 is saving step {of_main[0]}"
     return "names, types or shapes of this rank's tensors differ from those of rank 0"

@@ -266,7 +266,7 @@ def _make_run_folder(folder: Path) -> None:
         problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove it"
     elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
         problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
-        remedy = "Set the sticky bit of that folder (chmod +t)"
+        remedy = "Set the sticky bit on that folder (chmod +t)"
     else:
         return
     raise CheckpointError(f"{folder} {problem}. {remedy}, or choose another folder (local_checkpoints)")

@@ -54,7 +54,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     if words:
         yield Finding(_TOPIC, "interfaces", words)
     else:
-        yield Finding(_TOPIC, "interfaces", "loopback only", "note", "Runs cannot use other machines.")
+        yield Finding(_TOPIC, "interfaces", "loopback only", "note", "Runs on several nodes will not work.")
     try:
         cards = sorted(os.listdir(_INFINIBAND))
     except OSError:

@@ -48,7 +48,7 @@ def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
             root = yaml.compose(file)
     except OSError as error:
         raise SpecError(
-            f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check its path and mode."
+            f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check path and permissions."
         ) from error
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start}.") from error

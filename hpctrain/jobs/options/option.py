@@ -104,7 +104,7 @@ class OptionType(NamedTuple):
             *self.choices,
             *(["a whole number"] if self.number else []),
             *(["text"] if self.text else []),
-            *(["a mapping of names to text"] if self.pairs else []),
+            *(["a mapping of names to strings"] if self.pairs else []),
             *(["text, or a list of text"] if self.many else []),
         ]
         return join_or(names)

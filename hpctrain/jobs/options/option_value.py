@@ -58,7 +58,7 @@ def find_option(key: str, where: str) -> Option:
     if key in known:
         raise SpecError(f"{where}{key!r} is accepted on the command line only, as {known[key].flag}.")
     if key in (PROFILES_KEY, SITE_KEY):
-        raise SpecError(f"{where}{key!r} is not an option; it is a section of configuration files.")
+        raise SpecError(f"{where}{key!r} is a section of configuration files, not an option.")
     names = [name for name, option in known.items() if option.about.in_files]
     hint = explain_foreign(key) or suggest(key, (*names, PROFILES_KEY, SITE_KEY))
     raise SpecError(f"{where}unknown option {key!r}. {hint}")

@@ -311,7 +311,7 @@ class _Container(TypedDict, total=False):
         OptionInfo(
             metavar="NAME,…",
             example="[HF_HOME]",
-            help="Job variables that override variables of the image. Those given with --env always do.",
+            help="Variables of the job that override those of the image. Variables of --env always do.",
         ),
     ]
     container_python: Annotated[

@@ -64,7 +64,10 @@ def capture_stop_signals() -> Iterator[StopFlag]:
         # The code that was interrupted swallowed the exception: stop the training instead.
         flag.record(number, None)
     if threading.current_thread() is not threading.main_thread():
-        print("hpctrain: not in the main thread, so stop signals cannot be received here.", file=sys.stderr)
+        print(
+            "hpctrain: the training is not in the main thread, so it receives no stop signals.",
+            file=sys.stderr,
+        )
         yield flag
         return
     _install_fork_hooks()

@@ -194,7 +194,7 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
                 "--stop-before-limit if the last save did not fit"
             )
         return (
-            f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after the start and without a new "
+            f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after starting and without a new "
             f"checkpoint (restart.{kind}.retries)"
         )
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:

@@ -166,7 +166,7 @@ class HeartbeatServer:
             for rank_connection in [
                 each for each in self._unproven if self._next_tick - each.since > _UNPROVEN_S
             ]:
-                self._refuse(rank_connection, f"it did not prove the secret within {_UNPROVEN_S:g} s")
+                self._refuse(rank_connection, f"it did not authenticate within {_UNPROVEN_S:g} s")
             try:
                 self._handler.on_tick()
             except Exception:

@@ -166,13 +166,16 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
             )
         if evidence:
             yield Advice(
-                f"{node.host} is slow and delays all other nodes: --exclude {node.host}.",
+                f"{node.host} is slow and delays all other nodes. Exclude it with --exclude {node.host}.",
                 _sentence([*evidence, *_throttled(node)]),
             )
         elif reasons := _throttled(node):
             yield Advice(f"Check the cooling and power supply of {node.host}.", _sentence(reasons))
     for host, told in noticed.items():
-        yield Advice(f"{host} is slow and delays all other nodes: --exclude {host}.", _sentence(told[-1:]))
+        yield Advice(
+            f"{host} is slow and delays all other nodes. Exclude it with --exclude {host}.",
+            _sentence(told[-1:]),
+        )
 
 
 def _throttled(node: NodeSeries) -> list[str]:

@@ -20,7 +20,7 @@ CATEGORY_TEXT = {
     TimeCategory.SAVING: "training paused for a save",
     TimeCategory.LOADING: "reading a checkpoint",
     TimeCategory.STARTING: "starting the ranks, up to their first step",
-    TimeCategory.RESTARTING: "from the end of the ranks to their restart",
+    TimeCategory.RESTARTING: "from the exit of the ranks to their restart",
     TimeCategory.LOST: "training steps that were repeated later",
     TimeCategory.QUEUED: "waiting for an allocation",
     TimeCategory.IDLE: "after the last step, or between submissions",
