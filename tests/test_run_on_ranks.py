@@ -25,6 +25,7 @@ def add_ranks(base: int) -> tuple[int, float, torch.Tensor]:
 
 def compare_on_rank_1(other: int) -> None:
     print("begins")
+    dist.barrier()
     if dist.get_rank() == 1:
         numbers = [1, 2]
         assert numbers == [1, other]

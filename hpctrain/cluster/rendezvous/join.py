@@ -25,6 +25,8 @@ from hpctrain.errors import RendezvousError
 RENDEZVOUS_TIMEOUT_S = 30.0
 #: Number of ports that rank 0 tries. It is very unlikely that all of them are taken on one host.
 _NUM_PORTS = 5
+#: Seconds to wait for the end of the check for another rank 0, which may be connecting to a silent address.
+_CHECK_END_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,11 @@ def _duplicate_rank0_check(client: RendezvousClient, server: RendezvousServer) -
         except RendezvousError as error:
             server.abort(str(error))
 
-    threading.Thread(target=look, name="hpctrain-second-rank-0", daemon=True).start()
+    thread = threading.Thread(target=look, name="hpctrain-second-rank-0", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         client.stop()
+        # Otherwise it may connect to the next rendezvous of this process, and seem to be another rank 0.
+        thread.join(_CHECK_END_S)
