@@ -119,6 +119,8 @@ ENV_PREFIX = "HPCTRAIN_ENV_"
 STANDBY_VARIABLE = "HPCTRAIN_WAIT"
 #: 0 turns off the measurements of nodes.
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
+#: 1 if the ranks of the run do not train together.
+INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 #: The job whose successor this one is, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 

@@ -102,6 +102,8 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
             yield f"--notify-on={occasion}"
     if notify.get("stall_s") not in (None, DEFAULT_STALL_S):
         yield f"--notify-stall-after={notify['stall_s']}"
+    if spec.get("independent_ranks"):
+        yield "--independent-ranks"
     if not spec.get("code"):
         yield "--no-code-snapshot"
 

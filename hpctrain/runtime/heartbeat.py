@@ -23,6 +23,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
+from hpctrain.runtime.stopping.agreed_stop import agreed_stop
+from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Message, SupervisorConnection
 from hpctrain.telemetry.sampling.nvml import GpuReader
 
@@ -36,7 +38,9 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     Args:
         started_with: the environment before the script started.
     """
+    stop = {"stop": True} if agreed_stop.signal else {}
     return {
+        **stop,
         "phase": activity.phase,
         "step": activity.step,
         "beats": activity.progress_count,
@@ -46,6 +50,24 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         "modules": select_slow_modules(sys.modules),
         "changed": changed_variables(started_with, os.environ),
     }
+
+
+def on_message(
+    run: RunDir, attempt: int, ranks: Ranks, connection: SupervisorConnection, message: Message
+) -> None:
+    """Handle a message of the supervisor.
+
+    Raises:
+        OSError: the supervisor is gone.
+    """
+    if "tell" in message:
+        report_diagnostics(run, attempt, ranks, connection)
+    elif "prepare_stop" in message:
+        # A script with its own handlers decides itself when to exit.
+        step = agreed_stop.prepare() if handles_stop_signals() else None
+        connection.send({"can_stop_after": step})
+    elif "stop_after" in message:
+        agreed_stop.stop_after(message["stop_after"])
 
 
 def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: SupervisorConnection) -> None:

@@ -104,14 +104,14 @@ class SupervisorConnection:
 def start_heartbeat(
     line: Callable[[], SupervisorConnection],
     heartbeat_message: Callable[[], Message],
-    report_diagnostics: Callable[[SupervisorConnection], None],
+    on_message: Callable[[SupervisorConnection, Message], None],
 ) -> None:
-    """Start a thread that sends heartbeats and answers questions.
+    """Start a thread that sends heartbeats and receives messages.
 
     Args:
         line: opens the connection, which takes time if there is no answer.
         heartbeat_message: returns the content of a heartbeat.
-        report_diagnostics: answers the supervisor's question about this rank's activity.
+        on_message: handles a message of the supervisor.
     """
 
     def use(opened: SupervisorConnection) -> None:
@@ -123,9 +123,9 @@ def start_heartbeat(
             # Without news an empty message is sent, which shows that this process is alive.
             opened.send({} if message == last else message)
             last = message
-            question = opened.receive(opened.heartbeat_interval_s)
-            if question is not None and "tell" in question:
-                report_diagnostics(opened)
+            received = opened.receive(opened.heartbeat_interval_s)
+            if received is not None:
+                on_message(opened, received)
 
     def keep_on() -> None:
         for _ in range(_MAX_LINES):

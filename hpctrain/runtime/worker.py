@@ -35,16 +35,24 @@ from hpctrain.rundir import (
 )
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.heartbeat import heartbeat_message, report_diagnostics
+from hpctrain.runtime.heartbeat import heartbeat_message, on_message
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
+from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
-from hpctrain.runtime.program.step_hook import install_step_hook
+from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
+from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
+from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, start_signal_recorder
-from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal, ignore_signals_at_exit, is_exiting
+from hpctrain.runtime.stopping.stop_signals import (
+    exit_after_step,
+    exit_on_stop_signal,
+    ignore_signals_at_exit,
+    is_exiting,
+)
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
 
@@ -95,18 +103,27 @@ def main(argv: list[str]) -> NoReturn:
     faulthandler.register(signal.SIGQUIT)
     redirect_imports(os.environ)
     program = Program.resolve(kind, entry, args)
-    install_step_hook()
+    group_check = ProcessGroupCheck(os.environ)
+    step_log = StepLog(run, attempt) if ranks.is_main else None
+    if os.environ.get(STEP_HOOK_VARIABLE) != "0":
+        install_step_hook(partial(_after_step, group_check))
     if where is not None:
+        agreed_stop.is_enabled = True
         start_heartbeat(
             open_line,
             partial(heartbeat_message, dict(os.environ)),
-            partial(report_diagnostics, run, attempt, ranks),
+            partial(on_message, run, attempt, ranks),
         )
         if program.kind != "command":
-            ScriptMonitor().start()
+            ScriptMonitor(step_log=step_log).start()
     words_of_exit: object = None
     try:
-        program.run()
+        try:
+            program.run()
+        finally:
+            if step_log is not None:
+                step_log.write()
+        group_check.check_end()
     except CommandFailed as failed:
         if not pending_stop_signal():
             _exit_now(_exit_code(failed.code), sampler)
@@ -145,6 +162,12 @@ def main(argv: list[str]) -> NoReturn:
         write_failure(run.failure(attempt, ranks.rank), failure_record(problem, os.environ), log, os.environ)
         _exit_now(code, sampler)
     _exit_normally(0, sampler)
+
+
+def _after_step(group_check: ProcessGroupCheck) -> None:
+    """Check the rank after an optimizer step of a script without the Trainer."""
+    group_check.after_step()
+    exit_after_step()
 
 
 def _detect_ranks(source: str) -> Ranks:

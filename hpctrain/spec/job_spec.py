@@ -95,6 +95,8 @@ class JobSpec:
     """Seconds of training after which standby workers are started; None for none."""
     hang_timeout_s: int | None = 300
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
+    independent_ranks: bool = False
+    """If the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by long name without dashes. A flag has an empty value."""
     template: str | None = None

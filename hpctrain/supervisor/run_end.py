@@ -45,8 +45,9 @@ def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) ->
 
 
 def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
-    # With agents, the ranks meet at the store of an agent.
-    if result is None or result.world_size == 1 or result.store_used or spec.torchrun is not None:
+    if result is None or result.world_size == 1 or result.store_used or spec.independent_ranks:
+        return None
+    if spec.torchrun is not None:  # The ranks then use the store of an agent.
         return None
     return (
         f"none of the {result.world_size} ranks created a process group. "

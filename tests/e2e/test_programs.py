@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,100 @@ def test_rank_that_sleeps_in_a_plain_script_is_named_and_the_run_restarted(workd
     assert "; rank 1 on " in causes[0]
     assert place in causes[0]
     assert "trained" in run.rank_log(1, 0).read_text()
+
+
+#: Ranks that train until they are stopped, save every ten steps, and record each step.
+STOPPED = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+rank, run = os.environ["RANK"], Path(os.environ["HPCTRAIN_RUN_DIR"])
+if "alone" not in sys.argv:
+    dist.init_process_group("gloo")
+layer = torch.nn.Linear(1, 1)
+model = layer if "alone" in sys.argv else torch.nn.parallel.DistributedDataParallel(layer)
+optimizer = getattr(torch.optim, sys.argv[1])(layer.parameters(), lr=0.1)
+saved = run / "checkpoints" / "state.pt"
+saved.parent.mkdir(exist_ok=True)
+step = 0
+if saved.exists():
+    state = torch.load(saved)
+    step = state["step"]
+    optimizer.load_state_dict(state["optimizer"])
+waits = "until stopped" in sys.argv and os.environ["HPCTRAIN_ATTEMPT"] == "0"
+last = step + 30
+while waits or step < last:
+    time.sleep(0.02)
+    model(torch.ones(1, 1)).sum().backward()
+    step += 1
+    with open(run / f"steps-{os.environ['HPCTRAIN_ATTEMPT']}-{rank}", "a") as file:
+        print(step, file=file)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 10 == 0 and rank == "0":
+        torch.save({"step": step, "optimizer": optimizer.state_dict()}, saved)
+"""
+
+
+def wait_until(condition, timeout_s=60.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true in time"
+        time.sleep(0.05)
+
+
+def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
+    with suppress(FileNotFoundError):
+        return [int(line) for line in (run.path / f"steps-{attempt}-{rank}").read_text().split()]
+    return []
+
+
+def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
+    (workdir / "train.py").write_text(STOPPED)
+    run = RunDir(workdir / "run")
+    options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
+    hpctrain = [sys.executable, "-m", "hpctrain"]
+    arguments = ["Adam", "until stopped"]
+    run_command([*hpctrain, "submit", *options, "train.py", *arguments], cwd=workdir)
+    wait_until(lambda: len(recorded_steps(run, 0, 0)) > 25)
+    run_command([*hpctrain, "requeue", "run"], cwd=workdir)
+    wait_until(lambda: any(event["kind"] == "finished" for event in run.read_events()))
+    first, second = (recorded_steps(run, 0, rank) for rank in (0, 1))
+    assert first == second
+    message = f"received SIGTERM (requeue); all ranks exit after step {first[-1]} of this attempt."
+    assert message in run.rank_log(0, 0).read_text()
+    resumed = (first[-1] - 1) // 10 * 10  # Steps are saved after the optimizer.
+    assert recorded_steps(run, 1, 0) == list(range(resumed + 1, resumed + 31))
+    assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] == [resumed]
+    metrics = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in metrics if line["attempt"] == 0][-1] == first[-1]
+    assert {line["attempt"] for line in metrics} <= {0, 1}
+    done = run_command([*hpctrain, "status", "run"], cwd=workdir).stdout
+    assert f"step        {resumed + 30}" in done
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "code"),
+    [([], ["SGD", "alone"], 1), (["--independent-ranks"], ["SGD", "alone"], 0), ([], ["SGD"], 0)],
+    ids=["alone", "independent", "together"],
+)
+def test_ranks_that_train_alone_fail_the_run(workdir, options, arguments, code):
+    (workdir / "train.py").write_text(STOPPED)
+    run, done, printed = submit(workdir, *options, "train.py", *arguments)
+    assert (done != 0) == (code != 0), printed
+    if code:
+        (failure,) = (event for event in run.read_events() if event["kind"] == "failure")
+        assert failure["class"] == "user-error"
+        assert "completed 20 optimizer steps without a process group, so each rank trains alone" in printed
+        assert "--independent-ranks" in printed
+
+
+def test_step_hook_can_be_turned_off(workdir):
+    (workdir / "train.py").write_text(STOPPED)
+    run, code, printed = submit(workdir, "--env", "HPCTRAIN_STEP_HOOK=0", "train.py", "SGD", "alone")
+    assert code == 0, printed
+    assert not run.metrics.exists()
+    assert (
+        "reports no steps"
+        in run_command([sys.executable, "-m", "hpctrain", "status", "run"], cwd=workdir).stdout
+    )

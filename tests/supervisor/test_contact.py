@@ -39,7 +39,9 @@ def heard(tmp_path, monkeypatch):
     def heard(answer, leave=(0, 1)):
         step, events = PretendStep(answer), queue.SimpleQueue()
         limits = PhaseLimits(None)
-        contact = RankMonitor(RunDir(tmp_path), 0, step, lambda: 0, events.put, limits, lambda rank: "n1", 2)
+        contact = RankMonitor(
+            RunDir(tmp_path), 0, step, lambda message: 0, events.put, limits, lambda rank: "n1", 2
+        )
         for rank in range(2):
             contact.on_message(rank, BEAT)
         for rank in leave:

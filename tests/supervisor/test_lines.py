@@ -225,7 +225,7 @@ def test_a_rank_whose_line_was_cut_opens_another(lines, ears):
             raise ConnectionRefusedError
         return opened.pop()
 
-    start_heartbeat(next_line, lambda: {"beats": os.getpid()}, lambda line: None)
+    start_heartbeat(next_line, lambda: {"beats": os.getpid()}, lambda line, message: None)
     assert ears.heard.get(timeout=10)[2]
     first._socket.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + 10

@@ -211,6 +211,14 @@ class _Run(TypedDict, total=False):
             "step so far.",
         ),
     ]
+    independent_ranks: Annotated[
+        bool,
+        OptionInfo(
+            default=JobSpec.independent_ranks,
+            help="The ranks do not train together. Otherwise ranks that train without a process group fail "
+            "the run.",
+        ),
+    ]
     resume_mode: Annotated[
         ResumeMode,
         OptionInfo(

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 
@@ -30,12 +31,14 @@ _CHECK_EVERY_S = 1.0
 class ScriptMonitor:
     """Samples the main thread, or the processes of a command, and updates `activity`."""
 
-    def __init__(self, pid: int | None = None) -> None:
+    def __init__(self, pid: int | None = None, step_log: StepLog | None = None) -> None:
         """Prepare, without starting.
 
         Args:
             pid: the process of a command that this process started; None for the script in this process.
+            step_log: where steps are written.
         """
+        self._step_log = step_log
         self._pid = pid
         self._main = threading.main_thread()
         self._stack: tuple[int, ...] = ()
@@ -55,6 +58,8 @@ class ScriptMonitor:
             sampled_at = now
             if now - self._checked_at >= _CHECK_EVERY_S:
                 self._check(now, is_waiting=is_waiting)
+                if self._step_log is not None:
+                    self._step_log.write()
 
     def _sample(self, elapsed_s: float) -> bool:
         """Attribute the time since the last sample; return true if the main thread waits for other ranks."""

@@ -1,6 +1,6 @@
-"""Steps of a script without the Trainer, counted by torch's global optimizer hook.
+"""Steps of a script without the Trainer, counted by torch's global optimizer hooks.
 
-The hook is installed when the script imports torch, so a rank that never does pays nothing.
+The hooks are installed when the script imports torch, so a rank that never does pays nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,41 +17,75 @@ from typing import Any
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
 
+#: 0 turns the hooks off.
+STEP_HOOK_VARIABLE = "HPCTRAIN_STEP_HOOK"
+
 #: The module that holds the global hooks.
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 
+#: Called after each counted step, in the main thread.
+AfterStep = Callable[[], None]
 
-def install_step_hook() -> None:
+
+def install_step_hook(after_step: AfterStep = lambda: None) -> None:
     """Count optimizer steps of this process from now on, or from the import of torch on."""
+    hook = _StepHook(after_step)
     if _OPTIMIZER_MODULE in sys.modules:
-        _register(sys.modules[_OPTIMIZER_MODULE])
+        hook.register(sys.modules[_OPTIMIZER_MODULE])
     else:
-        sys.meta_path.insert(0, _ImportWatcher())
+        sys.meta_path.insert(0, _ImportWatcher(hook))
 
 
-def _register(module: ModuleType) -> None:
-    module.register_optimizer_step_post_hook(_StepCounter())
+class _StepHook:
+    """The hooks. Only steps of the first optimizer count, because a script may update several in a step."""
 
-
-class _StepCounter:
-    """The hook. Only steps of the first optimizer count, because a script may update several in a step."""
-
-    def __init__(self) -> None:
+    def __init__(self, after_step: AfterStep) -> None:
+        self._after_step = after_step
         self._counted: Any = lambda: None
+        self._restored: dict[int, int | None] = {}
+        """Restored steps of each optimizer that has begun its first step, by id."""
 
-    def __call__(self, optimizer: object, _args: object, _kwargs: object) -> None:
+    def register(self, module: ModuleType) -> None:
+        """Register the hooks in torch's module."""
+        self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
+        module.register_optimizer_step_post_hook(self)
+
+    def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+        self._restored.setdefault(id(optimizer), restored_steps(optimizer))
+
+    def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         counted = self._counted()
         if counted is not optimizer:
             if counted is not None:
                 return
             self._counted = weakref.ref(optimizer)
+            if not activity.step:
+                self._first_step_handle.remove()
+                # An optimizer that keeps no state, such as plain SGD, does not show that it was restored.
+                activity.restored_steps = self._restored.get(id(optimizer)) if optimizer.state else None
         if not activity.is_managed:
             activity.phase = RankPhase.SCRIPT
             activity.step_done()
+            self._after_step()
+
+
+def restored_steps(optimizer: Any) -> int | None:
+    """Return the number of steps in the state of an optimizer, as Adam and most others keep it.
+
+    Returns:
+        0 for a new optimizer; None for a state without a number of steps.
+    """
+    if not optimizer.state:
+        return 0
+    steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    return int(max(steps)) if steps else None
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Finds the optimizer module once, and registers the hook after its import."""
+    """Finds the optimizer module once, and registers the hooks after its import."""
+
+    def __init__(self, hook: _StepHook) -> None:
+        self._hook = hook
 
     def find_spec(
         self,
@@ -64,22 +98,22 @@ class _ImportWatcher(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _RegisteringLoader(spec.loader, self._hook)
         return spec
 
 
 class _RegisteringLoader(Loader):
-    """Loads a module with another loader, then registers the hook."""
+    """Loads a module with another loader, then registers the hooks."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, hook: _StepHook) -> None:
+        self._loader, self._hook = loader, hook
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _register(module)
+        self._hook.register(module)
 
     def __getattr__(self, name: str) -> Any:
         # Readers of source and resources, such as inspect, use the loader of the module.

@@ -14,14 +14,21 @@ from hpctrain.runtime.unfinished_training import has_started
 from hpctrain.text import format_duration
 
 
-def exit_message(number: signal.Signals, environ: Mapping[str, str]) -> str:
-    """Return the signal, its cause and the lost work, for the log of rank 0."""
+def exit_message(number: signal.Signals, environ: Mapping[str, str], step: int | None = None) -> str:
+    """Return the signal, its cause and the lost work, for the log of rank 0.
+
+    Args:
+        number: the signal.
+        environ: variables of this process.
+        step: the optimizer step of this attempt after which all ranks exit; None if each exits at once.
+    """
+    exiting = "exiting" if step is None else f"all ranks exit after step {step} of this attempt"
     run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None
     try:
         cause = _cause(number, run, int(environ.get(ATTEMPT_VARIABLE, "0")))
-        return f"received {number.name} ({cause}); exiting. {_lost(run)}"
+        return f"received {number.name} ({cause}); {exiting}. {_lost(run)}"
     except OSError as error:
-        return f"received {number.name}; exiting. The run folder cannot be read: {error}"
+        return f"received {number.name}; {exiting}. The run folder cannot be read: {error}"
 
 
 def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:

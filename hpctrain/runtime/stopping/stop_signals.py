@@ -18,8 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
 from hpctrain.runtime.stopping.exit_message import exit_message
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
 
@@ -87,6 +90,11 @@ def exit_on_stop_signal() -> None:
         signal.signal(number, _exit_for_signal)
 
 
+def handles_stop_signals() -> bool:
+    """True if a stop signal ends this process, because no code captures signals."""
+    return all(signal.getsignal(number) is _exit_for_signal for number in STOP_SIGNALS)
+
+
 def ignore_signals_at_exit() -> None:
     """Ignore stop signals when the interpreter shuts down, after the script's own exit handlers.
 
@@ -114,6 +122,13 @@ def is_exiting() -> bool:
 def _exit_for_signal(number: int, _frame: FrameType | None) -> None:
     if signal.getsignal(number) is not _exit_for_signal:
         return  # The script's handler also calls this one, and decides itself when to exit.
+    if agreed_stop.request(signal.Signals(number)):
+        threading.Thread(target=_repeat_after_timeout, args=(signal.Signals(number),), daemon=True).start()
+        return
+    _exit(signal.Signals(number))
+
+
+def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
     global _exit_signal
     if _exit_signal is None:
         _exit_signal = number
@@ -122,8 +137,24 @@ def _exit_for_signal(number: int, _frame: FrameType | None) -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # Not print, which the signal may have interrupted.
             with contextlib.suppress(OSError):
-                os.write(2, f"hpctrain: {exit_message(signal.Signals(number), os.environ)}\n".encode())
+                os.write(2, f"hpctrain: {exit_message(number, os.environ, step)}\n".encode())
     raise StoppedBeforeTraining(EXIT_CONTINUE)
+
+
+def exit_after_step() -> None:
+    """Exit with a request to be continued if all ranks stop after the step that this rank has completed.
+
+    Raises:
+        StoppedBeforeTraining: they do.
+    """
+    if agreed_stop.after_step():
+        _exit(agreed_stop.signal or signal.SIGTERM, activity.step)
+
+
+def _repeat_after_timeout(number: signal.Signals) -> None:
+    """Repeat a signal if the ranks have not stopped after a common step: the rank then exits at once."""
+    time.sleep(agreement_timeout_s(number, os.environ))
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _force_exit_after_timeout() -> None:

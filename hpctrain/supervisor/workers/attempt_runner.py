@@ -18,6 +18,7 @@ from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
+    INDEPENDENT_RANKS_VARIABLE,
     RUN_DIR_VARIABLE,
     STOP_GRACE_VARIABLE,
     RunDir,
@@ -124,6 +125,8 @@ class AttemptRunner:
             variables[STOP_GRACE_VARIABLE] = grace
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
+        if spec.independent_ranks:
+            variables[INDEPENDENT_RANKS_VARIABLE] = "1"
         if spec.array_task is not None:
             variables[ARRAY_TASK_VARIABLE] = str(spec.array_task)
         return variables

@@ -26,6 +26,7 @@ from hpctrain.supervisor.workers.hang_detection import (
     RankSnapshot,
     blocking_ranks,
 )
+from hpctrain.supervisor.workers.stop_agreement import StopAgreement
 from hpctrain.supervisor.workers.straggler_detection import (
     LASTING_WINDOWS,
     StepTimes,
@@ -66,7 +67,7 @@ class RankMonitor:
         run: RunDir,
         attempt: int,
         step: JobStep,
-        ask: Callable[[], int],
+        send: Callable[[Mapping[str, Any]], int],
         emit: EmitEvent,
         limits: PhaseLimits,
         host_of: Callable[[int], str],
@@ -78,14 +79,15 @@ class RankMonitor:
             run: the run.
             attempt: number of the attempt.
             step: the ranks' step.
-            ask: asks all ranks for their positions; returns the number of ranks reached.
+            send: sends a message to all ranks; returns the number of ranks reached.
             emit: takes events.
             limits: time limits of the phases; they adapt.
             host_of: returns the host of a rank.
             world_size: number of ranks.
         """
         self._run, self._attempt, self._step = run, attempt, step
-        self._request_snapshots, self._emit, self._host_of, self._world_size = ask, emit, host_of, world_size
+        self._send, self._emit, self._host_of, self._world_size = send, emit, host_of, world_size
+        self._stop_agreement = StopAgreement(world_size, send)
         self._hang_detector, self._straggler_detector = HangDetector(limits), StragglerDetector(world_size)
         self._probe: _HangProbe | None = None
         self._stopped = False
@@ -98,6 +100,7 @@ class RankMonitor:
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
         self._hang_detector.on_message(rank, time.monotonic())
+        self._stop_agreement.on_message(rank, message)
         if "beats" in message:
             self._empty_since = None
             phase, step = str(message["phase"]), int(message["step"])
@@ -151,7 +154,7 @@ class RankMonitor:
                 hang.limit_s,
             )
             self._probe = _HangProbe(hang, now)
-            self._request_snapshots()
+            self._send({"tell": True})
         else:
             self._report_stragglers(now)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -84,7 +85,7 @@ class WorkerGroup:
             self._run,
             attempt,
             step,
-            lambda: self._server.send(attempt, {"tell": True}),
+            partial(self._server.send, attempt),
             emit,
             self._limits,
             lambda rank: hosts[rank // spec.ntasks_per_node],

@@ -1,0 +1,67 @@
+"""Check that ranks train together, not each by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from hpctrain.errors import EnvironmentMismatch
+from hpctrain.rundir import INDEPENDENT_RANKS_VARIABLE
+from hpctrain.runtime.rank_activity import activity
+
+#: Optimizer steps without a process group after which a rank fails.
+MAX_STEPS_ALONE = 20
+
+#: Libraries that exchange gradients without torch's process groups.
+_OTHER_COMMUNICATION = ("horovod", "mpi4py")
+#: Advice for frameworks that train alone in silence, by module.
+_ADVICE = {
+    "lightning.pytorch": "Pass devices and num_nodes to Lightning's Trainer",
+    "pytorch_lightning": "Pass devices and num_nodes to Lightning's Trainer",
+    "accelerate": "Without GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
+}
+_OTHER_ADVICE = "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel"
+
+
+class ProcessGroupCheck:
+    """Raises an error in a rank that trains without a process group, although the run has several ranks."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._world_size = int(environ["WORLD_SIZE"])
+        self._is_settled = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
+
+    def after_step(self) -> None:
+        """Check after an optimizer step.
+
+        Raises:
+            EnvironmentMismatch: the rank has completed `MAX_STEPS_ALONE` steps without a process group.
+        """
+        if not self._is_settled:
+            self._is_settled = _has_process_group()
+            if not self._is_settled and activity.step >= MAX_STEPS_ALONE:
+                self.check_end()
+
+    def check_end(self) -> None:
+        """Check at the end of the program. A program without optimizer steps passes.
+
+        Raises:
+            EnvironmentMismatch: the rank trained without a process group.
+        """
+        if self._is_settled or activity.is_managed or not activity.step:
+            return
+        self._is_settled = True
+        advice = next((words for module, words in _ADVICE.items() if module in sys.modules), _OTHER_ADVICE)
+        raise EnvironmentMismatch(
+            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {activity.step} "
+            f"optimizer steps without a process group, so each rank trains alone. {advice}. If the ranks are "
+            "meant to be independent, submit with --independent-ranks."
+        )
+
+
+def _has_process_group() -> bool:
+    """True if this process is in a process group of torch, or communicates in another way."""
+    if any(name in sys.modules for name in _OTHER_COMMUNICATION):
+        return True
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

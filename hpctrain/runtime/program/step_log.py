@@ -1,0 +1,74 @@
+"""Metrics lines of a script without the Trainer: its optimizer steps and their use of time.
+
+They show the steps in `status`, `top` and the report, and let the ledger account for the time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir, event_record, is_metrics
+from hpctrain.runtime.rank_activity import activity
+
+
+class StepLog:
+    """Writes a line for the steps since the last one. Only rank 0 of an attempt has a log.
+
+    The number of the first step is that of the optimizer's restored state. If the state has no number of
+    steps, as that of SGD, the attempt is assumed to continue after the last recorded step.
+    """
+
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._metrics = BufferedLineWriter(run.metrics, _print)
+        self._first_step: int | None = None
+        """Steps before this attempt; None until its first step is seen."""
+        self._written = 0
+        self._since = 0.0
+        self._data_s = self._exchange_s = 0.0
+
+    def write(self) -> None:
+        """Write a line if steps were completed since the last one.
+
+        The time of the steps in the first line is unknown.
+        """
+        step, now = activity.step, time.perf_counter()
+        if activity.is_managed or step == self._written:
+            return
+        if self._first_step is None:
+            self._first_step, self._since = self._begin(), now
+            self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
+        spent = {
+            "all": now - self._since,
+            "data": activity.data_s - self._data_s,
+            "communication": activity.exchange_s - self._exchange_s,
+        }
+        self._metrics.append(
+            {
+                "step": self._first_step + step,
+                "time": time.time(),
+                "attempt": self._attempt,
+                "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
+            }
+        )
+        self._written, self._since = step, now
+        self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
+
+    def _begin(self) -> int:
+        """Return the number of steps before this attempt, and record it if the script resumed."""
+        restored = activity.restored_steps
+        if restored is None:
+            last = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
+            restored = int(last.get("step", 0))
+        if self._attempt or restored:
+            BufferedLineWriter(self._run.events, _print).append(
+                event_record("resumed", self._attempt, step=restored)
+            )
+        return restored
+
+
+def _print(message: str) -> None:
+    print(message, file=sys.stderr)

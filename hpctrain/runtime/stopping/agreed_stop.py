@@ -1,0 +1,91 @@
+"""Stop of a script without the Trainer after the same optimizer step on all ranks.
+
+A rank that receives a stop signal asks the supervisor for a common step instead of exiting at once, possibly
+in the middle of a write. The supervisor asks every rank for its position. Each answers from its heartbeat
+thread, also while its main thread waits for other ranks, and will not pass the end of its current step until
+the supervisor has replied. The common step is the last of these ends, so every rank can still reach it, and
+no rank waits for one that has stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Mapping
+
+from hpctrain.rundir import STOP_GRACE_VARIABLE
+from hpctrain.runtime.rank_activity import activity
+
+#: Seconds from the request to the common step, after which the rank exits at once: this time, or this share
+#: of the time that the scheduler leaves after the signal, if that is shorter.
+AGREEMENT_TIMEOUT_S, _SHARE_OF_GRACE = 10.0, 1 / 3
+
+
+def agreement_timeout_s(number: signal.Signals, environ: Mapping[str, str]) -> float:
+    """Return the time limit for a stop after a common step."""
+    grace = re.search(rf"\b{number.name}=([\d.]+)", environ.get(STOP_GRACE_VARIABLE, ""))
+    return min(AGREEMENT_TIMEOUT_S, float(grace[1]) * _SHARE_OF_GRACE) if grace else AGREEMENT_TIMEOUT_S
+
+
+class AgreedStop:
+    """State of the agreement in this rank. `request` and `after_step` are called in the main thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wait_after: int | None = None
+        self._stop_after: int | None = None
+        self.is_enabled = False
+        """True if the supervisor can be asked."""
+        self.signal: signal.Signals | None = None
+        """The signal because of which this rank asks for a common step."""
+
+    def request(self, number: signal.Signals) -> bool:
+        """Ask for a common step after a signal. False if this rank counts no steps, or has asked before."""
+        if self.signal is not None or not self._is_possible():
+            return False
+        self.signal = number
+        return True
+
+    def prepare(self) -> int | None:
+        """Return the step after which this rank will wait for `stop_after`. None if it counts no steps."""
+        with self._changed:
+            if not self._is_possible():
+                return None
+            if self._wait_after is None:
+                # From now on the main thread waits for the lock after a step, so the number cannot change.
+                self._wait_after = 0
+                self._wait_after = activity.step + 1
+            return self._wait_after
+
+    def stop_after(self, step: int | None) -> None:
+        """Set the step after which all ranks stop; None if they cannot agree."""
+        with self._changed:
+            self._stop_after = step
+            if step is None:
+                self._give_up()
+            self._changed.notify_all()
+
+    def after_step(self) -> bool:
+        """Return true if the rank must stop now. Waits for the supervisor's reply if necessary."""
+        if self._wait_after is None:
+            return False
+        with self._changed:
+            if self._wait_after is None or activity.step < self._wait_after:
+                return False
+            if not self._changed.wait_for(self._is_settled, AGREEMENT_TIMEOUT_S):
+                self._give_up()
+            return self._stop_after is not None and activity.step >= self._stop_after
+
+    def _is_possible(self) -> bool:
+        return self.is_enabled and activity.step > 0 and not activity.is_managed
+
+    def _is_settled(self) -> bool:
+        return self._stop_after is not None or self._wait_after is None
+
+    def _give_up(self) -> None:
+        self._wait_after, self.is_enabled = None, False
+
+
+#: The agreement of this process.
+agreed_stop = AgreedStop()
