@@ -1,7 +1,7 @@
 """Successor jobs: when a job gives up its allocation, exactly one other job continues the run.
 
 Four rules guarantee exactly one, whichever process is killed at any time
-(docs/adr/0007-a-successor-is-claimed.md):
+(docs/adr/0007-claim-successor-jobs.md):
 
 - The intent is recorded (`handover`) before anything is submitted.
 - The successor's command line names its predecessor in an argument after the script. Every process looks for

@@ -6,7 +6,7 @@ that. Only asyncio's handlers replace this mechanism.
 
 A script's handler may also hang: Lightning's handler communicates with the other ranks, which may be in
 another collective and wait for this one. A rank that is stuck in such a handler is ended here
-(docs/adr/0014-a-rank-leaves-a-stuck-signal-handler.md).
+(docs/adr/0014-exit-from-deadlocked-signal-handlers.md).
 """
 
 from __future__ import annotations
