@@ -106,7 +106,7 @@ def main(argv: list[str]) -> NoReturn:
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
-        install_step_hook(partial(_after_step, group_check))
+        install_step_hook(partial(after_step, group_check))
     if where is not None:
         agreed_stop.is_enabled = True
         start_heartbeat(
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> NoReturn:
     _exit_normally(0, sampler)
 
 
-def _after_step(group_check: ProcessGroupCheck) -> None:
+def after_step(group_check: ProcessGroupCheck) -> None:
     """Check the rank after an optimizer step of a script without the Trainer."""
     group_check.after_step()
     exit_after_step()

@@ -1,0 +1,92 @@
+"""Cost of the optimizer hooks that observe scripts without the Trainer, per step.
+
+    python benchmarks/step_hook.py [--rounds N] [--steps N] [--limit-us MICROSECONDS]
+
+A small optimizer steps with and without the hooks, in turn, in the same process. The result is the difference
+of the medians over all rounds. A script with short steps is measured the same way. Exits with 1 if a step
+costs more than `--limit-us`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.optim import optimizer as hooks
+
+from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
+from hpctrain.runtime.program.step_hook import install_step_hook
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.worker import after_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--limit-us", type=float, default=3.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    tiny = torch.optim.SGD([parameter], lr=0.1)
+    layer = torch.nn.Linear(32, 32)
+    short = torch.optim.Adam(layer.parameters())
+    batch = torch.ones(32, 32)
+
+    def train() -> None:
+        layer(batch).sum().backward()
+        short.step()
+        short.zero_grad()
+
+    with_us, without_us = measure(tiny.step, options.rounds, options.steps)
+    cost = with_us - without_us
+    print(f"hooks                     {cost:8.2f} µs per step")
+    with_us, without_us = measure(train, options.rounds, options.steps // 10)
+    ratio = with_us / without_us
+    print(f"script with short steps   {with_us:8.1f} µs with, {without_us:.1f} µs without: {ratio:.3f} ×")
+    sys.exit(cost > options.limit_us)
+
+
+def measure(step: Callable[[], object], rounds: int, steps: int) -> tuple[float, float]:
+    """Return the median time of a step in microseconds, with and without the hooks."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * rounds):
+        hooked = number % 2 == 0
+        with installed() if hooked else absent():
+            step()
+            begun = time.perf_counter()
+            for _ in range(steps):
+                step()
+            seconds[hooked].append((time.perf_counter() - begun) / steps)
+    return statistics.median(seconds[True]) * 1e6, statistics.median(seconds[False]) * 1e6
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    before = dict(hooks._global_optimizer_post_hooks), dict(hooks._global_optimizer_pre_hooks)
+    activity.step = 0
+    install_step_hook(partial(after_step, ProcessGroupCheck({**os.environ, "WORLD_SIZE": "1"})))
+    yield
+    for registered, old in zip(
+        (hooks._global_optimizer_post_hooks, hooks._global_optimizer_pre_hooks), before, strict=True
+    ):
+        registered.clear()
+        registered.update(old)
+
+
+@contextmanager
+def absent() -> Iterator[None]:
+    yield
+
+
+if __name__ == "__main__":
+    main()

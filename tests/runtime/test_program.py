@@ -1,0 +1,29 @@
+"""Observation of a program without the Trainer: the steps that its optimizer had restored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.runtime.program.step_hook import restored_steps
+
+
+def trained(name: str, steps: int, **options: float) -> torch.optim.Optimizer:
+    layer = torch.nn.Linear(1, 1)
+    optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, **options)
+    for _ in range(steps):
+        layer(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
+def test_optimizer_state_contains_the_number_of_steps(name):
+    restored = trained(name, 0)
+    assert restored_steps(restored) == 0
+    restored.load_state_dict(trained(name, 3).state_dict())
+    assert restored_steps(restored) == 3
+
+
+def test_steps_of_sgd_are_unknown():
+    assert restored_steps(trained("SGD", 3, momentum=0.9)) is None
