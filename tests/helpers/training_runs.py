@@ -43,8 +43,9 @@ class Run:
     def dir(self) -> RunDir:
         return RunDir(self.path)
 
-    def hpctrain(self, *words: str, timeout: float = 60.0, check: bool = True) -> Any:
-        return run_command([sys.executable, "-m", "hpctrain", *words], self.env, timeout=timeout, check=check)
+    def hpctrain(self, *words: str, timeout: float = 60.0, check: bool = True, **options: Any) -> Any:
+        command = [sys.executable, "-m", "hpctrain", *words]
+        return run_command(command, self.env, timeout=timeout, check=check, **options)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.dir.read_events() if event["kind"] == kind]

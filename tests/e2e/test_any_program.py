@@ -1,0 +1,79 @@
+"""Programs without hpctrain on two nodes with two ranks each, preempted, killed and hung."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import SCRIPTS
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, preempt
+from helpers.waiting import wait_for
+
+from hpctrain.files import read_json_lines
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+
+FOLDER = SCRIPTS / "any_program"
+SHAPE = ["--nodes=2", "--ntasks-per-node=2", "--env=OMP_NUM_THREADS=1", "--standby-workers=never"]
+PROGRAMS = {
+    "plain DDP": [FOLDER / "plain_ddp.py"],
+    "Lightning": [FOLDER / "with_lightning.py"],
+    "Hugging Face": [FOLDER / "with_huggingface.py"],
+    "Accelerate": [FOLDER / "with_accelerate.py"],
+    "module": ["-m", "any_program.ddp"],
+    "shell script": ["--", FOLDER / "train.sh"],
+}
+#: The steps of a shell script's children cannot be counted.
+UNCOUNTED = ("shell script",)
+
+
+def submit(slurm, tmp_path: Path, program: str, *options: str) -> Run:
+    """Submit the program, and wait until it has saved a checkpoint."""
+    run = Run(tmp_path / "run", {**slurm.env, "PYTHONPATH": str(SCRIPTS)})
+    python = ["--env", f"PYTHON={sys.executable}", "--env", "PYTHONPATH"]
+    words = [*SHAPE, *python, *options, "--run-dir", str(run.path), *map(str, PROGRAMS[program])]
+    run.hpctrain("submit", *words, cwd=SCRIPTS)
+    wait_for(lambda: any(run.dir.checkpoints.glob("*")), 150, f"the first checkpoint of the {program}")
+    return run
+
+
+def assert_finished(run: Run, program: str) -> None:
+    assert run.wait() == 0, run.story()
+    assert "finished after 60 steps" in run.dir.rank_log(max(run.dir.attempts()), 0).read_text()
+    assert_no_process_left(run.path)
+    if program not in UNCOUNTED:
+        # One that saves its position continues from it, and its steps are on record.
+        assert run.status()["step"] == 60
+        assert len({record["attempt"] for record in read_json_lines(run.dir.metrics)}) == 2
+        assert run.events("resumed")[-1]["step"] > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_preempted_program_continues(slurm, tmp_path, program):
+    run = submit(slurm, tmp_path, program)
+    preempt(slurm.env, seconds=1)
+    assert_finished(run, program)
+    assert run.events("failure") == []
+    assert len(run.events("requeue")) == 1
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_killed_rank_is_named_and_the_program_restarted(slurm, tmp_path, program):
+    run = submit(slurm, tmp_path, program)
+    run.kill_rank(2)
+    assert_finished(run, program)
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["rank"]) == ("killed", 2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hung_rank_is_named_and_the_program_restarted(slurm, tmp_path, program):
+    run = submit(slurm, tmp_path, program, "--env=HANG=1", "--hang-timeout=5")
+    assert_finished(run, program)
+    (failure,) = run.events("failure")
+    assert failure["class"] == "hang"
+    if program not in UNCOUNTED:
+        assert failure["rank"] == 3
+        assert "is in sleep_forever (pace.py:" in failure["cause"]

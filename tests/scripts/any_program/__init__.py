@@ -1,0 +1,1 @@
+"""Programs without hpctrain. Each trains `STEPS` steps and saves every five."""
