@@ -219,6 +219,7 @@ def command(
         asked,  # type: ignore[arg-type]
         python=sys.executable,
         program=program,
+        dry_run=dry_run,
         **where,
     )
     _print_lines(submission.notes)

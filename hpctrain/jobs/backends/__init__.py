@@ -32,13 +32,14 @@ def is_unreachable(trouble: str) -> bool:
 
 
 def choose_backend(
-    asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str]
+    asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
 ) -> tuple[Backend, list[str]]:
     """Return the backend for a submission, and notes for the user about the choice.
 
     Args:
         asked: `slurm`, `local`, or `auto`, which takes Slurm if it answers.
         environ: environment variables for Slurm's commands.
+        dry_run: nothing will be submitted, so Slurm need not respond if it was requested by name.
 
     Raises:
         SchedulerError: Slurm was requested by name and does not answer, or it is set up here and silent.
@@ -50,6 +51,8 @@ def choose_backend(
     slurm = SlurmBackend(environ)
     trouble = slurm.unavailable_reason()
     if trouble is None:
+        return slurm, []
+    if asked == "slurm" and dry_run:
         return slurm, []
     if asked == "slurm":
         raise SchedulerError(

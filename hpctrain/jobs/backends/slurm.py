@@ -37,9 +37,14 @@ class SlurmBackend:
         self._outer = strip_job_env(environ)
         self._answers: SiteAnswers | None = None
         """Slurm's answers about the site."""
+        self._trouble: str | None = None
 
     def unavailable_reason(self) -> str | None:
         """Return briefly why Slurm cannot be used here; None if it answers."""
+        self._trouble = self._probe()
+        return self._trouble
+
+    def _probe(self) -> str | None:
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "sbatch not found on PATH"
         # The caller is about to submit, and then needs all of these answers.
@@ -54,6 +59,13 @@ class SlurmBackend:
         return None
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
+        if self._trouble is not None:
+            return PreflightResult(
+                (
+                    f"Warning: Slurm does not respond here ({self._trouble}). Not checked: the partition and "
+                    "its limits, its nodes and GPUs, and if Slurm would accept the job.",
+                )
+            )
         # Imported here because only a submission needs it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
 

@@ -33,6 +33,7 @@ def prepare_submission(
     python: str,
     code: Path | None = None,
     program: ProgramKind = "script",
+    dry_run: bool = False,
 ) -> PreparedSubmission:
     """Decide and check everything about a job; nothing is written or submitted.
 
@@ -47,6 +48,7 @@ def prepare_submission(
         python: the interpreter of supervisor and ranks.
         code: a folder of the working tree to copy, if the script is not in it.
         program: the kind of `script`.
+        dry_run: the job will not be submitted, so a Slurm that was requested by name need not respond.
 
     Raises:
         SpecError: the job cannot run as requested.
@@ -59,7 +61,7 @@ def prepare_submission(
         )
     settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:
-        return _prepare(script, args, settings, environ, cwd, python, code, program)
+        return _prepare(script, args, settings, environ, cwd, python, code, program, dry_run)
     except SpecError as error:
         if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
@@ -75,9 +77,10 @@ def _prepare(
     python: str,
     code: Path | None,
     program: ProgramKind,
+    dry_run: bool,
 ) -> PreparedSubmission:
     asked = settings.options
-    backend, notes = choose_backend(asked.get("backend", "auto"), environ)
+    backend, notes = choose_backend(asked.get("backend", "auto"), environ, dry_run=dry_run)
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     container = _container(settings, backend.name, cwd, environ)
     spec = build_spec(

@@ -1,0 +1,36 @@
+"""A dry run renders the batch script where no Slurm answers, and names what was not checked."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from helpers.commands import run_command
+
+HPCTRAIN = [sys.executable, "-m", "hpctrain", "submit", "--backend=slurm", "--nodes=2", "--time=10"]
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sinfo").symlink_to("/bin/false")
+    (tmp_path / "bin" / "sbatch").symlink_to("/bin/false")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("bin", "sinfo failed"), ("none", "sbatch not found")])
+def test_dry_run_without_slurm(workdir, folder, reason):
+    env = {"PATH": str(workdir / folder)}
+    done = run_command([*HPCTRAIN, "--dry-run", "train.py"], env, cwd=workdir)
+    assert "#SBATCH --nodes=2" in done.stdout
+    assert f"Warning: Slurm does not respond here ({reason}" in done.stderr
+    assert "Not checked: the partition and its limits" in done.stderr
+    assert run_command([*HPCTRAIN, "train.py"], env, cwd=workdir, check=False).returncode == 3
+
+
+def test_options_are_checked_without_slurm(workdir):
+    env = {"PATH": str(workdir / "none")}
+    done = run_command([*HPCTRAIN, "--dry-run", "--nodes=0", "train.py"], env, cwd=workdir, check=False)
+    assert done.returncode == 2
+    assert "nodes" in done.stderr
