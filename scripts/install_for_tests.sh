@@ -35,3 +35,4 @@ if missing chromium-headless-shell && missing chromium && missing google-chrome;
     provide "a browser for reports" chromium-headless-shell
 fi
 if missing ip unshare; then provide "network namespaces" iproute2 util-linux; fi
+if ! ls /usr/lib/*/libpmix.so >/dev/null 2>&1; then provide "PMIx, which Slurm's MPI plugin loads," libpmix-dev; fi

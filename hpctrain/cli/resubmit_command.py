@@ -23,6 +23,7 @@ _DEFAULTS = {
     "standby_workers_s": JobSpec.standby_workers_s,
     "hang_timeout_s": JobSpec.hang_timeout_s,
     "resume_mode": JobSpec.resume_mode,
+    "mpi": JobSpec.mpi,
     "gpu_request_style": JobSpec.gpu_request_style,
 }
 

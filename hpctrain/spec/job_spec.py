@@ -22,6 +22,7 @@ GpuRequestStyle = Literal["gres", "gpus-per-node"]
 ResumeMode = Literal["auto", "requeue", "successor"]
 
 NodeCheckMode = Literal["auto", "always", "never"]
+MpiPlugin = Literal["none", "pmi2", "pmix"]
 
 DEFAULT_STOP_BEFORE_LIMIT_S = 120
 
@@ -95,6 +96,8 @@ class JobSpec:
     """Seconds of training after which standby workers are started; None for none."""
     hang_timeout_s: int | None = 300
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
+    mpi: MpiPlugin = "none"
+    """Slurm's MPI plugin, with which the processes of an MPI program find each other."""
     independent_ranks: bool = False
     """If the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)

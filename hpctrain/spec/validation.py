@@ -10,7 +10,7 @@ from hpctrain.errors import SpecError
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.argument_lengths import check_argument_lengths
 from hpctrain.spec.directive_conflicts import check_directive_conflicts
-from hpctrain.spec.job_spec import BackendName, GpuRequestStyle, JobSpec, NodeCheckMode, ResumeMode
+from hpctrain.spec.job_spec import BackendName, GpuRequestStyle, JobSpec, MpiPlugin, NodeCheckMode, ResumeMode
 from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 
@@ -40,6 +40,7 @@ def check_spec(spec: JobSpec) -> None:
     _check_choice("gpu-request-style", spec.gpu_request_style, GpuRequestStyle)
     _check_choice("program", spec.program, ProgramKind)
     _check_choice("node-check", spec.node_check, NodeCheckMode)
+    _check_choice("mpi", spec.mpi, MpiPlugin)
     _check_choice("resume-mode", spec.resume_mode, ResumeMode)
     _check_array(spec)
     _check_folder(spec)

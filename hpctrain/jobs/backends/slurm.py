@@ -60,12 +60,11 @@ class SlurmBackend:
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
-            return PreflightResult(
-                (
-                    f"Warning: Slurm does not respond here ({self._trouble}). Not checked: the partition and "
-                    "its limits, its nodes and GPUs, and if Slurm would accept the job.",
-                )
+            warning = (
+                f"Warning: Slurm does not respond here ({self._trouble}). Not checked: the partition and its "
+                "limits, its nodes and GPUs, and if Slurm would accept the job."
             )
+            return PreflightResult((warning,))
         # Imported here because only a submission needs it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
 

@@ -95,6 +95,7 @@ def build_spec(
             "standby-workers", given.get("standby_workers", JobSpec.standby_workers_s), 0
         ),
         hang_timeout_s=_seconds("hang-timeout", given.get("hang_timeout", JobSpec.hang_timeout_s), 1),
+        mpi=given.get("mpi", JobSpec.mpi),
         independent_ranks=given.get("independent_ranks", JobSpec.independent_ranks),
         resume_mode=given.get("resume_mode", JobSpec.resume_mode),
         directives=directives,

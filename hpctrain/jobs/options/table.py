@@ -17,6 +17,7 @@ from hpctrain.spec.job_spec import (
     DEFAULT_STOP_BEFORE_LIMIT_S,
     GpuRequestStyle,
     JobSpec,
+    MpiPlugin,
     NodeCheckMode,
     ResumeMode,
 )
@@ -209,6 +210,13 @@ class _Run(TypedDict, total=False):
             default=JobSpec.hang_timeout_s,
             help="Restart the run if no rank makes progress for this long, and for ten times the longest "
             "step so far.",
+        ),
+    ]
+    mpi: Annotated[
+        MpiPlugin,
+        OptionInfo(
+            default=JobSpec.mpi,
+            help="Slurm's MPI plugin (srun --mpi), for programs with MPI or mpi4py.",
         ),
     ]
     independent_ranks: Annotated[

@@ -66,8 +66,10 @@ def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "code_snapshot_limit", "the code is not copied (--no-code-snapshot)"
     if spec.torchrun is not None:
         yield "standby_workers", "torchrun starts the ranks (--launcher)"
+    elif spec.mpi != "none":
+        yield "standby_workers", "the processes of an MPI program start together (--mpi)"
     if spec.backend == "local":
-        others = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode")
+        others = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode", "mpi")
         yield from ((name, "the run uses the local backend") for name in others)
         if spec.time_limit_s is None:
             yield "stop_before_limit", "there is no time limit (--time)"

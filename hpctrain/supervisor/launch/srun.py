@@ -87,7 +87,7 @@ class SrunLauncher:
             "--wait=0",
             "--export=ALL",
             "--input=none",
-            "--mpi=none",
+            f"--mpi={spec.mpi}",
             # For Slurm, another step holds the CPUs and GPUs. That is the running one, if this is for standby
             # workers, or the previous one: Slurm may detect its end late, or only when it gives up a lost
             # node.
