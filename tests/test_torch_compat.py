@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.ranks import run_on_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,16 +65,18 @@ def test_the_worker_info_of_a_data_worker_can_be_set(monkeypatch):
     assert torch.utils.data.get_worker_info() == "this one"
 
 
-def test_fully_shard_leaves_the_traces_that_are_removed(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        module = nn.Linear(2, 2)
-        before = set(vars(module))
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        assert isinstance(module, FSDPModule)
-        assert type(module).__mro__[2] is nn.Linear
-        assert module in torch_compat.fsdp_states
-        added = set(vars(module)) - before
-        assert {name for name in added if not name.startswith(torch_compat.FSDP_ATTRIBUTES)} == set()
-    finally:
-        torch.distributed.destroy_process_group()
+def fully_shard_leaves_traces() -> None:
+    module = nn.Linear(2, 2)
+    before = set(vars(module))
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    assert isinstance(module, FSDPModule)
+    assert type(module).__mro__[2] is nn.Linear
+    assert module in torch_compat.fsdp_states
+    added = set(vars(module)) - before
+    assert {name for name in added if not name.startswith(torch_compat.FSDP_ATTRIBUTES)} == set()
+
+
+@pytest.mark.ranks
+def test_fully_shard_leaves_the_traces_that_are_removed():
+    # A process group of this process would remain in torch's caches, and a fork in another thread would hang.
+    run_on_ranks(fully_shard_leaves_traces, world_size=1)
