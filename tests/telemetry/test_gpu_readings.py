@@ -70,7 +70,7 @@ def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_pat
     path, now = tmp_path / "node-000.jsonl", [0.0]
     with GpuReader() as gpus:
         sampler = TelemetrySampler(
-            path, gpus, ProcfsReader(), host="n1", clock=lambda: now[0], now=lambda: now[0]
+            path, gpus, ProcfsReader(), host="n1", run_id="r", clock=lambda: now[0], now=lambda: now[0]
         )
         sampler.begin()
         for second in range(1, 16):

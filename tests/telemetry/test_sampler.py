@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ class PretendGpus(GpuReader):
 
 def sampled(path: Path, seconds: int, gpus: GpuReader) -> list[dict]:
     clock = Clock()
-    measured = TelemetrySampler(path, gpus, ProcfsReader(), host="n1", clock=clock, now=clock)
+    measured = TelemetrySampler(path, gpus, ProcfsReader(), host="n1", run_id='a "b"', clock=clock, now=clock)
     measured.begin()
     for _ in range(seconds):
         clock.now += 1
@@ -204,3 +205,15 @@ def test_real_gpus_tell_of_themselves():
         assert 0 <= reading.util <= 100
         assert 10 < reading.temp_c < 110
         assert reading.power_w > 5
+
+
+def test_newest_line_is_in_a_file_for_prometheus(tmp_path):
+    sampled(tmp_path / "node-000.jsonl", 5, PretendGpus())
+    text = (tmp_path / "node-000.prom").read_text()
+    assert (
+        '# TYPE hpctrain_gpu_util gauge\nhpctrain_gpu_util{run="a \\"b\\"",host="n1",gpu="0"} 40.0\n' in text
+    )
+    assert 'hpctrain_gpu_memory{run="a \\"b\\"",host="n1",gpu="1"} 7\n' in text
+    assert "gpu_xids" not in text
+    pattern = r'# TYPE \w+ gauge|\w+\{\w+="([^"\\]|\\.)*"(,\w+="([^"\\]|\\.)*")*\} [-\d.e+]+'
+    assert all(re.fullmatch(pattern, line) for line in text.splitlines())

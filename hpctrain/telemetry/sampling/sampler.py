@@ -20,10 +20,11 @@ from typing import Any
 
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.cluster.host_name import host_name
-from hpctrain.files import append_json_line, make_folder
+from hpctrain.files import append_json_line, make_folder, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.prometheus import format_prometheus
 
 #: Seconds between two readings.
 READ_INTERVAL_S = 1.0
@@ -49,6 +50,7 @@ class TelemetrySampler:
         node: ProcfsReader,
         *,
         host: str,
+        run_id: str,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -59,10 +61,12 @@ class TelemetrySampler:
             gpus: an open reader.
             node: reader of the rest.
             host: the name of the node.
+            run_id: the name of the run.
             clock: monotonic clock, in seconds.
             now: current time, in seconds since the epoch.
         """
         self._path, self._gpus, self._node, self._host = path, gpus, node, host
+        self._run_id, self._prometheus = run_id, path.with_suffix(".prom")
         self._clock, self._now = clock, now
         self._started = self._line_began = clock()
         self._readings: list[list[GpuReading]] = []
@@ -110,7 +114,14 @@ class TelemetrySampler:
         return FIRST_LINE_INTERVAL_S if is_early else LATER_LINE_INTERVAL_S
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        append_json_line(self._path, {"time": self._now(), "host": self._host, **line})
+        record = {"time": self._now(), "host": self._host, **line}
+        append_json_line(self._path, record)
+        text = format_prometheus(self._run_id, record)
+        write_atomic(self._prometheus, text, durable=False)
+
+    def close(self) -> None:
+        """Remove the file for Prometheus, which would report old values."""
+        self._prometheus.unlink(missing_ok=True)
 
 
 def _summed_up(
@@ -150,13 +161,16 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with GpuReader(visible_devices(environ)) as gpus:
-        sampler = TelemetrySampler(run.telemetry(node), gpus, ProcfsReader(), host=host_name(environ))
+        sampler = TelemetrySampler(
+            run.telemetry(node), gpus, ProcfsReader(), host=host_name(environ), run_id=run.run_id
+        )
         try:
             sampler.begin()
             while not select.select([sys.stdin], [], [], READ_INTERVAL_S)[0]:
                 sampler.read()
             sampler.read()
             sampler.flush()
+            sampler.close()
         except OSError as error:
             # The training must not depend on the measurement.
             print(f"hpctrain: node measurements have stopped: {error}", file=sys.stderr)
