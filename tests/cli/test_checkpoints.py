@@ -172,7 +172,7 @@ def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
         (["b.onnx"], "ends in '.onnx'"),
         (["b.safetensors", "--all"], "can store only tensors"),
         (["nowhere/b.pt"], "nowhere"),
-        (["b.pt", "--step", "4", "--best"], "Give only one of them"),
+        (["b.pt", "--step", "4", "--best"], "Use only one of these options"),
     ):
         answer = command("export", run, *words)
         assert answer.exit_code in (1, 2)
@@ -279,7 +279,7 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
         (["new", "text.safetensors"], "is not a safetensors file"),
         (["new", "hello.pt"], "was not written by torch.save: "),
         (["new", "empty.pt"], "was not written by torch.save: EOFError"),
-        ([".", "old.pt"], "not a run folder, and it is not empty"),
+        ([".", "old.pt"], "neither a run folder nor empty"),
         (["new", "tensor.pt"], "contains a Tensor"),
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
         (["run", "old.pt"], "has a checkpoint of step 6, but old.pt would become step 4"),

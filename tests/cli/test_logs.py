@@ -92,7 +92,7 @@ def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     assert "    raise ImportError('shadowed')\nImportError: shadowed\nlog: " in errors
     nothing = hpctrain("logs", "r")
     assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert "Run r is FAILED: its ranks wrote no output. `hpctrain logs --errors` shows" in nothing.stderr
+    assert "Run r is FAILED: its ranks wrote no output. Use `hpctrain logs --errors`" in nothing.stderr
     assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
 
 
@@ -106,7 +106,7 @@ def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, 
     nothing = hpctrain("logs", "r/task-0")
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert (
-        "task-0 is RUNNING: its ranks have not written any output yet. `hpctrain logs -f` waits"
+        "task-0 is RUNNING: its ranks have not written any output yet. Use `hpctrain logs -f`"
         in nothing.stderr
     )
     waiting = hpctrain("logs", "r/task-1")

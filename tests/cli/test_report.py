@@ -109,7 +109,7 @@ def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
     assert hpctrain("report", "a").stdout == "Report written to a/report.html\n"
     assert "2 runs side by side" in RunDir(tmp_path / "a").report.read_text()
     done = hpctrain("report", "a", "a/task-1")
-    assert (done.returncode, "Comparing 3 runs needs an output file" in done.stderr) == (2, True)
+    assert (done.returncode, "Comparing 3 runs requires an output file" in done.stderr) == (2, True)
     assert hpctrain("report", "a/task-1").returncode == 0
     assert RunDir(tmp_path / "a").task(1).report.exists()
 
