@@ -208,7 +208,7 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
     said = command("import", "new", "plain.pt")
     assert said.exit_code == 0, said.stderr
     assert "removed the prefix 'module.' (added by DistributedDataParallel)" in said.stdout
-    assert "no optimizer state: it starts fresh" in said.stdout
+    assert "no optimizer state: the optimizer starts from scratch" in said.stdout
     loaded = load_on_cpu(RunDir(Path("new")).checkpoint(0))
     assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
     Path("train.py").write_text("pass")
@@ -254,7 +254,7 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
     said = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
     assert said.exit_code == 0, said.stderr
     assert f"step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
-    assert "hyper_parameters" in said.stdout.split("left out: ")[1].splitlines()[0]
+    assert "hyper_parameters" in said.stdout.split("omitted: ")[1].splitlines()[0]
     assert "the position in the data" in said.stdout
     state = load_on_cpu(RunDir(Path("new")).checkpoint(5)).state
     moments = trainer.optimizers[0].state_dict()["state"]

@@ -257,7 +257,9 @@ def test_the_cause_comes_first_with_the_users_frames_and_its_victims_in_a_line(h
     done = hpctrain("submit", *TWO_RANKS, "--max-failures", "1", "--follow", "cause.py")
     assert done.returncode == 4
     (victim,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
-    assert victim.startswith("hpctrain: this rank ended because rank 1 on local-0 (KeyError) failed: Runtime")
+    assert victim.startswith(
+        "hpctrain: this rank exited because rank 1 on local-0 (KeyError) failed: Runtime"
+    )
     assert "Traceback" not in done.stdout
     lines = [line.strip() for line in done.stderr.splitlines()]
     first = lines.index("Traceback (most recent call last):")

@@ -90,9 +90,7 @@ def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
     job.wait()
     log = job.run.dir.slurm_log
     log.write_text("ImportError: shadowed\n")
-    instead = (
-        f"of run {job.run.run_id} wrote no log. Output of the job itself ({log}):\nImportError: shadowed\n"
-    )
+    instead = f"of run {job.run.run_id} wrote no log. Output of the job ({log}):\nImportError: shadowed\n"
     assert job.stdout() == f"hello from attempt 0\n\nRanks 1-3 {instead}"
     assert job.task(2).stderr() == f"Rank 2 {instead}"
     assert job.task(0).stdout() == "hello from attempt 0\n"

@@ -164,7 +164,7 @@ def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
 
 @pytest.mark.ranks
 def test_a_setup_line_that_fails_ends_the_job(prepared):
-    with pytest.raises(RunFailed, match=r"ended without reporting a result.*slurm\.log"):
+    with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=20)
 
 

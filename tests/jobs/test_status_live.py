@@ -61,7 +61,7 @@ def failed(slurm: Slurm, run: Run) -> Steps:
 
 def held_and_released(slurm: Slurm, run: Run) -> Steps:
     yield "PENDING"
-    assert run.status().words.startswith("JobHeldUser: held by its user; `scontrol release")
+    assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
     assert run.status().held is False
     slurm.command("scontrol", "release", run.job_id)
     yield "COMPLETED"

@@ -492,7 +492,7 @@ RUNTIME = ("RuntimeError", "Exception")
             False,
         ),
         (failure(0, error="DiskFull", classes=("DiskFull", "CheckpointError")), EndKind.DISK_FULL, False),
-        (failure(0, "unfinished", "the script ended with exit code 0"), EndKind.UNFINISHED, False),
+        (failure(0, "unfinished", "the script exited with code 0"), EndKind.UNFINISHED, False),
     ],
 )
 def test_which_kind_a_failure_is_of(its, kind, again):

@@ -680,7 +680,7 @@ def test_damaged_files_of_unfinished_trainings_do_not_end_the_supervisor(run, co
     for name in ("attempt-000-rank-x-0.json", "attempt-000-rank-0x-0.json", "attempt-000-rank-99999-0.json"):
         (path.parent / name).write_text("{}")
     assert supervise(run, [DONE]) == 4
-    assert "the script ended with exit code 0 before" in finished(run)["cause"]
+    assert "the script exited with code 0 before" in finished(run)["cause"]
     assert not path.exists()
 
 
@@ -735,7 +735,7 @@ def test_a_training_that_did_not_return_has_failed_for_good(run):
     assert supervise(run, [ends_unfinished(run, DONE, (0, 1))]) == 4
     assert failure_of(run)["class"] == "unfinished"
     cause = finished(run)["cause"]
-    assert cause.startswith("rank 0 on n1: the script ended with exit code 0 before Trainer.fit() returned, ")
+    assert cause.startswith("rank 0 on n1: the script exited with code 0 before Trainer.fit() returned, ")
     assert "before step 1 of 10: To end training early" in cause
     assert run.unfinished_files(0) == []
 
@@ -750,7 +750,7 @@ def test_a_training_that_did_not_return_is_the_cause_of_what_its_peers_say(run):
 
     then = [lose_peer, TaskExit(1, 0), TaskExit(0, 1), StepEnded(1)]
     assert supervise(run, [ends_unfinished(run, then, (0, 1))]) == 4
-    assert finished(run)["cause"].startswith("rank 1 on n2: the script ended with exit code 0")
+    assert finished(run)["cause"].startswith("rank 1 on n2: the script exited with code 0")
 
 
 def test_a_row_of_the_table_has_an_unfinished_training_started_again(run):

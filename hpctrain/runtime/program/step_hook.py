@@ -1,6 +1,6 @@
 """Steps of a script without the Trainer, counted by torch's global optimizer hooks.
 
-The hooks are installed when the script imports torch, so a rank that never does pays nothing.
+The hooks are installed when the script imports torch, so there is no cost for ranks without torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AfterStep = Callable[[], None]
 
 
 def install_step_hook(after_step: AfterStep = lambda: None) -> None:
-    """Count optimizer steps of this process from now on, or from the import of torch on."""
+    """Count optimizer steps of this process, starting now or at the import of torch."""
     hook = _StepHook(after_step)
     if _OPTIMIZER_MODULE in sys.modules:
         hook.register(sys.modules[_OPTIMIZER_MODULE])

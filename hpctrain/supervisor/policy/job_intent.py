@@ -13,7 +13,7 @@ class JobDisposition(Enum):
 
     STAYS = "stays"
     REQUEUED = "requeued"
-    """x"""
+    """The job is being ended, and will start again."""
     EVICTED = "evicted"
     """The job is being ended permanently, but not by request: preemption, or a lost node."""
     ENDS = "ends"
