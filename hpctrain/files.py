@@ -285,8 +285,8 @@ def warn_once(text: str) -> None:
 def try_lock(path: Path) -> int | None:
     """Acquire the lock file at `path`; return None if another process holds it.
 
-    The lock is held while the returned file descriptor is open in this process or in a child that
-    inherited it. It is therefore released on any exit of the holder.
+    The lock is held while the returned file descriptor is open in this process or in a child that inherited
+    it. It is therefore released on any exit of the holder.
 
     The file is private, because any process that can read it could lock it (flock(2)).
     """

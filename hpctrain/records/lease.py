@@ -3,11 +3,12 @@
 The record of a run describes the submitted jobs, but not reliably the running job. A lease is held by a
 process.
 
-- Leases are numbered, and the newest is valid. A lease is created atomically with its content by a hard link,
-which only one of several processes can create. - The holder renews the lease every few seconds. The holder
-counts as dead if Slurm reports that its job is not running. Without an answer from Slurm, it counts as dead
-if the last renewal is a minute old. Both times are from the file system's clock. - A holder that finds a
-newer lease was considered dead, and exits.
+- Leases are numbered, and the newest is valid. A lease is created atomically with its content by a hard
+  link, which only one of several processes can create.
+- The holder renews the lease every few seconds. The holder counts as dead if Slurm reports that its job is
+  not running. Without an answer from Slurm, it counts as dead if the last renewal is a minute old. Both times
+  are from the file system's clock.
+- A holder that finds a newer lease was considered dead, and exits.
 """
 
 from __future__ import annotations

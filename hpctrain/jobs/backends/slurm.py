@@ -61,8 +61,8 @@ class SlurmBackend:
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
             warning = (
-                f"Warning: Slurm does not respond on this machine ({self._trouble}). Not checked: the partition "
-                "and its limits, its nodes and GPUs, and if Slurm would accept the job."
+                f"Warning: Slurm does not respond on this machine ({self._trouble}). Not checked: the "
+                "partition and its limits, its nodes and GPUs, and if Slurm would accept the job."
             )
             return PreflightResult((warning,))
         # Imported here because only submissions use it.

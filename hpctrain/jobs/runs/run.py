@@ -151,8 +151,7 @@ class Run:
     def requeue(self) -> RunStatus:
         """Ask the run to save its state and continue in a new attempt; return its previous status.
 
-        If Slurm delays the requeued job, end the delay. In a job array, this applies to
-        every task.
+        If Slurm delays the requeued job, end the delay. In a job array, this applies to every task.
 
         Raises:
             SpecError: the run is neither running nor delayed.

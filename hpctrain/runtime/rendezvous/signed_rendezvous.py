@@ -1,7 +1,7 @@
 """Rendezvous of torchrun agents, with an authentication code over their shared state.
 
-torch unpickles this state from a store without authentication. Without the code, any program that
-reaches the store could run code as the owner of the run.
+torch unpickles this state from a store without authentication. Without the code, any program that reaches the
+store could run code as the owner of the run.
 """
 
 from __future__ import annotations

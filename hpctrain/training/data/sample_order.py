@@ -20,10 +20,10 @@ _CHUNK = 16384
 class SampleOrder:
     """Pseudo-random permutation of [0, num_samples) for each epoch, with O(1) access to any position.
 
-    A Feistel network over a grid of `a × b ≥ num_samples` cells with modular addition in place of XOR
-    (the generalised construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002):
-    a composition of invertible rounds is a bijection. Because a and b are close to the square root, fewer
-    than 2·√n cells are out of range; these cells are permuted again (cycle walking).
+    A Feistel network over a grid of `a × b ≥ num_samples` cells with modular addition in place of XOR (the
+    generalised construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a
+    composition of invertible rounds is a bijection. Because a and b are close to the square root, fewer than
+    2·√n cells are out of range; these cells are permuted again (cycle walking).
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
