@@ -121,7 +121,7 @@ def test_values_arrive_unchanged_and_the_store_is_signed():
 def send_unsupported_values() -> None:
     context = join()
     for bad in ({1}, Path("x"), Evil(Path("x")), type("Sub", (dict,), {})()):
-        expected = rf"predict_step returned cannot be sent .*\.{type(bad).__name__}\."
+        expected = rf"the result of predict_step cannot be sent .*\.{type(bad).__name__}\."
         with pytest.raises(UserError, match=expected):
             context.all_gather(bad if rank() == 1 else 1, "the result of predict_step")
     messages.MAX_MESSAGE_BYTES = 300

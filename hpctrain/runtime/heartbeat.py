@@ -63,7 +63,7 @@ def on_message(
     if "tell" in message:
         report_diagnostics(run, attempt, ranks, connection)
     elif "prepare_stop" in message:
-        # A script with its own handlers decides itself when to exit.
+        # A script with its own signal handlers decides when to exit.
         step = agreed_stop.prepare() if handles_stop_signals() else None
         connection.send({"can_stop_after": step})
     elif "stop_after" in message:

@@ -22,7 +22,7 @@ class RankActivity:
         compute_s: seconds of computation, as far as they can be separated.
         exchange_s: seconds of communication with other ranks, including waiting for them.
         is_managed: true if a `Trainer` or `session` sets these attributes.
-        restored_steps: steps in the state that a script without the `Trainer` restored; None if unknown.
+        restored_steps: steps in the state restored by a script without the `Trainer`; None if unknown.
     """
 
     __slots__ = (

@@ -97,9 +97,9 @@ class JobSpec:
     hang_timeout_s: int | None = 300
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
-    """Slurm's MPI plugin, with which the processes of an MPI program find each other."""
+    """Slurm's MPI plugin, for the rendezvous of MPI programs."""
     independent_ranks: bool = False
-    """If the ranks do not train together."""
+    """True if the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by long name without dashes. A flag has an empty value."""
     template: str | None = None

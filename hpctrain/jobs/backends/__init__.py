@@ -39,7 +39,7 @@ def choose_backend(
     Args:
         asked: `slurm`, `local`, or `auto`, which selects Slurm if it responds.
         environ: environment variables for Slurm's commands.
-        dry_run: nothing will be submitted, so Slurm need not respond if it was requested by name.
+        dry_run: nothing will be submitted, so an unresponsive Slurm is accepted if requested by name.
 
     Raises:
         SchedulerError: Slurm does not respond, but was requested by name or is set up on this machine.

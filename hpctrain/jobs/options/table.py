@@ -224,8 +224,8 @@ class _Run(TypedDict, total=False):
         bool,
         OptionInfo(
             default=JobSpec.independent_ranks,
-            help="The ranks do not train together. Otherwise ranks that train without a process group fail "
-            "the run.",
+            help="Allow ranks that do not train together. Without this option, training without a process "
+            "group fails the run.",
         ),
     ]
     resume_mode: Annotated[

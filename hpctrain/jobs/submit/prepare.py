@@ -48,7 +48,7 @@ def prepare_submission(
         python: the interpreter of supervisor and ranks.
         code: a folder of the working tree to copy, if the script is elsewhere.
         program: the kind of `script`.
-        dry_run: the job will not be submitted, so a Slurm that was requested by name need not respond.
+        dry_run: the job will not be submitted, so an unresponsive Slurm is accepted if requested by name.
 
     Raises:
         SpecError: the job cannot run as requested.

@@ -91,7 +91,7 @@ def exit_on_stop_signal() -> None:
 
 
 def handles_stop_signals() -> bool:
-    """True if a stop signal ends this process, because no code captures signals."""
+    """Return true if a stop signal ends this process because no code captures signals."""
     return all(signal.getsignal(number) is _exit_for_signal for number in STOP_SIGNALS)
 
 
@@ -145,14 +145,14 @@ def exit_after_step() -> None:
     """Exit with a request to be continued if all ranks stop after the step that this rank has completed.
 
     Raises:
-        StoppedBeforeTraining: they do.
+        StoppedBeforeTraining: all ranks stop after this step.
     """
     if agreed_stop.after_step():
         _exit(agreed_stop.signal or signal.SIGTERM, activity.step)
 
 
 def _repeat_after_timeout(number: signal.Signals) -> None:
-    """Repeat a signal if the ranks have not stopped after a common step: the rank then exits at once."""
+    """Repeat a signal if the ranks have not stopped after a common step; the rank then exits immediately."""
     time.sleep(agreement_timeout_s(number, os.environ))
     signal.pthread_kill(threading.main_thread().ident or 0, number)
 

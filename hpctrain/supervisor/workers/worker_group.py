@@ -147,7 +147,7 @@ class WorkerGroup:
     def _start_standby(self, monitor: RankMonitor) -> None:
         """Start standby workers for the next attempt once the current ranks have trained for a while."""
         after_s = self._spec.standby_workers_s
-        # MPI's processes must start together.
+        # MPI processes must start together.
         if after_s is None or self._spec.torchrun or self._spec.mpi != "none" or self._standby_started:
             return
         if (modules := monitor.modules) is None:
