@@ -1,4 +1,4 @@
-"""An Accelerate script that knows nothing of hpctrain. It keeps its checkpoints where it is told to.
+"""An Accelerate script that does not use hpctrain. It saves checkpoints in the folder given as an option.
 
 python examples/accelerate_sine.py
 srun --nodes=2 --ntasks-per-node=1 hpctrain exec -- python examples/accelerate_sine.py
@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def newest(folder: Path) -> tuple[int, Path | None]:
-    """The step of the newest checkpoint, and the checkpoint; 0 and None where there is none yet."""
+    """Return the step of the newest checkpoint, and the checkpoint; 0 and None if there is none."""
     steps = [int(path.name.removeprefix("sine-")) for path in folder.glob("sine-*")]
     return (max(steps), folder / f"sine-{max(steps)}") if steps else (0, None)
 
 
 def save(accelerator: Accelerator, folder: Path, step: int) -> None:
-    """Replace the newest checkpoint; a kill in the middle leaves the one before."""
+    """Write a new checkpoint, then remove the previous one: after a kill, at least one remains."""
     _, before = newest(folder)
     accelerator.save_state(folder / "unfinished")
     accelerator.wait_for_everyone()
@@ -39,7 +39,7 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
 
 
 def main() -> None:
-    # hpctrain names the folder of the run; without it, files lie below where the script was started.
+    # hpctrain sets the run folder; without hpctrain, files are in the current folder.
     folder = os.path.join(os.environ.get("HPCTRAIN_RUN_DIR", "."), "checkpoints")
     parser = argparse.ArgumentParser(description="Fit a sine with Accelerate.")
     parser.add_argument("--max-steps", type=int, default=500)
@@ -48,9 +48,9 @@ def main() -> None:
     args = parser.parse_args()
 
     accelerator = Accelerator(
-        # Without a GPU, Accelerate takes each rank for the only one unless it is told to use the CPU.
+        # Without GPUs, Accelerate treats each rank as the only one, unless the CPU is requested explicitly.
         cpu=not torch.cuda.is_available(),
-        # A sampler whose order follows from the number of the epoch, so that it can be entered anywhere.
+        # A sampler whose order depends only on the epoch number, so that a run can resume at any position.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     torch.manual_seed(1)

@@ -1,6 +1,6 @@
-"""A small GPT on bytes, trained on the source files of Python's own standard library.
+"""A small GPT on bytes, trained on the source files of Python's standard library.
 
-Real text that every machine has, so nothing is downloaded. At the end the model writes some Python.
+The text is available on every machine, so nothing is downloaded. At the end, the model generates some Python.
 
     python examples/gpt.py
     torchrun --standalone --nproc-per-node 2 examples/gpt.py
@@ -66,7 +66,7 @@ class GPT(hpctrain.Module):
         return self.head(self.norm(self.blocks(x)))
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte; `batch` holds one byte more a row than the model reads."""
+        """Return the mean cross-entropy in nats per byte; rows of `batch` have one extra byte as target."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -89,7 +89,7 @@ class GPT(hpctrain.Module):
 
     @torch.no_grad()
     def write(self, prompt: str, num_bytes: int, temperature: float = 0.7) -> str:
-        """Continue `prompt` by `num_bytes` bytes, drawn one at a time."""
+        """Continue `prompt` by `num_bytes` bytes, sampled one at a time."""
         tokens = torch.tensor([list(prompt.encode())], device=self.position.device)
         for _ in range(num_bytes):
             logits = self(tokens[:, -self.context :])[:, -1] / temperature
@@ -98,7 +98,7 @@ class GPT(hpctrain.Module):
 
 
 class Windows(Dataset):
-    """Consecutive pieces of a text: `context` bytes to read, and the one after each to predict."""
+    """Consecutive pieces of a text: `context` input bytes, and the next byte after each as target."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -113,7 +113,7 @@ class Windows(Dataset):
 
 
 def standard_library(max_bytes: int) -> bytes:
-    """Source text of the standard library's top-level modules, by name: the same on every node."""
+    """Return the source text of the standard library's top-level modules, sorted by name."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return b"".join(file.read_bytes() for file in files)[:max_bytes]
 
@@ -121,7 +121,7 @@ def standard_library(max_bytes: int) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's standard library.")
     parser.add_argument("--max-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=32, help="windows, over all ranks together")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows, total over all ranks")
     parser.add_argument("--context", type=int, default=64, help="bytes")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=2)
@@ -143,12 +143,12 @@ def main() -> None:
         checkpoint_every=args.checkpoint_every,
         seed=args.seed,
     )
-    # After the trainer, which seeds the generators that the weights are drawn from.
+    # Created after the trainer, which seeds the generators for the initial weights.
     model = GPT(args.context, args.width, args.depth, args.heads, args.max_steps, args.lr)
     trainer.fit(model, Windows(text[held_out:], args.context), Windows(text[:held_out], args.context))
     if trainer.is_main:
         if trainer.metrics:
-            print(f"validation loss: {trainer.metrics['val_loss']:.3f} nats a byte")
+            print(f"validation loss: {trainer.metrics['val_loss']:.3f} nats per byte")
         print("the model writes:\n")
         print(model.write("def main(", num_bytes=400))
 

@@ -1,4 +1,4 @@
-"""A Lightning script that knows nothing of hpctrain. It keeps its checkpoints where it is told to.
+"""A Lightning script that does not use hpctrain. It saves checkpoints in the folder given as an option.
 
 python examples/lightning_sine.py
 srun --nodes=2 --ntasks-per-node=1 hpctrain exec -- python examples/lightning_sine.py --num-nodes 2
@@ -32,7 +32,7 @@ class Sine(lightning.LightningModule):
 
 
 def main() -> None:
-    # hpctrain names the folder of the run; without it, files lie below where the script was started.
+    # hpctrain sets the run folder; without hpctrain, files are in the current folder.
     folder = os.path.join(os.environ.get("HPCTRAIN_RUN_DIR", "."), "checkpoints")
     parser = argparse.ArgumentParser(description="Fit a sine with Lightning.")
     parser.add_argument("--num-nodes", type=int, default=1)

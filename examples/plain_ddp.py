@@ -1,7 +1,7 @@
-"""A script that knows only PyTorch: its `env://` start, DDP, and a checkpoint file of its own.
+"""A plain PyTorch script: `env://` initialization, DDP, and its own checkpoint file.
 
-hpctrain needs nothing more of it. It may be preempted at any time: on SIGTERM all ranks agree to stop, rank 0
-saves, and exit code 75 says "my state is saved, continue me"; the next start finds the file and goes on.
+hpctrain requires nothing else. The run may be preempted at any time. On SIGTERM, all ranks agree to stop,
+rank 0 saves, and exit code 75 requests a continuation. The next attempt resumes from the file.
 
     python examples/plain_ddp.py
     torchrun --standalone --nproc-per-node 2 examples/plain_ddp.py
@@ -25,10 +25,10 @@ EXIT_CONTINUE = 75
 
 
 def join() -> torch.device:
-    """Join the other ranks where there are any, and take this rank's device."""
+    """Join the other ranks, if any, and select the device of this rank."""
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        # Slurm may show a rank its own GPU only, or all of the node.
+        # Slurm may show a rank only its own GPU, or all GPUs of the node.
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(device)
@@ -40,21 +40,21 @@ def join() -> torch.device:
 
 
 def save(path: str, state: dict) -> None:
-    """Replace the file at once: a kill in the middle leaves the one before."""
+    """Replace the file atomically: after a kill, the previous file remains."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     torch.save(state, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set on any rank. All ranks must call this."""
+    """Return true if `flag` is set on any rank. All ranks must call this."""
     flags = torch.tensor(int(flag), device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return bool(flags.item())
 
 
 def main() -> None:
-    # hpctrain names the folder of the run; without it, the file lies below where the script was started.
+    # hpctrain sets the run folder; without hpctrain, the file is in the current folder.
     folder = os.path.join(os.environ.get("HPCTRAIN_RUN_DIR", "."), "checkpoints")
     parser = argparse.ArgumentParser(description="Fit a sine with plain PyTorch.")
     parser.add_argument("--max-steps", type=int, default=500)
@@ -87,7 +87,7 @@ def main() -> None:
 
     stopping = False
     while step < args.max_steps and not stopping:
-        # Seeded by step and rank, so that a continued run draws what an undisturbed one would have drawn.
+        # Seeded by step and rank, so that a continued run draws the same samples as an undisturbed run.
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         x = (torch.rand(args.batch_size, 1, generator=generator) * 6 - 3).to(device)
         loss = F.mse_loss(model(x), x.sin())

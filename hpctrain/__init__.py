@@ -1,6 +1,6 @@
-"""hpctrain: run one PyTorch script on Slurm, with the result of an uninterrupted run despite failures.
+"""hpctrain: run a PyTorch script on Slurm, with the result of an uninterrupted run despite failures.
 
-Modules that need torch are imported on first use, so that the command line starts fast.
+Modules that require torch are imported on first use, to speed up the command line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The secret of an attempt, and message authentication codes that prove its possession.
+"""The secret of an attempt, and message authentication codes based on it.
 
-The secret is in the environment of the ranks, which only processes of the run's owner can read. It is never
-sent: a peer proves it by a code over fresh nonces of both sides. An empty secret proves nothing.
+The secret is in the environment of the ranks, which only processes of the run's owner can read. The secret is
+never sent: a peer authenticates with a code over fresh nonces of both sides. An empty secret authenticates
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from hpctrain.errors import Unauthenticated
 
-#: Environment variable of the secret. Set by the supervisor, or by the user for ranks without one.
+#: Environment variable of the secret. Set by the supervisor, or by the user for ranks without a supervisor.
 SECRET_VARIABLE = "HPCTRAIN_SECRET"
 CODE_BYTES = 32
 #: Length of a nonce in a line of text, in bytes.
@@ -28,7 +29,7 @@ def new_secret() -> dict[str, str]:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """Return the secret in `environ`, or empty bytes if there is none."""
+    """Return the secret in `environ`, or empty bytes."""
     return environ.get(SECRET_VARIABLE, "").encode()
 
 
@@ -38,7 +39,7 @@ def new_nonce() -> bytes:
 
 
 def code(key: bytes, *parts: object) -> bytes:
-    """Return the HMAC-SHA256 of `parts`: bytes, or anything that `str` represents exactly."""
+    """Return the HMAC-SHA256 of `parts`: bytes, or objects that `str` represents exactly."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -58,7 +59,7 @@ def seal(key: bytes, content: bytes, *context: object) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
-    """Return the content that `seal` was given.
+    """Return the content passed to `seal`.
 
     Raises:
         Unauthenticated: the code is wrong.
@@ -70,7 +71,7 @@ def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
 
 
 class Signed:
-    """One direction of a connection: JSON lines, each with a code over its content and line number.
+    """One direction of a connection: JSON lines, each with a code over content and line number.
 
     The receiver detects lines that were changed, dropped, repeated or sent back.
     """
@@ -84,7 +85,7 @@ class Signed:
         return seal(self._key, json.dumps(message).encode("ascii"), self._count) + b"\n"
 
     def open(self, line: bytes) -> dict[str, Any]:
-        """Return the message in the next received line. The code is checked before anything is parsed.
+        """Return the message in the next received line. The code is checked before parsing.
 
         Raises:
             Unauthenticated: the code is wrong, or the line is not a JSON object.
@@ -100,9 +101,10 @@ class Signed:
 
 
 def sign_connection(key: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[Signed, Signed]:
-    """Return the directions to the server and back, after both sides have sent a fresh nonce.
+    """Return both directions of a connection, after both sides have sent a fresh nonce.
 
-    The first line that opens proves that its sender has the key: it depends on the nonce of the receiver.
+    The first valid line proves that its sender has the key, because its code depends on the nonce of the
+    receiver.
     """
     up, down = (Signed(key, direction, server_nonce, client_nonce) for direction in ("up", "down"))
     return up, down

@@ -1,4 +1,4 @@
-"""Line writer that does not fail the run if the disk is full or the folder vanished."""
+"""Line writer that tolerates a full disk or a vanished folder."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _RETRY_AFTER_S = 1.0
 
 
 class BufferedLineWriter:
-    """Appends lines to a file, and buffers those that cannot be written until they can be."""
+    """Appends lines to a file, and buffers lines while they cannot be written."""
 
     def __init__(self, path: Path, say: ReportMessage) -> None:
-        """Append to the file at `path`; report to `say` when writing fails and when it works again."""
+        """Append to the file at `path`; report write failures and recovery with `say`."""
         self._path, self._report = path, say
         self._pending: deque[str] = deque(maxlen=_MAX_PENDING)
         self._retry_at = 0.0
         self._writing = threading.RLock()
         self.last_error: OSError | None = None
-        """Why the file cannot be written; None if it can."""
+        """Reason why the file cannot be written; None if it is writable."""
 
     @property
     def has_pending(self) -> bool:
-        """True if lines are buffered that could not be written so far."""
+        """True if lines are buffered."""
         return bool(self._pending)
 
     @contextmanager
     def pending(self) -> Iterator[list[str]]:
-        """Yield the lines that could not be written so far; none is written during the block."""
+        """Yield the buffered lines; no line is written during the block."""
         with self._writing:
             yield list(self._pending)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append `record` as JSON after the buffered lines, now or later."""
+        """Append `record` as JSON after the buffered lines, immediately or later."""
         self.append_line(json.dumps(record))
 
     def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -55,7 +55,7 @@ class BufferedLineWriter:
             self.flush()
 
     def append_line(self, line: str) -> None:
-        """Append `line` after the buffered lines, now or later."""
+        """Append `line` after the buffered lines, immediately or later."""
         self._pending.append(line)
         if time.monotonic() >= self._retry_at:
             self.flush()
@@ -73,8 +73,8 @@ class BufferedLineWriter:
             self._retry_at = time.monotonic() + _RETRY_AFTER_S
             if not said:
                 self._report(
-                    f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues; "
-                    "lines are buffered and written later."
+                    f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues. Lines are "
+                    "buffered and will be written later."
                 )
         else:
             if self.last_error is not None:

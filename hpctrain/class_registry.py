@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 @dataclass
 class Registry(Generic[T]):
-    """Subclasses of one class, by name.
+    """Subclasses of a class, by name.
 
-    Classes registered by a script take precedence over other packages, and these over hpctrain.
+    Classes registered by a script have the highest precedence, followed by other packages and hpctrain.
     """
 
     setting: str
-    """The setting that takes the name, for messages."""
+    """The setting for the name, for messages."""
     kind: type[T]
-    """Their base class, or the protocol that they follow."""
+    """Base class or protocol of the classes."""
     ours: Mapping[str, str]
     """Classes of hpctrain: name and "module:Class", relative to the package of `kind`.
 
@@ -51,10 +51,10 @@ class Registry(Generic[T]):
 
         Args:
             name: the user's value.
-            origin: its source for messages, if it is not the setting.
+            origin: source of the value for messages, if not the setting.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no such class.
         """
         origin = origin or self.setting
         if not isinstance(name, str):
@@ -66,8 +66,8 @@ class Registry(Generic[T]):
             kind = others[name].load()
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):
                 raise UserError(
-                    f"{origin} is {name!r}, which an installed package defines as {others[name].value}; "
-                    f"that is not a subclass of {self.kind.__module__}.{self.kind.__name__}."
+                    f"{origin} is {name!r}, which an installed package defines as {others[name].value}, but "
+                    f"this is not a subclass of {self.kind.__module__}.{self.kind.__name__}."
                 )
             return kind
         if name in self.ours:

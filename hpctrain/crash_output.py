@@ -1,6 +1,6 @@
-"""Output of a process that ended without reporting a cause: its log, or a traceback in another log.
+"""Output of a process that exited without reporting a cause: its log, or a traceback in another log.
 
-A rank that fails before it opens its log prints to the output of its launcher.
+A rank that fails before opening its log prints to the output of its launcher.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hpctrain.files import open_regular
 
-#: Only this many bytes at the end of a log are searched for a traceback.
+#: Number of bytes at the end of a log to search for a traceback.
 _SEARCHED_BYTES = 64 * 1024
 
-# Processes that print at the same time mix their lines, but each line stays whole.
+# Processes that print at the same time mix their lines, but each line remains complete.
 _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n"
     r"(?:(?:[ \t].*|Traceback .*)?\n)+"
@@ -29,31 +29,31 @@ _SLURM_LINES = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILI
 
 #: Failure kind of a rank that exited with code 0 during a training.
 UNFINISHED = "unfinished"
-#: Advice for the user in that case.
+#: Remedy for a script that exited during a training.
 UNFINISHED_ADVICE = "To end training early, call end() on the trainer or session, and let training return"
 
 
 @dataclass(frozen=True)
 class CrashOutput:
-    """All that is known about the end of a process."""
+    """Available information about the exit of a process."""
 
     log: Path
-    """The file with its output, if there is any."""
+    """The file with the output, if any."""
     message: str = ""
-    """The last line of its traceback, or the likely meaning of the signal."""
+    """The last line of the traceback, or the likely meaning of the signal."""
     traceback: str = ""
 
 
 def find_crash_output(
     log: Path, outer_log: Path, since: int = 0, number: signal.Signals | None = None
 ) -> CrashOutput:
-    """Return the output of a process that ended.
+    """Return the output of an exited process.
 
     Args:
         log: the log of the process.
         outer_log: the log of its launcher, which may also contain output of the process.
         since: length of `outer_log`, in bytes, when the process was started.
-        number: the signal that ended the process.
+        number: the signal that killed the process.
     """
     message = ""
     if number == signal.SIGKILL:
@@ -70,16 +70,16 @@ def describe_unfinished(what: str, step: int | None, last_step: int | None) -> s
 
     Args:
         what: the call that did not return.
-        step: the last step that is known to be completed.
-        last_step: the step at which the training would have ended, if known.
+        step: the last completed step, if known.
+        last_step: the last step of the training, if known.
     """
     of = "" if last_step is None else f" of {last_step}"
     where = f"after step {step}{of}" if step else f"before step 1{of}"
-    return f"the script ended with exit code 0 before {what} returned, {where}"
+    return f"the script exited with code 0 before {what} returned, {where}"
 
 
 def file_size(path: Path) -> int:
-    """Return the length of a file in bytes; 0 if there is none."""
+    """Return the length of a file in bytes; 0 without a file."""
     try:
         return os.stat(path).st_size
     except OSError:

@@ -1,41 +1,41 @@
-"""All exceptions that hpctrain raises on purpose.
+"""Exceptions raised by hpctrain.
 
 ::
 
     HpctrainError
-    ├── UserError                 exit 2: the user's request cannot be carried out
+    ├── UserError                 exit 2: the user's request cannot be performed
     │   ├── SpecError             an option, argument or path of a job is wrong
     │   ├── EnvironmentMismatch   variables of the environment contradict each other
     │   └── RunNotFound           no run of that id or folder
-    ├── SchedulerError            exit 3: the scheduler refused, or cannot be reached
+    ├── SchedulerError            exit 3: the scheduler rejected a request, or cannot be reached
     ├── RunFailed                 exit 4: the run ended without success
     ├── WaitTimeout               exit 1: the awaited event did not happen in time
     ├── RendezvousError           exit 1: the ranks of a job did not form a group
     ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         ├── CorruptCheckpoint     a part of it is missing or changed
-        └── DiskFull              there is no room for it, or the quota is used up
+        └── DiskFull              there is not enough disk space, or the quota is exceeded
 
-A message gives the conflicting values, the source of each, and the next step for the user.
-Only the command line turns an error into one line on stderr and `exit_code`.
+A message contains the conflicting values, their sources, and the next step for the user.
+The command line converts an error to one line on stderr and `exit_code`.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-#: Exit code of a rank that saved its state and requests to be continued.
+#: Exit code of a rank that saved its state and requests a continuation.
 EXIT_CONTINUE = 75
 
 
 class HpctrainError(Exception):
-    """Base of all errors that hpctrain raises on purpose."""
+    """Base class of the exceptions raised by hpctrain."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UserError(HpctrainError, ValueError):
-    """The user's request cannot be carried out."""
+    """The user's request cannot be performed."""
 
     exit_code = 2
 
@@ -45,7 +45,7 @@ class SpecError(UserError):
 
 
 class EnvironmentMismatch(UserError):
-    """Variables of the environment contradict each other, or lack a part."""
+    """Variables of the environment contradict each other, or are incomplete."""
 
 
 class RunNotFound(UserError):
@@ -53,7 +53,7 @@ class RunNotFound(UserError):
 
 
 class SchedulerError(HpctrainError):
-    """The scheduler refused a request, or cannot be reached."""
+    """The scheduler rejected a request, or cannot be reached."""
 
     exit_code = 3
 
@@ -81,8 +81,8 @@ class CheckpointError(HpctrainError):
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A checkpoint differs from what was written: a part is missing or changed."""
+    """A checkpoint differs from the written content: a part is missing or changed."""
 
 
 class DiskFull(CheckpointError):
-    """The disk has no room for a checkpoint, or the quota is used up."""
+    """There is not enough disk space for a checkpoint, or the quota is exceeded."""

@@ -14,21 +14,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: Modes of a run's files. The umask decides who can read; only the owner can write, whatever the umask.
+#: Modes of a run's files. The umask controls read access; only the owner has write access, regardless of the
+#: umask.
 _SHARED, _PRIVATE = 0o644, 0o600
-#: A check with `is_locked` takes microseconds, but several may come in a row.
+#: A check with `is_locked` takes microseconds, but several checks may follow each other.
 _POLL_INTERVAL_S = 0.1
 
 
 def make_folder(path: Path, *, private: bool = False) -> None:
-    """Make a folder of a run; an existing one keeps its mode. Parents get the mode of the umask.
+    """Create a folder of a run; an existing folder keeps its mode. Parents have the mode of the umask.
 
     Args:
         path: the folder.
         private: only the owner can open it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
 
@@ -39,12 +40,12 @@ def own_file(path: str | Path, flags: int) -> int:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Replace the file at `path` by `content`: a reader sees the old file or the new one, never a part.
+    """Replace the file at `path` with `content` atomically: a reader sees either the old or the new content.
 
     Args:
         path: the file.
-        content: its new content.
-        durable: wait until it survives a power failure, which takes milliseconds.
+        content: the new content.
+        durable: wait until the file survives a power failure, which takes milliseconds.
         private: only the owner can read it.
 
     Raises:
@@ -65,7 +66,7 @@ def replace_files(
     mode = _PRIVATE if private else _SHARED
     try:
         for path, content in contents.items():
-            # A process with the same pid may have left one with another mode.
+            # A process with the same pid may have left a file with another mode.
             temporaries[path].unlink(missing_ok=True)
             fd = os.open(temporaries[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with open(fd, "wb") as file:
@@ -85,10 +86,10 @@ def replace_files(
 
 
 def fsync_path(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power failure.
+    """Sync the content of a file, or the names in a folder, to survive a power failure.
 
     Raises:
-        OSError: it does not exist, or cannot be written to the disk.
+        OSError: the file does not exist, or cannot be written to the disk.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -100,7 +101,7 @@ def fsync_path(path: Path) -> None:
 def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
     """Open a regular file for reading.
 
-    Others may be able to write into a run folder: a FIFO would block its reader, and a device may never end.
+    Others may have write access to a run folder: a FIFO would block its reader, and a device may be endless.
 
     Args:
         path: the file.
@@ -134,7 +135,7 @@ def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read or is not a regular file.
-        ValueError: it does not hold a JSON object.
+        ValueError: the file does not contain a JSON object.
     """
     try:
         record = json.loads(read_regular(path, follow_links=follow_links))
@@ -163,9 +164,9 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line in one write, so that writers on the same host do not mix lines.
+    """Append a line in a single write, to avoid mixing lines of writers on the same host.
 
-    If a crash or a full disk has truncated the last line of the file, it is terminated first.
+    A last line truncated by a crash or a full disk is terminated first.
 
     Raises:
         OSError: the file cannot be written, or only in part because the disk is full.
@@ -174,7 +175,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append_lines(path: Path, lines: deque[str]) -> None:
-    """Append lines like `append_line`, and remove the written ones from `lines`.
+    """Append lines like `append_line`, and remove the written lines from `lines`.
 
     Raises:
         OSError: the file cannot be written, or only in part because the disk is full.
@@ -215,7 +216,7 @@ def _has_partial_line(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) not in (b"\n", b"")
 
 
-#: Checks that an object of a JSON-lines file has the fields that its readers rely on.
+#: Checks that an object of a JSON-lines file has the fields that its readers require.
 IsValid = Callable[[Mapping[str, Any]], bool]
 
 
@@ -269,23 +270,23 @@ def parse_json_line(
 
 
 def _warn_damaged(path: Path) -> None:
-    warn_once(f"Skipped a damaged line in {path}, possibly cut off by a crash or a full disk.")
+    warn_once(f"Skipped a damaged line in {path}, possibly truncated by a crash or a full disk.")
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning that this process has not logged yet."""
-    # Imported here because submitting a job does not need logging.
+    """Log a warning once per process."""
+    # Imported here because submitting a job does not require logging.
     import logging
 
     logging.getLogger(__name__).warning("hpctrain: %s", text)
 
 
 def try_lock(path: Path) -> int | None:
-    """Take the lock file at `path`; return None if another process holds it.
+    """Acquire the lock file at `path`; return None if another process holds it.
 
-    The lock is held while the returned file descriptor is open in this process or in a child that
-    inherited it. So it is released however the holder dies.
+    The lock is held while the returned file descriptor is open in this process or in a child that inherited
+    it. It is therefore released on any exit of the holder.
 
     The file is private, because any process that can read it could lock it (flock(2)).
     """
@@ -304,10 +305,10 @@ def try_lock(path: Path) -> int | None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Take the lock on a folder; it is held as in `try_lock`.
+    """Acquire the lock on a folder, which is held as in `try_lock`.
 
     Raises:
-        OSError: the file system has no locks, or another process holds this one.
+        OSError: the file system has no locks, or another process holds this lock.
     """
     fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
@@ -326,7 +327,7 @@ def _dup_above_stdio(fd: int) -> int:
 
 
 def _lock_fd(fd: int) -> None:
-    """Lock the open file `fd`. Waits a moment, because `is_locked` in other processes takes the lock briefly.
+    """Lock the open file `fd`, with a short wait: `is_locked` in other processes briefly holds the lock.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -346,7 +347,7 @@ def is_locked(path: Path) -> bool:
     """True if a living process holds the lock file, or the folder lock, at `path`.
 
     Raises:
-        PermissionError: it belongs to another user.
+        PermissionError: the lock belongs to another user.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

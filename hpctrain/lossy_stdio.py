@@ -1,4 +1,4 @@
-"""Output streams that do not fail the process if the disk is full or the folder vanished."""
+"""Output streams that tolerate a full disk or a vanished folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_stdio_lossy() -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name)
         if before is None:
-            continue  # It was already closed when this process started.
+            continue  # The stream was already closed when this process started.
         before.flush()
         stream = io.TextIOWrapper(
             io.BufferedWriter(_Lenient(fd)),

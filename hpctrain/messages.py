@@ -1,7 +1,8 @@
 """Messages between the ranks of a process group: authenticated JSON, with tensors sent separately.
 
-torch's object collectives unpickle what they receive, and torch authenticates no connection. So the ranks
-first prove the secret of their attempt to each other, and never unpickle a received message.
+torch's object collectives unpickle received data, and torch does not authenticate connections. The ranks
+therefore first authenticate each other with the secret of their attempt, and never unpickle received
+messages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpctrain.authentication import CODE_BYTES, code, matches
 from hpctrain.errors import RendezvousError, Unauthenticated, UserError
 from hpctrain.text import format_ranks
 
-#: Maximum length of a message, without its tensors.
+#: Maximum length of a message without tensors.
 MAX_MESSAGE_BYTES = 1 << 28
 #: All ranks finish forming a group within seconds of each other.
 _PROOF_LIMIT = timedelta(seconds=60)
@@ -33,7 +34,7 @@ _LENGTH_BYTES = 8
 
 @dataclass
 class _Session:
-    """The key that the ranks of a group agreed on when they proved the secret."""
+    """The key that the ranks of a group agreed on during authentication."""
 
     key: bytes
     count: int = 0
@@ -47,14 +48,14 @@ _describe_store: Callable[[], str] = str
 
 
 def prove_world(secret: bytes, describe_store: Callable[[], str] = str) -> None:
-    """Prove `secret` to all ranks of the default group; later groups use it, too. All ranks must call this.
+    """Authenticate the default group with `secret`; later groups use it, too. All ranks must call this.
 
     Args:
         secret: the secret of the attempt.
         describe_store: describes the store of the ranks, for errors.
 
     Raises:
-        RendezvousError: a rank did not answer in time, or closed a connection.
+        RendezvousError: a rank did not respond in time, or closed a connection.
         Unauthenticated: a rank did not prove the secret.
     """
     global _secret, _describe_store
@@ -63,7 +64,7 @@ def prove_world(secret: bytes, describe_store: Callable[[], str] = str) -> None:
 
 
 def new_group(members: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-    """Return a `torch.distributed.new_group` whose members prove the secret to each other.
+    """Return a `torch.distributed.new_group` whose members authenticate each other.
 
     Raises:
         RendezvousError: a member did not answer in time, or closed a connection.
@@ -77,10 +78,10 @@ def new_group(members: Sequence[int] | None = None, **options: Any) -> dist.Proc
 
 
 def prove(group: dist.ProcessGroup | None) -> _Session:
-    """Prove the secret to the other members, once. All members must call this.
+    """Authenticate the members with the secret, once. All members must call this.
 
-    Every member sends a nonce. Its proof is a code over all nonces and its own rank, so that a proof cannot
-    be replayed or sent back.
+    Every member sends a nonce. The proof is a code over all nonces and the own rank, which cannot be replayed
+    or sent back.
 
     Raises:
         RendezvousError: a member did not answer in time, or closed a connection.
@@ -95,7 +96,7 @@ def prove(group: dist.ProcessGroup | None) -> _Session:
 
 @contextmanager
 def _forming(members: Sequence[int], step: str) -> Iterator[None]:
-    """Convert torch's errors, and add the ranks that were waited for and the store."""
+    """Convert torch's errors, and add the missing ranks and the store."""
     begun, own = time.monotonic(), dist.get_rank()
     try:
         yield
@@ -136,15 +137,15 @@ def _proven(group: dist.ProcessGroup) -> _Session:
 def gather(
     group: dist.ProcessGroup, value: Any, *, to: int | None = None, what: str = "a message"
 ) -> list[Any]:
-    """Return the values of all members, in their order. All members must call this.
+    """Return the values of all members, in order. All members must call this.
 
     Args:
         group: has a CPU backend.
         value: None, bool, int, float, str, bytes, list, tuple, dict, torch.dtype, tensor, NumPy array or
             number, nested to any depth. Tensors arrive on the CPU.
-        to: group rank of the only member that receives the values; None for all members. The others get
-            None for each value. The values must then contain no tensors, arrays or bytes.
-        what: the name of the value in errors.
+        to: group rank of the only member that receives the values; None for all members. Other members
+            receive None for each value. In this case, the values must not contain tensors, arrays or bytes.
+        what: name of the value in errors.
 
     Raises:
         UserError: on all receiving members: a value has another type, or is too long.
@@ -174,7 +175,7 @@ def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, what: str = "a 
 
 
 def _devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return one device type per backend, the same on all members."""
+    """Return one device type per backend, identical on all members."""
     backends = {
         group._get_backend(device).name(): device
         for device in sorted(group._device_types, key=lambda device: device.type, reverse=True)
@@ -184,14 +185,14 @@ def _devices(group: dist.ProcessGroup) -> list[torch.device]:
 
 @dataclass
 class _Packed:
-    """A value, split into JSON text and tensors."""
+    """A value, split into JSON and tensors."""
 
     text: bytes
     tensors: list[torch.Tensor]
 
 
 def _pack(value: Any, what: str) -> _Packed:
-    """Pack a value. One that cannot be sent becomes an error on all members."""
+    """Pack a value. A value that cannot be sent becomes an error on all members."""
     tensors: list[torch.Tensor] = []
     try:
         record: dict[str, Any] = {"value": _encode(value, tensors)}
@@ -290,7 +291,7 @@ def _dtype(name: str) -> torch.dtype:
 def _tensors(
     group: dist.ProcessGroup, text: bytes, src: int, own: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a message of member `src`."""
+    """Yield the tensors of a message from member `src`."""
     sends = dist.get_rank(group) == src
     for index, (name, shape) in enumerate(_parse(text, "a message").get("tensors", [])):
         tensor = own[index] if sends else torch.empty(shape, dtype=_dtype(name))
@@ -302,7 +303,7 @@ def _tensors(
 
 
 def _send_all(group: dist.ProcessGroup, text: bytes, what: str, to: int | None) -> list[bytes]:
-    """Return the texts of all members; on members that receive none, an empty list."""
+    """Return the JSON of all members; an empty list on members that receive none."""
     session, own, size = prove(group), dist.get_rank(group), group.size()
     session.count += 1
     header = _header(session, own, text)
@@ -369,7 +370,7 @@ def _checked(session: _Session, src: int, packet: torch.Tensor, length: int, wha
 
 
 def _exchange(group: dist.ProcessGroup, device: torch.device, own: bytes) -> list[bytes]:
-    """Return the bytes of each member, which have the same length on all."""
+    """Return the bytes of each member, with the same length on all members."""
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(group.size())]
     work = dist.all_gather(received, sent, group=group, async_op=True)

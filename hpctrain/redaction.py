@@ -1,4 +1,4 @@
-"""Removal of secrets from the parts of a run's specification and environment that its report shows."""
+"""Removal of secrets from a run's specification and environment for the report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ REDACTED_TEXT = "(not shown)"
 
 #: Names of variables whose values are secret.
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|(?:^|_)(?:pat|pwd|dsn)(?:_|$)", re.IGNORECASE)
-#: The same at the end of a name within a text. Stricter, because a text has words such as --max-tokens.
-#: A text may be long, so each pattern can start at few places and scans forward once from there.
+#: The same at the end of a name within other text. Stricter, because of words such as --max-tokens. Texts may
+#: be long, so each pattern can start at few positions and scans forward once.
 _NAME = (
     r"[\w.-]*(?:key|token|secret|passw(?:or)?d|credentials?|auth(?:orization)?|(?<![A-Za-z])(?:pat|pwd|dsn))"
 )
@@ -31,7 +31,7 @@ def is_secret(name: str) -> bool:
 
 
 def strip_url_paths(text: str) -> str:
-    """Return `text` with only the hosts of its URLs; the path of a webhook is its secret."""
+    """Return `text` with only the hosts of URLs, because the path of a webhook is secret."""
     return _ADDRESS.sub(
         lambda match: f"{match[1]}{match[2]}/…" if match[3] else f"{match[1]}{match[2]}", text
     )
@@ -43,7 +43,7 @@ def redact(text: str) -> str:
 
 
 def redact_args(args: Sequence[object]) -> list[str]:
-    """Redact the words of a command, in which the value of an option may be the next word."""
+    """Redact the words of a command; the value of an option may be the next word."""
     shown: list[str] = []
     for word in map(str, args):
         follows = bool(shown) and _OPTION.fullmatch(shown[-1]) is not None and not word.startswith("-")
@@ -73,7 +73,7 @@ def redact_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(args := shown.get("args"), str):
         try:
             shown["args"] = shlex.join(redact_args(shlex.split(args)))
-        except ValueError:  # not in the format that hpctrain writes
+        except ValueError:  # not in the format written by hpctrain
             shown["args"] = redact(args)
     return shown
 

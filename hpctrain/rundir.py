@@ -1,4 +1,4 @@
-"""Paths of all files of a run, defined once, and the run's event log."""
+"""Paths of all files of a run, and the event log of the run."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-#: Checks of the event fields that readers rely on; a field that is present must pass its check.
+#: Checks of the event fields that readers require; an existing field must pass its check.
 _FIELDS: dict[str, Callable[[object], bool]] = {
     "time": _is_time,
     "attempt": _is_count,
-    # A failure that belongs to no rank has rank -1 or none.
+    # A failure without a rank has rank -1 or none.
     "rank": lambda value: value is None or value == -1 or _is_count(value),
     "step": lambda value: value is None or _is_count(value),
     **dict.fromkeys(("nodes", "nodes_before", "world_size", "exit_code"), _is_count),
@@ -76,7 +76,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
-    """True if a line of `events.jsonl` has valid values in all fields that readers of its kind rely on."""
+    """True if a line of `events.jsonl` has valid values in all fields that readers of its kind require."""
     kind = record.get("kind")
     return (
         isinstance(kind, str)
@@ -87,7 +87,7 @@ def is_event(record: Mapping[str, Any]) -> bool:
 
 
 def is_metrics(record: Mapping[str, Any]) -> bool:
-    """True if a line of `metrics.jsonl` has valid values in the fields that hpctrain itself relies on."""
+    """True if a line of `metrics.jsonl` has valid values in the fields that hpctrain requires."""
     return (
         _is_count(record.get("step", 0))
         and _is_count(record.get("attempt", 0))
@@ -98,9 +98,9 @@ def is_metrics(record: Mapping[str, Any]) -> bool:
 #: The run folder of a rank, and its attempt.
 RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
-#: Seconds that each stop signal leaves to the ranks: `SIGTERM=30,SIGUSR2=120`.
+#: Grace time of the ranks after each stop signal, in seconds: `SIGTERM=30,SIGUSR2=120`.
 STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
-#: Key in that variable for a requeue requested by the user, whatever its signal.
+#: Key in that variable for a requeue requested by the user, with any signal.
 REQUEUE_GRACE_KEY = "requeue"
 #: Mean time between two interruptions of a node, in seconds, as estimated by the site.
 NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
@@ -109,19 +109,19 @@ ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
 #: The copy of the code that a rank runs, and the working tree that was copied.
 CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
 CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
-#: A pipe whose other end the local supervisor holds; it closes when the supervisor ends for any reason.
+#: A pipe whose other end the local supervisor holds, and which closes on any exit of the supervisor.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
-#: The address at which the supervisor listens to its ranks: ADDRESS:PORT:TOKEN.
+#: The address on which the supervisor listens for its ranks: ADDRESS:PORT:TOKEN.
 SUPERVISOR_ADDRESS_VARIABLE = "HPCTRAIN_LINE"
-#: Prefix under which a variable of `--env` is passed, so that no command line shows its value.
+#: Prefix for passing a variable of `--env` without its value on a command line.
 ENV_PREFIX = "HPCTRAIN_ENV_"
-#: Modules, in JSON, that a standby worker imports before it waits for the command to start.
+#: Modules, in JSON, that a standby worker imports before waiting for the start command.
 STANDBY_VARIABLE = "HPCTRAIN_WAIT"
-#: 0 turns off the measurements of nodes.
+#: 0 disables the measurements of nodes.
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 #: 1 if the ranks of the run do not train together.
 INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
-#: The job whose successor this one is, on sites without requeue.
+#: The predecessor of this job, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -133,10 +133,10 @@ _LEASE = re.compile(r"(\d{6,})")
 
 
 class RunStorage:
-    """Writes the files of a run. The supervisor has one that outlasts a full disk."""
+    """Writes the files of a run. The supervisor uses an implementation that tolerates a full disk."""
 
     pending_reason: str | None = None
-    """Reason why data waits to be written; None if nothing waits."""
+    """Reason for delayed writes; None if no data is buffered."""
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         """Append a JSON line."""
@@ -147,18 +147,18 @@ class RunStorage:
         return read_json_lines(path, is_valid)
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file, and make its folder if needed."""
+        """Write a file, and create its folder if needed."""
         make_folder(path.parent)
         write_atomic(path, content)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder that does not exist yet; else raise `FileExistsError`."""
+        """Create a new folder; raise `FileExistsError` if it exists."""
         for parent in (path.parent.parent, path.parent):
             make_folder(parent)
         path.mkdir(0o755)
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names in a folder; none if it does not exist."""
+        """Return the names in a folder; empty if it does not exist."""
         try:
             return [entry.name for entry in folder.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -167,7 +167,7 @@ class RunStorage:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run. Holds paths only; no property creates a file."""
+    """The folder of a run. Contains only paths; no property creates a file."""
 
     path: Path
     storage: RunStorage = field(default=RunStorage(), compare=False)
@@ -183,13 +183,13 @@ class RunDir:
 
     @property
     def array(self) -> RunDir | None:
-        """The folder of the job array that this task belongs to; None if this is not a task."""
+        """The folder of the job array of this task; None if this is not a task."""
         is_task = _TASK_FOLDER.fullmatch(self.path.name)
         return RunDir(self.path.parent, self.storage) if is_task else None
 
     @property
     def run_id(self) -> str:
-        """The folder's name; for a job array task preceded by the array's name."""
+        """The name of the folder; for a job array task, preceded by the name of the array."""
         return f"{self.path.parent.name}/{self.path.name}" if self.array else self.path.name
 
     @property
@@ -204,7 +204,7 @@ class RunDir:
 
     @property
     def git_ignore(self) -> Path:
-        """Keeps the run out of the Git repository that contains it, and out of copies of the code."""
+        """Excludes the run from the enclosing Git repository, and from copies of the code."""
         return self.path / ".gitignore"
 
     @property
@@ -231,12 +231,12 @@ class RunDir:
 
     @property
     def function(self) -> Path:
-        """The function that every rank calls, if the run has no script. Written once."""
+        """The function that every rank calls, for runs without a script. Written once."""
         return self.path / "function.pkl"
 
     @property
     def resume_call(self) -> Path:
-        """The call, returned by the function's `checkpoint` method, that replaces it in later attempts."""
+        """The call for later attempts, returned by the `checkpoint` method of the function."""
         return self.path / "continuation.pkl"
 
     @property
@@ -267,31 +267,31 @@ class RunDir:
 
     @property
     def slurm_log(self) -> Path:
-        """Output of the batch script and of Slurm itself."""
+        """Output of the batch script and of Slurm."""
         return self.logs / "slurm.log"
 
     @property
     def lock(self) -> Path:
-        """Lock held by the submission and, on the local backend, by the supervisor while it runs."""
+        """Lock held by the submission and, on the local backend, by the running supervisor."""
         return self.path / "supervisor.lock"
 
     @property
     def phase_durations(self) -> Path:
-        """The longest durations seen in the run, from which the time limits for hangs follow."""
+        """The longest durations in the run, which determine the time limits for hangs."""
         return self.path / "pace.json"
 
     @property
     def cancel_request(self) -> Path:
-        """Exists once the user has requested to cancel: after a saved stop the run ends without a requeue."""
+        """Exists after a cancel request of the user: after a saved stop, the run ends without a requeue."""
         return self.path / "cancel-requested"
 
     @property
     def requeue_request(self) -> Path:
-        """The attempt that the user asked to save and requeue."""
+        """The attempt to save and requeue, as requested by the user."""
         return self.path / "requeue-requested"
 
     def is_asked_to_requeue(self, attempt: int) -> bool:
-        """True if this attempt was stopped for a requeue by the user, so the job's end is not imminent."""
+        """True if the user requested to requeue this attempt, so the end of the job is not imminent."""
         try:
             return read_regular(self.requeue_request) == f"{attempt}\n".encode()
         except OSError:
@@ -302,7 +302,7 @@ class RunDir:
         return self.path / "chain" / f"after-{job_id}"
 
     def lease(self, number: int) -> Path:
-        """Return a lease: the supervisor with the highest number may train here, under Slurm."""
+        """Return the file of a lease. Under Slurm, only the supervisor with the highest number may train."""
         return self.path / "lease" / f"{number:06d}"
 
     def leases(self) -> list[int]:
@@ -326,7 +326,7 @@ class RunDir:
         return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
 
     def memory_errors(self, host: str, local_rank: int) -> Path:
-        """Return the file with the GPU memory errors that existed when the job first checked: not its own."""
+        """Return the file with the GPU memory errors from before the job, recorded at its first check."""
         return self.path / "checks" / f"memory-errors-{host}-{local_rank:03d}.json"
 
     def attempt_logs(self, attempt: int) -> Path:
@@ -336,11 +336,11 @@ class RunDir:
         return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
 
     def agent_log(self, attempt: int, node: int) -> Path:
-        """Return the log of a node's torchrun agent, if such agents start the ranks."""
+        """Return the log of a node's torchrun agent, if torchrun starts the ranks."""
         return self.attempt_logs(attempt) / f"agent-{node:05d}.log"
 
     def ranks(self, attempt: int) -> list[int]:
-        """Return the ranks that have started a log in this attempt, ascending."""
+        """Return the ranks with a log in this attempt, ascending."""
         return _numbered(self.attempt_logs(attempt), _RANK_LOG)
 
     def log_index(self, attempt: int, node: int) -> Path:
@@ -384,7 +384,7 @@ class RunDir:
         return self.path / "results" / f"attempt-{attempt:03d}-rank-{rank:05d}.pkl"
 
     def failure_files(self, attempt: int) -> list[Path]:
-        """Return the files of the ranks that have failed so far in the attempt."""
+        """Return the files of the failed ranks in the attempt."""
         return sorted(self.failures.glob(f"attempt-{attempt:03d}-rank-*.json"))
 
     def samples(self, attempt: int, rank: int) -> Path:
@@ -394,26 +394,26 @@ class RunDir:
         return self.checkpoints / checkpoint_folder_name(step)
 
     def task(self, index: int | str) -> RunDir:
-        """Return the folder of a job array task: a whole run folder inside that of the array.
+        """Return the folder of a job array task: a complete run folder inside the folder of the array.
 
         Args:
-            index: the task's number, or a placeholder for it.
+            index: the number of the task, or a placeholder.
         """
         return RunDir(self.path / f"task-{index}", self.storage)
 
     def tasks(self) -> list[int]:
-        """Return the task numbers of a job array, ascending; none if this is a single run."""
+        """Return the task numbers of a job array, ascending; empty for a single run."""
         return _numbered(self.path, _TASK_FOLDER)
 
     def attempts(self) -> list[int]:
-        """Return the numbers of all attempts so far, ascending."""
+        """Return the numbers of all attempts, ascending."""
         return _numbers(self.storage.names(self.logs), _ATTEMPT_FOLDER)
 
     def new_attempt(self) -> int:
-        """Reserve the number of a new attempt by making its log folder.
+        """Reserve the number of a new attempt by creating its log folder.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         attempt = max(self.attempts(), default=-1) + 1
         while True:
@@ -429,10 +429,10 @@ class RunDir:
         self.storage.append(self.events, event_record(kind, attempt, **fields))
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file of the run, and make its folder if needed.
+        """Write a file of the run, and create its folder if needed.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.storage.write(path, content)
 
@@ -445,8 +445,8 @@ class RunDir:
         for path in (self.events, self.metrics):
             if path.exists() and not path.is_file():
                 raise UserError(
-                    f"{path} is not a regular file, so the run cannot be recorded there. "
-                    "Move it away and start again."
+                    f"{path} is not a regular file, so the run cannot be recorded. Move this file away and "
+                    "start again."
                 )
 
     def read_events(self) -> Iterator[dict[str, Any]]:
@@ -455,7 +455,7 @@ class RunDir:
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:
-    """Return a record of an event that happens now."""
+    """Return a record of an event at the current time."""
     return {"time": time.time(), "attempt": attempt, "kind": kind, **fields}
 
 

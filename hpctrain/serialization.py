@@ -1,7 +1,7 @@
 """Pickled calls, sent to the ranks, and their results, sent back.
 
 Functions of `__main__`, lambdas and closures are pickled by value (cloudpickle). Functions of a module are
-pickled by name, and imported by the process that calls them.
+pickled by name and imported by the calling process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FunctionCall:
 
     @property
     def name(self) -> str:
-        """The name of the function, for messages."""
+        """Name of the function, for messages."""
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
@@ -57,7 +57,7 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class CallPayload:
-    """A pickled call for the ranks, with the data that they need before they can unpickle it."""
+    """A pickled call for the ranks, with the data required for unpickling."""
 
     call: bytes
     """The pickled call."""
@@ -80,14 +80,14 @@ class CallPayload:
         """Unpickle the call. Imports the modules that it needs.
 
         Raises:
-            ImportError: a module is not found here.
+            ImportError: a module is not found.
         """
         call = pickle.loads(self.call)
         assert isinstance(call, FunctionCall)
         return call
 
     def to_bytes(self) -> bytes:
-        """Return the content of a file that `read` reads."""
+        """Return the content of a file for `read`."""
         return pickle.dumps((self.call, self.sys_path, self.retry_on_exception))
 
     def write(self, path: Path) -> None:
@@ -113,11 +113,11 @@ def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
 
     Args:
         value: the value to pickle.
-        whose: the function that it belongs to, for the error message.
+        whose: the function of the value, for the error message.
         parts: the same value in named parts.
 
     Raises:
-        UserError: it cannot be pickled; the message names the part that fails.
+        UserError: the value cannot be pickled; the message names the part that fails.
     """
     import cloudpickle
 
@@ -127,7 +127,7 @@ def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
         name, culprit, told = _find_unpicklable(parts) or ("it", value, error)
         raise UserError(
             f"{whose}(): {name} is a {_type_name(culprit)}, which cannot be pickled: {told}. "
-            "Pass or return plain data instead, or create it inside the function."
+            "Pass or return plain data instead, or create the object inside the function."
         ) from None
     return data
 

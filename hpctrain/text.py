@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-#: Stands for a missing value.
+#: Placeholder for a missing value.
 NOTHING = "–"
 #: A narrow no-break space between groups of three digits.
 _GROUP = "\u202f"
@@ -111,7 +111,7 @@ def _local(seconds: float) -> datetime:
 
 
 def printable(text: str) -> str:
-    """Replace the control characters in `text`, which a terminal would interpret."""
+    """Replace control characters in `text`, which a terminal would interpret."""
     return "".join(one if one.isprintable() or one == _GROUP else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
@@ -123,9 +123,9 @@ _CONTROL = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[
 
 
 def without_escapes(text: str) -> str:
-    """Remove terminal escape sequences from `text`, except colours.
+    """Remove terminal escape sequences from `text`, except colors.
 
-    A log may contain sequences that set the terminal's title, clear it or make it answer.
+    A log may contain sequences that set the title of the terminal, clear it or make it respond.
     """
     kept = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", kept)
@@ -135,9 +135,9 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) ->
     """Return a sentence with the closest match in `known`.
 
     Args:
-        word: the unknown name, as the user typed it.
+        word: the unknown name, as entered by the user.
         known: the valid names.
-        otherwise: the sentence if nothing is close; by default it lists `known`.
+        otherwise: the sentence without a close match; by default, a list of `known`.
     """
     from difflib import get_close_matches
 

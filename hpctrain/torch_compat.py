@@ -1,4 +1,4 @@
-"""Parts of torch that are private, or named otherwise in some version. Only this module imports them.
+"""Parts of torch that are private or have different names in some versions. Only this module imports them.
 
 `tests/test_torch_compat.py` checks them against the installed version.
 """
@@ -34,7 +34,7 @@ __all__ = [
 #: Prefixes of the attributes that `fully_shard` and its decorator add to a module.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
-#: Gathers all ranks' tensors into one; named `all_gather_into_tensor` before torch 2.13.
+#: Gathers the tensors of all ranks into one tensor; named `all_gather_into_tensor` before torch 2.13.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SHARES_BUFFERS = next(

@@ -11,7 +11,7 @@ _HPCTRAIN_FOLDER = f"{Path(__file__).parent}/"
 _LIBRARY_FILES = re.compile(r"<frozen |.*/(?:site|dist)-packages/(?:hpctrain|torch)/")
 _FRAME = re.compile(r' +File "(?P<path>[^"]*)", line \d+')
 
-#: torch errors on a rank whose peer is gone: consequences of a failure, not causes.
+#: torch errors on a rank with a lost peer: consequences of a failure, not causes.
 PEER_LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited"
     r"|communicator was aborted|did not meet its|could not connect to its|recvbytes"
@@ -21,7 +21,7 @@ PEER_LOST = re.compile(
 
 
 def fold(traceback: str) -> str:
-    """Replace each series of frames of hpctrain and torch by one line.
+    """Replace each series of frames of hpctrain and torch with one line.
 
     A traceback without other frames is returned unchanged.
     """
@@ -32,7 +32,7 @@ def fold(traceback: str) -> str:
             inside = frame["path"].startswith(_HPCTRAIN_FOLDER) or bool(_LIBRARY_FILES.match(frame["path"]))
             has_own |= not inside
             folded += inside
-        elif not line.startswith("  "):  # the code of a frame, and a note that it repeats, are indented
+        elif not line.startswith("  "):  # the code of a frame, and a note on its repetition, are indented
             inside = False
         if inside:
             continue

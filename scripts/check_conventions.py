@@ -1,4 +1,4 @@
-"""Checks of the house style that ruff does not have: docstrings, words, names, folder sizes, imports."""
+"""Style checks that ruff does not have: docstrings, words, names, folder sizes, imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hpctrain"
 
 MAX_MODULES = 20
-#: One module a command is the clearest layout there.
+#: One module per command is the clearest layout.
 UNLIMITED = {PACKAGE / "cli"}
 
 FIRST_WORD = re.compile(r"(What|Whether|Which|Who|Whom|Whose|Whoever|Where|How|Of|Nobody|Somebody)\b")
@@ -28,7 +28,7 @@ BANNED = re.compile(
 
 
 def main() -> int:
-    """Print every violation as FILE:LINE: MESSAGE; 1 if there is any."""
+    """Print every violation as FILE:LINE: MESSAGE. Returns 1 if there are violations."""
     modules = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     problems = [
         *_class_names(modules),
@@ -62,7 +62,7 @@ def _folder_sizes() -> Iterator[tuple[Path, int, str]]:
 
 
 def _imports_of_own_package() -> Iterator[tuple[Path, int, str]]:
-    """Imports that close a cycle between a package and its module; import-linter compares only siblings."""
+    """Find imports of a package by its own modules; import-linter compares only siblings."""
     graph = grimp.build_graph(PACKAGE.name, exclude_type_checking_imports=False, cache_dir=None)
     for module in graph.modules:
         for imported in graph.find_modules_directly_imported_by(module):
@@ -83,7 +83,7 @@ def _docstrings(path: Path, tree: ast.Module) -> Iterator[tuple[Path, int, str]]
 
 
 def _words(path: Path) -> Iterator[tuple[Path, int, str]]:
-    """Words to avoid in comments and docstrings. Messages are checked by their readers."""
+    """Find words to avoid in comments and docstrings. Messages are not checked."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         is_prose = token.type == tokenize.COMMENT or token.string.startswith('"""')
         if is_prose and (match := BANNED.search(token.string)):

@@ -1,14 +1,15 @@
-"""Records what launchers set: runs every launch of `launches.py` and keeps what `test_recordings.py` replays.
+"""Recorder for launcher variables: runs every launch in `launches.py`, for replay in `test_recordings.py`.
 
     python scripts/record_launches.py [--horovodrun PATH] [--sshd PATH] [--to FOLDER] [NAME ...]
 
-It starts a sandbox of its own. Launches that it cannot run, since horovodrun or sshd were not named, keep
-their old recording. A recording is one JSON file: the command, the versions of what took part, the variables
-that all processes have in common, and for each process those that it has besides and which rank it truly was.
+The script starts a separate sandbox. Launches that require horovodrun or sshd keep their old recording if the
+program is not given. A recording is a JSON file with the command, the versions of the programs and the common
+variables of all processes. For each process, it contains the additional variables and the true rank.
 
-Only variables of schedulers, launchers and devices are kept (`_KEPT`), and nothing of the machine: in their
-values its host name becomes `host`, the user `user`, an absolute path `/path`, an address that is not
-loopback 192.0.2.1, and what is secret by its name (`_SECRET`) `secret`.
+Only variables of schedulers, launchers and devices are kept (`_KEPT`), without data of the machine. In their
+values, the host name is replaced with `host`, the user with `user`, and absolute paths with `/path`.
+Addresses other than loopback are replaced with 192.0.2.1, and values of secret variables (`_SECRET`) with
+`secret`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _IPV6 = re.compile(r"\[[0-9a-f]*:[0-9a-f:.]*\]")
 
 
 def scrubbed(variables: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """What a recording may keep of `variables`; what was there `before` the launch says nothing of it."""
+    """Return the `variables` to record; variables from `before` the launch are excluded."""
     kept = {}
     for name, value in sorted(variables.items() - before.items()):
         if not _KEPT.match(name):
@@ -66,7 +67,7 @@ def scrubbed(variables: Mapping[str, str], before: Mapping[str, str]) -> dict[st
 def recording(
     launch: Launch, processes: list[Process], words: Mapping[str, str], env: Mapping[str, str]
 ) -> dict[str, object]:
-    """The document of one launch."""
+    """Return the document of a launch."""
     variables = [scrubbed(process.variables, environment(env)) for process in processes]
     common = dict(set.intersection(*(set(each.items()) for each in variables)))
     prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in launch.env.items())
@@ -83,7 +84,7 @@ def recording(
 
 
 def versions(launch: Launch, words: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-    """Versions of what took part."""
+    """Return the versions of the programs."""
     horovodrun = words.get("HOROVODRUN", "")
     commands = {
         "Slurm": (launch.needs_slurm, ["srun", "--version"]),
@@ -102,7 +103,7 @@ def versions(launch: Launch, words: Mapping[str, str], env: Mapping[str, str]) -
 
 @contextlib.contextmanager
 def ssh_server(sshd: str) -> Iterator[str]:
-    """A server that lets sessions bring SLURM* along, as many sites do; yields the client's words."""
+    """Start an SSH server that accepts SLURM* variables, as many sites do; yields the client's command."""
     with tempfile.TemporaryDirectory() as folder:
         for key in ("host", "user"):
             run_command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{folder}/{key}"])
@@ -137,11 +138,11 @@ def _answers(port: int) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Record what `argv` names, or all."""
+    """Record the launches in `argv`, or all launches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--horovodrun", type=Path, help="horovodrun, in a venv with Horovod 0.28.1")
-    parser.add_argument("--sshd", help="the path of sshd")
-    parser.add_argument("--to", type=Path, default=RECORDINGS, help="the folder of the recordings")
+    parser.add_argument("--horovodrun", type=Path, help="path of horovodrun, in a venv with Horovod 0.28.1")
+    parser.add_argument("--sshd", help="path of sshd")
+    parser.add_argument("--to", type=Path, default=RECORDINGS, help="folder of the recordings")
     parser.add_argument("names", nargs="*", default=list(launches.ALL))
     asked = parser.parse_args(argv)
     words: dict[str, str] = {}
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> None:
             launch = launches.ALL[name]
             missing = [word for word in ("HOROVODRUN", "SSH") if re.search(rf"\b{word}\b", launch.command)]
             if not words.keys() >= set(missing):
-                print(f"{name}: not recorded, it needs {missing}")
+                print(f"{name}: not recorded, because it requires {missing}")
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 processes = run(launch, Path(folder), box.env, box.nodes, words)

@@ -1,8 +1,8 @@
-"""Takes the picture of a report that the README shows, from a real run that is preempted and killed.
+"""Screenshot of a report for the README, from a real run that is preempted and killed.
 
     .venv/bin/python scripts/take_report_picture.py
 
-It needs a headless Chromium. The run trains examples/digits.py on this machine.
+Requires a headless Chromium. The run trains examples/digits.py on this machine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LIMIT_S = 300.0
 
 
 def main() -> None:
-    """Run, disturb, report, take the picture."""
+    """Run, disturb the run, create the report, take the screenshot."""
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
-        sys.exit(f"No browser found; install one of {', '.join(_BROWSERS)}.")
+        sys.exit(f"No browser found. Install one of {', '.join(_BROWSERS)}.")
     with TemporaryDirectory() as folder:
         run = Path(folder) / "runs" / "digits"
         script = str(ROOT / "examples" / "digits.py")

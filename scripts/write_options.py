@@ -1,9 +1,9 @@
-"""Writes what docs/commands.md says of options, from the commands themselves.
+"""Generator for the option tables in docs/commands.md, from the commands themselves.
 
     .venv/bin/python scripts/write_options.py
 
-What stands between `<!-- options of COMMAND -->` and `<!-- end of options -->` is replaced: for `submit` by
-its options in their groups, for `the others` by a section for each other command.
+The content between `<!-- options of COMMAND -->` and `<!-- end of options -->` is replaced. For `submit`, it
+contains the options by group; for `the others`, a section for each other command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLACE = re.compile(r"(<!-- options of (submit|the others) -->\n).*?(<!-- end of
 
 
 def filled_in(text: str) -> str:
-    """The page with all options as they have to be."""
+    """Return the page with the current options."""
     texts = {"submit": _submit, "the others": _others}
     return _PLACE.sub(lambda match: "\n".join([match[1], *texts[match[2]](), match[3]]), text)
 
@@ -47,7 +47,7 @@ def _others() -> Iterator[str]:
 
 
 def _commands(group: click.Group, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
-    """All commands in the order of the help, those of groups too, with the name behind `hpctrain`."""
+    """Return all commands, including subcommands, by name in the order of the help."""
     context = click.Context(group, parent, group.name if parent else "hpctrain")
     for name in group.list_commands(context):
         command = group.get_command(context, name)

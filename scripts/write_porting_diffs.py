@@ -24,7 +24,7 @@ def make_diff(name: str) -> str:
 
 
 def update_page(text: str) -> str:
-    """Return the page with each diff replaced by the present one."""
+    """Return the page with the current diffs."""
     return _DIFF.sub(lambda found: f"{found[1]}{make_diff(found['name'])}{found[3]}", text)
 
 

@@ -121,9 +121,9 @@ def test_values_arrive_unchanged_and_the_store_is_signed():
 def send_unsupported_values() -> None:
     context = join()
     for bad in ({1}, Path("x"), Evil(Path("x")), type("Sub", (dict,), {})()):
-        expected = rf"predict_step returned cannot be sent .*\.{type(bad).__name__}\."
+        expected = rf"the result of predict_step cannot be sent .*\.{type(bad).__name__}\."
         with pytest.raises(UserError, match=expected):
-            context.all_gather(bad if rank() == 1 else 1, "what predict_step returned")
+            context.all_gather(bad if rank() == 1 else 1, "the result of predict_step")
     messages.MAX_MESSAGE_BYTES = 300
     with pytest.raises(UserError, match="a message has 428 bytes on a rank, but the limit is 300"):
         context.all_gather("x" * 400 if rank() == 1 else "")

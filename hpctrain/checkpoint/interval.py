@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Mean time between interruptions of one node in seconds, for a run without history: one day.
+#: Mean time between interruptions of a node in seconds, for a run without history: one day.
 NODE_MTBF_S = 86_400.0
-#: Shorter intervals bring no benefit, in seconds.
+#: Minimum interval in seconds; shorter intervals have no benefit.
 MIN_INTERVAL_S = 10.0
-#: Allowance for a save that takes longer than any before it, in seconds and as a factor.
+#: Allowance for a save that is slower than all earlier saves, in seconds and as a factor.
 SAVE_MARGIN_S, _SAVE_MARGIN_FACTOR = 2.0, 1.25
 
 
 def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Return the training time between two saves, in seconds, that loses least to saves and to repeated work.
+    """Return the training time between two saves, in seconds, that minimizes saving and repeated work.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22(3), 2006, equation 37. Its leading term is √(2 · save · mtbf), the estimate
@@ -33,7 +33,7 @@ def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
 
 
 def longest_save_s(measured_s: float) -> float:
-    """Return the seconds to reserve for a save, from the longest one measured."""
+    """Return the seconds to reserve for a save, based on the longest measured save."""
     return _SAVE_MARGIN_FACTOR * measured_s + SAVE_MARGIN_S
 
 
@@ -42,7 +42,7 @@ def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> floa
 
     Args:
         stall_s: time for which a save stalls the training.
-        write_s: total time until it is committed; the next save cannot start earlier.
+        write_s: total time until the commit; the next save cannot start earlier.
         mtbf_s: mean time between two interruptions of the whole run.
     """
     return max(MIN_INTERVAL_S, write_s, stall_s + optimal_interval_s(stall_s, mtbf_s))
@@ -50,7 +50,7 @@ def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> floa
 
 @dataclass(frozen=True)
 class InterruptionHistory:
-    """Number of interruptions that cost a run work, and its node-seconds so far."""
+    """Number of interruptions that lost work, and node-seconds of the run."""
 
     count: int = 0
     node_seconds: float = 0.0
@@ -59,8 +59,8 @@ class InterruptionHistory:
     def from_events(cls, events: Iterable[Mapping[str, Any]]) -> InterruptionHistory:
         """Count over a run's events, oldest first.
 
-        An attempt was interrupted if another one followed, and it neither saved on a stop signal nor
-        finished: it crashed, was killed, or lost its node. A requested stop costs no work.
+        An attempt was interrupted if another attempt followed, and it neither saved on a stop signal nor
+        finished. It crashed, was killed, or lost its node. A requested stop loses no work.
         """
         count, node_seconds = 0, 0.0
         nodes, last, orderly = 0, 0.0, True
@@ -74,7 +74,7 @@ class InterruptionHistory:
                     orderly = bool(event.get("saved"))
                 case "finished":
                     orderly = event.get("state") != "FAILED"
-            # A clock may be set back.
+            # Clocks may be set back.
             node_seconds += nodes * max(0.0, time - last)
             last = time
         return cls(count, node_seconds)
@@ -82,9 +82,9 @@ class InterruptionHistory:
     def node_mtbf_s(self, prior_s: float) -> float:
         """Return the estimated mean time between interruptions of one node, in seconds.
 
-        Interruptions are modelled as a Poisson process. Its rate has a gamma prior worth one interruption in
-        `prior_s`. With k interruptions in T node-seconds, the posterior mean of the rate is (1 + k) / (prior
-        + T) (A. Gelman et al., "Bayesian Data Analysis", section 2.6). This is its inverse: the prior if
-        there is no history, about T / k if there is much.
+        Interruptions are modelled as a Poisson process. The rate has a gamma prior equivalent to one
+        interruption in `prior_s`. With k interruptions in T node-seconds, the posterior mean of the rate is
+        (1 + k) / (prior + T) (A. Gelman et al., "Bayesian Data Analysis", section 2.6). The result is the
+        inverse: the prior without history, and about T / k with a long history.
         """
         return (prior_s + self.node_seconds) / (1 + self.count)

@@ -1,4 +1,4 @@
-"""Listing of a run's checkpoints from their manifests alone. Imports no torch."""
+"""Listing of a run's checkpoints, based only on the manifests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class CheckpointInfo:
     tier: TierName
     """"shared" for the run folder, "local" for a local tier folder of this host."""
     manifest: Manifest | None
-    """None if it cannot be read."""
+    """None if the manifest cannot be read."""
     problems: tuple[str, ...]
-    """One sentence per broken file."""
+    """One message per damaged file."""
     newest: bool = False
-    """True if a run would resume from it: the newest checkpoint without a known problem."""
+    """True if a run would resume from this checkpoint: the newest checkpoint without a known problem."""
     best: bool = False
-    """True if it has the best score of all."""
+    """True if this checkpoint has the best score."""
 
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The metric by which a run keeps its best checkpoints."""
+    """The metric that selects the best checkpoints of a run."""
 
     metric: str
     mode: Literal["min", "max"]
@@ -48,20 +48,20 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Checkpo
 
     Args:
         run: the run.
-        verify: compare every file with its checksum, which reads all of them.
+        verify: compare every file with its checksum, which reads all files.
     """
     events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
     rule = _best_metric(events)
     found = list(_inspect(run.checkpoints, "shared", verify=verify))
     for folder in _local_tier_folders(events):
         found += _inspect(folder, "local", verify=verify)
-    # If a step is in both tiers, a run would load the copy on its own host.
+    # If a step is in both tiers, a run would load the local copy.
     found.sort(key=lambda one: (one.step, one.tier == "local"))
     return _mark_newest_and_best(found, rule), rule
 
 
 def list_quarantined(run: RunDir) -> list[Path]:
-    """Return the folders of broken checkpoints that a run has set aside."""
+    """Return the folders of damaged checkpoints that a run has set aside."""
     return sorted(run.checkpoints.glob("step-*.broken-*"))
 
 
@@ -74,7 +74,7 @@ def _inspect(folder: Path, tier: TierName, *, verify: bool) -> Iterator[Checkpoi
             problems = tuple(_problems(manifest, path)) if verify else ()
         except CheckpointError as error:
             problems = (str(error),)
-        # A running job may have deleted it since it was listed.
+        # A running job may have deleted the checkpoint in the meantime.
         if not problems or path.is_dir():
             yield CheckpointInfo(step, path, tier, manifest, problems)
 
@@ -93,7 +93,7 @@ def _local_tier_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
 
 
 def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
-    """Return the rule of the newest event; a run may have been resumed with another one."""
+    """Return the rule of the newest event; resumed runs may have changed the rule."""
     for event in reversed(events):
         if (metric := event.get("metric")) is not None:
             return BestMetric(str(metric), "max" if event.get("mode") == "max" else "min")

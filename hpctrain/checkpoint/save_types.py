@@ -22,11 +22,11 @@ class CommittedSave:
     path: Path
     total_bytes: int
     seconds: float
-    """From the call of `async_save` or `save` to the commit, on this rank."""
+    """Seconds from the call of `async_save` or `save` to the commit, on this rank."""
     score: float | None = None
     world_size: int = 1
     notes: tuple[str, ...] = ()
-    """Sentences about problems that did not prevent the checkpoint."""
+    """Messages about problems that did not prevent the checkpoint."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class PendingSave:
     started_at: float
     staged: StagedState | None
     problem: str | None
-    """The reason why this rank has nothing to write."""
+    """Reason if this rank has nothing to write."""
     direct: bool
     """True if the save bypasses the local tier."""
     time: float = field(default_factory=time.time)
@@ -50,12 +50,12 @@ class PendingSave:
 def describe_save(
     directory: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]
 ) -> CommittedSave:
-    """Return the record of a checkpoint that was just committed.
+    """Return the record of a newly committed checkpoint.
 
     Args:
-        directory: the folder of checkpoints that contains it.
-        manifest: its manifest.
-        begun: start of the save, by the monotonic clock.
+        directory: the folder that contains the checkpoint.
+        manifest: manifest of the checkpoint.
+        begun: start of the save, on the monotonic clock.
         notes: problems that did not prevent the checkpoint.
     """
     return CommittedSave(

@@ -25,9 +25,9 @@ from hpctrain.errors import CheckpointError
 
 
 class MetadataCache:
-    """The tables of a checkpoint, rebuilt only if a layout has changed.
+    """Tables of a checkpoint, rebuilt only after a change of a layout.
 
-    For each save: `news` on every rank, `tables` on rank 0 with all news, and `mark_received` once the save
+    For each save: `news` on every rank, `tables` on rank 0 with all news, and `mark_received` after the save
     has succeeded.
     """
 
@@ -37,9 +37,9 @@ class MetadataCache:
         self._tables: dict[str, bytes] = {}
 
     def changed_layout(self, staged_file: StagedFile, rank: int) -> list[StoredChunk] | None:
-        """Return the layout of this rank's file for rank 0; None if rank 0 already has it."""
+        """Return the layout of this rank's file for rank 0; None if rank 0 already has the layout."""
         is_known = self._sent_layout == staged_file.items
-        # If the save fails, rank 0 may or may not have received it.
+        # If the save fails, rank 0 may not have received the layout.
         self._sent_layout = None
         return None if is_known else stored_chunks(staged_file, rank)
 
@@ -62,16 +62,16 @@ class MetadataCache:
         return self._tables
 
 
-#: The file entries of one rank, and its layout if it changed.
+#: The file entries of a rank, and the layout if changed.
 _Contribution = tuple[list[FileEntry], list[tuple[Any, ...]] | None]
 
 
 class Saver:
-    """Writer of one save at a time, in threads of the store.
+    """Writer of saves, one at a time, in threads of the store.
 
     Attributes:
-        local_tier: the local tier, if any; set it before the first save.
-        notes: sentences to report with the next checkpoint.
+        local_tier: the local tier, if any, to set before the first save.
+        notes: messages to report with the next checkpoint.
     """
 
     def __init__(self, target: CommitTarget, retention: Retention) -> None:
@@ -85,16 +85,16 @@ class Saver:
 
     @property
     def hung_writer(self) -> FileWriter | None:
-        """The writer that still reads the memory of an earlier save because its disk hangs; usually None."""
+        """The writer of an earlier save that still reads memory because its disk hangs; usually None."""
         return None if self._writer is None or self._writer.ended.is_set() else self._writer
 
     def run(self, save: PendingSave) -> None:
-        """Write and commit `save`; store its outcome for `collect_outcomes`. All ranks must call this."""
+        """Write and commit `save`; store the outcome for `collect_outcomes`. All ranks must call this."""
         try:
             save.outcome = self._save(save)
         except CheckpointError as error:
             save.outcome = error
-        except Exception as error:  # noqa: BLE001 (it is the outcome)
+        except Exception as error:  # noqa: BLE001 (stored as the outcome)
             save.outcome = CheckpointError(
                 f"checkpoint of step {save.step} was not written: {describe_exception(error)}"
             )
@@ -108,7 +108,7 @@ class Saver:
         return ended
 
     def drop_outcome(self, outcome: CommittedSave | CheckpointError | None) -> None:
-        """Remove `outcome` from the reports, since the caller already has it."""
+        """Remove `outcome` from the reports: the caller already has it."""
         with self._lock:
             self._outcomes = [each for each in self._outcomes if each is not outcome]
 
@@ -172,7 +172,7 @@ class Saver:
         try:
             manifest = write_and_commit(target, save.step, own)
         finally:
-            # Drop a finished writer, so that its memory can be freed when a larger state replaces it.
+            # Drop a finished writer, so that its memory can be freed for a larger state.
             self._writer = None if own.writer is None or own.writer.ended.is_set() else own.writer
         self._metadata_cache.mark_received(staged_file)
         return manifest

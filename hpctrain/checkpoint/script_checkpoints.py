@@ -1,6 +1,6 @@
-"""Detection of new checkpoints that a script writes by its own means.
+"""Detection of new checkpoints written by the script itself.
 
-The `Trainer` reports its own checkpoints. Others are detected as new or changed files in the run's
+The `Trainer` reports its own checkpoints. Other checkpoints are detected as new or changed files in the run's
 `checkpoints` folder.
 """
 
@@ -20,22 +20,22 @@ class ScriptCheckpointWatcher:
     """Watcher for new or changed files in a run's `checkpoints` folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Record the files that exist now."""
+        """Record the existing files."""
         self._folder = folder
         self._before = dict(_iter_files(folder, _DEPTH))
 
     def newest_since(self) -> Path | None:
-        """Return the newest file that was added or changed since; None if there is none.
+        """Return the newest file added or changed since the last call, or None.
 
-        Each file is compared with its earlier state, not with the host's clock: the file system may use
-        another one.
+        Each file is compared with its earlier state, not with the clock of the host, which may differ from
+        that of the file system.
         """
         changed = {path: at for path, at in _iter_files(self._folder, _DEPTH) if self._before.get(path) != at}
         return max(changed, key=lambda path: changed[path]) if changed else None
 
 
 def newest_file(folder: Path) -> tuple[Path, float] | None:
-    """Return the file that changed last, and the time in seconds since the epoch; None if there is none."""
+    """Return the file that changed last, and the time in seconds since the epoch; None without files."""
     files = dict(_iter_files(folder, _DEPTH))
     if not files:
         return None
@@ -59,4 +59,4 @@ def _iter_files(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int
             elif depth > 1:
                 yield from _iter_files(Path(entry.path), depth - 1)
         except OSError:
-            continue  # It was removed during the scan.
+            continue  # The file was removed during the scan.

@@ -1,4 +1,4 @@
-"""Staging of a state in host memory that is reused from save to save."""
+"""Staging of a state in host memory, which is reused for later saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator
 
 @dataclass(frozen=True)
 class StagedState:
-    """A snapshot of a state, which later steps do not change."""
+    """A snapshot of a state, unaffected by later steps."""
 
     staged_file: StagedFile
     ready: Any
@@ -32,7 +32,7 @@ class StagedState:
 
 #: The properties that determine the write plan of a tensor.
 _TensorSignature = tuple[str, type, torch.Size, torch.dtype, torch.layout, bool]
-#: Tensor types of which each rank holds the whole.
+#: Tensor types that are complete on each rank.
 _UNSHARDED_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -41,7 +41,7 @@ def _signature_of(key: str, tensor: torch.Tensor) -> _TensorSignature:
 
 
 class _CachedPlan(NamedTuple):
-    """Cached write plan of a state; computing it takes longer than copying small tensors."""
+    """Cached write plan of a state; computing the plan is slower than copying small tensors."""
 
     signatures: list[_TensorSignature]
     items: tuple[WriteItem, ...]
@@ -49,7 +49,7 @@ class _CachedPlan(NamedTuple):
 
 
 class StateStager:
-    """Capture of states, one at a time: each capture overwrites the previous one."""
+    """Capture of states, one at a time: each capture overwrites the previous capture."""
 
     def __init__(self, coordinator: RankCoordinator) -> None:
         self._coordinator = coordinator
@@ -97,7 +97,7 @@ class StateStager:
         known = self._cached_plan
         if known is None or known.signatures != looks:
             known, data = self._plan_writes(tensors, own, looks)
-            # The properties of a distributed tensor do not show which part this rank holds, so it is not
+            # The properties of a distributed tensor do not identify the local part, so the plan is not
             # cached.
             are_plain = all(type(tensor) in _UNSHARDED_TYPES for tensor in (*tensors.values(), *own.values()))
             self._cached_plan = known if are_plain else None
@@ -112,7 +112,7 @@ class StateStager:
         own: Mapping[str, torch.Tensor],
         looks: list[_TensorSignature],
     ) -> tuple[_CachedPlan, list[torch.Tensor]]:
-        """Return the write plan of this rank, and the data for it."""
+        """Return the write plan of this rank, and its data."""
         coordinator = self._coordinator
         found = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
         found += plan_writes(own, 0, 1)
@@ -125,7 +125,7 @@ class StateStager:
         self._staged_file = None
         staged_file = StagedFile(items)
         if self._memory is None or len(self._memory) < staged_file.num_bytes:
-            self._memory = None  # frees the old memory before the new is allocated
+            self._memory = None  # frees the old memory before the allocation of new memory
             self._memory = allocate_memory(staged_file.num_bytes, gpu)
         staged_file.bind_memory(self._memory)
         self._staged_file = staged_file

@@ -1,8 +1,8 @@
-"""Writing and finding the checkpoints of a run.
+"""Saving and loading of a run's checkpoints.
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint`, plus `state.json` (everything except
 tensors), `tensors.json` (the location of each tensor) and `manifest.json`. Each rank writes its share in the
-background, from a staged copy of the state; `commit` describes how the parts become a checkpoint.
+background, from a staged copy of the state. See `commit` for the commit protocol.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hpctrain.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
 
-#: Time without disk progress after which a save is given up, in seconds.
+#: Time without disk progress after which a save is aborted, in seconds.
 IO_TIMEOUT_S = 300.0
-#: Additional time for which a rank may block the others, to create and rename folders, in seconds.
+#: Additional time that a rank may block the others to create and rename folders, in seconds.
 _MARGIN_S = 60.0
-#: Time for which the exiting process waits until a save in flight has been given up, in seconds.
+#: Time limit at process exit for aborting a save in flight, in seconds.
 _EXIT_LIMIT_S = 10.0
 
 
@@ -51,7 +51,7 @@ class CheckpointStore:
     """The checkpoints in one folder.
 
     All ranks of `group` must call the constructor, `async_save`, `save`, `drain`, `load_newest` and `close`
-    in the same order; each rank may call the other methods alone.
+    in the same order. Other methods may be called on any rank.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class CheckpointStore:
             folder: the folder of checkpoints; created by the first save.
             group: all ranks, or None for a single process.
             retention: the checkpoints to keep; the newest three by default.
-            second_tier: a faster folder, per node or shared, for the local tier: saves are written there
-                first and copied to `folder` in the background. A subfolder is created for this run.
+            second_tier: a faster folder, per node or shared, for the local tier. Saves are first written to
+                this folder, and copied to `folder` in the background. A subfolder is created for this run.
             second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
-            patience_s: time without disk progress after which a save is given up, in seconds.
+            patience_s: time without disk progress after which a save is aborted, in seconds.
             records: files that rank 0 writes; see `CheckpointDir`.
         """
         self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
@@ -101,12 +101,15 @@ class CheckpointStore:
         #: Size of this rank's share of the latest state, in bytes.
         self.state_bytes = 0
         self._at_exit = functools.partial(_abandon_at_exit, weakref.ref(self))
-        atexit.register(self._at_exit)  # runs before the earlier registered exit handler of the process group
+        atexit.register(
+            self._at_exit
+        )  # runs before the exit handler of the process group, which was registered earlier
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate, in the background, the memory into which `async_save` copies a state of these shapes.
+        """Allocate the memory for copies of a state of these shapes, in the background.
 
-        Without this call, the first `async_save` allocates it. Does nothing while a save is in flight.
+        Without this call, the first `async_save` allocates the memory. Does nothing while a save is in
+        flight.
 
         Raises:
             CheckpointError: a value cannot be stored.
@@ -117,17 +120,17 @@ class CheckpointStore:
     def async_save(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
     ) -> None:
-        """Copy the state and return; write and commit it in the background. All ranks must call this.
+        """Copy the state, then write and commit it in the background. All ranks must call this.
 
-        If an earlier save is still being written, this waits for it first. Raises nothing; `collect_outcomes`
-        reports the outcome.
+        Waits for an earlier save that is still in flight. Raises no exception; `collect_outcomes` reports the
+        outcome.
 
         Args:
             step: number of completed optimizer steps.
             state: nested dicts, lists, tuples, numbers, strings and tensors; equal on all ranks except for
                 sharded tensors (DTensor, ShardedTensor).
-            rank_state: tensors of this rank alone.
-            score: quality of the state, if the best checkpoints are to be kept.
+            rank_state: tensors of this rank only.
+            score: quality of the state, to select the best checkpoints.
         """
         self._start_save(step, state, rank_state, score, direct=False)
 
@@ -136,7 +139,8 @@ class CheckpointStore:
     ) -> CommittedSave:
         """Write and commit the state after `step` steps. All ranks must call this.
 
-        On return it is in `folder`, not only in the local tier. The arguments are those of `async_save`.
+        On return, the checkpoint is in `folder`, not only in the local tier. The arguments are those of
+        `async_save`.
 
         Raises:
             CheckpointError: on all ranks, if any rank could not write its part. Nothing was committed, and
@@ -153,7 +157,7 @@ class CheckpointStore:
     def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
         """Return the outcomes of saves since the last call. Never waits.
 
-        With a local tier, a checkpoint is reported again when it has reached `folder`.
+        With a local tier, a checkpoint is reported again after the copy to `folder`.
         """
         return self._saver.collect_outcomes()
 
@@ -166,18 +170,18 @@ class CheckpointStore:
         return not save.thread.is_alive()
 
     def abandon(self) -> None:
-        """Have all ranks give up the save in flight, unless it is already being committed. Does not wait."""
+        """Abort the save in flight on all ranks, unless the commit has begun. Does not wait."""
         if self._in_flight is not None:
             self._in_flight.abort.set()
 
     def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
         """Finish the background work. All ranks must call this, with the same arguments.
 
-        This waits for the save in flight and for copies from the local tier.
+        Waits for the save in flight and for copies from the local tier.
 
         Args:
-            clean: delete the run's local tier if its newest checkpoint has reached `folder`.
-            timeout_s: time after which unfinished work is given up, in seconds.
+            clean: delete the run's local tier if its newest checkpoint has been copied to `folder`.
+            timeout_s: time after which unfinished work is aborted, in seconds.
 
         Returns:
             Sentences about problems.
@@ -193,7 +197,7 @@ class CheckpointStore:
         """Copy missing checkpoints from the local tier, delete it, and close. All ranks must call this.
 
         Args:
-            timeout_s: time after which copying is given up, in seconds.
+            timeout_s: time after which copying is aborted, in seconds.
 
         Returns:
             Sentences about problems.
@@ -209,17 +213,17 @@ class CheckpointStore:
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
         """Load the newest valid checkpoint. All ranks must call this.
 
-        Broken newer ones are set aside, never deleted. Each rank checks its share of the files.
+        Damaged newer checkpoints are set aside, never deleted. Each rank checks a share of the files.
 
         Args:
-            like: a state with the structure of the saved one. A tensor is loaded with the distribution of the
-                distributed tensor at its path in `like`. If `like` has a distributed tensor in place of a
-                container, it applies to the tensors of the same size in that container. All other tensors are
-                loaded whole, on the CPU.
+            like: a state with the same structure as the saved state. A tensor is loaded with the distribution
+                of the distributed tensor at its path in `like`. If `like` has a distributed tensor in place
+                of a container, its distribution applies to tensors of the same size in that container. All
+                other tensors are loaded completely, on the CPU.
 
         Returns:
-            The checkpoint, or None if none is valid; and for each broken one a sentence with its name, the
-                problem and its new location.
+            The checkpoint, or None if no checkpoint is valid; and a message for each damaged checkpoint, with
+            its name, the problem and its new location.
 
         Raises:
             CheckpointError: on all ranks: a checkpoint cannot be read at the moment, or has another format.
@@ -234,8 +238,8 @@ class CheckpointStore:
         """Record the score of a committed checkpoint in `folder`. Call this on rank 0 only.
 
         Raises:
-            CheckpointError: it cannot be read.
-            OSError: its manifest cannot be written and is unchanged.
+            CheckpointError: the checkpoint cannot be read.
+            OSError: the manifest cannot be written and is unchanged.
         """
         self._target.directory.add_score(step, score)
 
@@ -254,7 +258,7 @@ class CheckpointStore:
         staged, problem = None, None
         try:
             if self._saver.hung_writer:
-                raise CheckpointError("the disk is still hanging on an earlier save")
+                raise CheckpointError("the disk is still blocked by an earlier save")
             staged = self._stager.stage(state, rank_state)
             self.state_bytes = staged.staged_file.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
@@ -268,7 +272,7 @@ class CheckpointStore:
         return save
 
     def _join(self, save: PendingSave, timeout_s: float | None = None) -> None:
-        """Wait for a save. It needs no timeout by default, because all of its own waits have one."""
+        """Wait for a save. No timeout is required, because all waits of the save have a timeout."""
         assert save.thread is not None
         save.thread.join(timeout_s)
         if save.thread.is_alive():
@@ -277,7 +281,7 @@ class CheckpointStore:
 
 
 def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
-    """Give up a save in flight when a process exits without closing its store; wait only briefly."""
+    """Abort a save in flight if a process exits without closing its store, with a short wait."""
     store = reference()
     if store is not None:
         store.abandon()
@@ -287,11 +291,11 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
 def find_latest_valid(
     target: CommitTarget, tier: LocalTier | None
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
-    """Find the newest valid checkpoint; set broken newer ones aside. All ranks must call this.
+    """Find the newest valid checkpoint; set damaged newer checkpoints aside. All ranks must call this.
 
     Returns:
-        The checkpoint or None, and for each broken one a sentence with its name, the problem and its new
-            location.
+        The checkpoint or None, and a message for each damaged checkpoint, with its name, the problem and its
+        new location.
 
     Raises:
         CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
@@ -319,7 +323,7 @@ def find_latest_valid(
 
 def _set_aside(target: CommitTarget, directory: CheckpointDir, step: int, problem: str) -> str:
     def rename() -> str | None:
-        # A node that has no part of it has nothing to rename.
+        # A node without a part of the checkpoint has nothing to rename.
         if not target.is_leader or step not in directory.steps():
             return None
         return directory.quarantine(step).name

@@ -28,7 +28,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Average time between faults. The minimum is half of it.",
+    help="Mean time between faults. Each interval varies by up to 50 %.",
 )
 @click.option("--seed", type=int, help="Random seed. The same seed repeats the same faults.")
 @click.option("--dry-run", is_flag=True, help="Print the faults without injecting them.")
@@ -43,7 +43,7 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Inject faults into RUN at random times, to check that it recovers. RUN must be yours and running."""
+    """Inject faults into RUN at random times, to check that it recovers. RUN must be your own and running."""
     from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, faults_for
 
     if unknown := sorted(set(names).difference(Fault)):

@@ -36,7 +36,7 @@ def command() -> None:
         hpctrain checkpoints export RUN model.safetensors
         hpctrain checkpoints import RUN model.ckpt
 
-    If a run has the name of a subcommand, give its folder: ./list.
+    If a run has the same name as a subcommand, pass the path of its folder: ./list.
     """  # noqa: D301
 
 
@@ -47,7 +47,7 @@ def command() -> None:
 )
 @json_option
 def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
-    """List the checkpoints of RUN, the newest last. `hpctrain checkpoints RUN` does the same.
+    """List the checkpoints of RUN, newest last. `hpctrain checkpoints RUN` does the same.
 
     The run resumes from the newest valid checkpoint. --verify reads every file and compares it with its
     checksum. The exit code is 1 if a checkpoint is damaged.
@@ -77,7 +77,7 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     "--step",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Step of the checkpoint.  [default: the newest valid one]",
+    help="Step of the checkpoint.  [default: the newest valid checkpoint]",
 )
 @click.option("--best", is_flag=True, help="Export the checkpoint with the best score.")
 @click.option(
@@ -95,7 +95,7 @@ def export(
     from hpctrain.checkpoint.listing import list_checkpoints
 
     if step is not None and best:
-        raise click.UsageError("--step and --best both select a checkpoint. Give only one of them.")
+        raise click.UsageError("--step and --best both select a checkpoint. Use only one of these options.")
     if file.exists() and not force:
         raise UserError(f"{file} exists. Use --force to replace it.")
     folder = _folder_of(run, runs_dir)
@@ -140,8 +140,8 @@ def import_(
     """Import FILE as a checkpoint of RUN: a PyTorch or Lightning checkpoint, or a .safetensors file.
 
     RUN is a run that has ended, or a new folder. `submit --run-dir RUN` then resumes from the checkpoint. The
-    step is read from FILE if it has one; weights alone are imported as step 0. FILE is read without running
-    code in it. --allow names classes in FILE that you trust.
+    step is read from FILE if FILE contains it; weights alone are imported as step 0. No code in FILE is
+    executed. --allow names classes in FILE that you trust.
     """
     folder = _folder_to_fill(run, runs_dir)
     from hpctrain.checkpoint.convert.import_checkpoint import import_checkpoint
@@ -152,10 +152,10 @@ def import_(
 
 
 def _folder_of(run: str, runs_dir: Path) -> RunDir:
-    """Return the folder of a run, or one that a `Trainer` has written without a submission.
+    """Return the folder of a run that was submitted, or that a `Trainer` wrote without a submission.
 
     Raises:
-        UserError: there is none, or it is that of a job array.
+        UserError: there is no such folder, or it belongs to a job array.
     """
     for folder in (RunDir((runs_dir / run).absolute()), RunDir(Path(run).absolute())):
         if folder.checkpoints.is_dir() and not folder.spec.exists():
@@ -163,8 +163,8 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
     found = open_run(run, runs_dir)
     if tasks := found.dir.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array; each task has its own checkpoints. "
-            f"Name one, such as {found.run_id}/task-{tasks[0]}."
+            f"Run {found.run_id} is a job array; each task has separate checkpoints. Name a task, such as "
+            f"{found.run_id}/task-{tasks[0]}."
         )
     return found.dir
 
@@ -184,8 +184,7 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
         )
     if not folder.spec.exists() and not folder.checkpoints.exists() and _is_nonempty(folder.path):
         raise UserError(
-            f"{short_path(folder.path)} is not a run folder, and it is not empty. "
-            "Name a run, or a folder that does not exist yet."
+            f"{short_path(folder.path)} is neither a run folder nor empty. Name a run or a new folder."
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""Shared parts of commands: the argument RUN, `--json`, and the text about a run."""
+"""Shared parts of the commands: the argument RUN, `--json`, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_run(run: str, runs_dir: Path) -> Run:
     """Return the run that the user names.
 
     Raises:
-        RunNotFound: there is none.
+        RunNotFound: there is no such run.
     """
     from hpctrain.jobs.runs.run import find_run
 
@@ -55,7 +55,7 @@ def echo_json(document: Any) -> None:
 
 
 def json_text(document: Any, default: Callable[[Any], object] | None = None) -> str:
-    """Return a JSON document, with numbers that JSON lacks as text, such as `"NaN"`.
+    """Return a JSON document. Numbers that JSON does not support become strings, such as `"NaN"`.
 
     `default` converts values that JSON does not support.
     """
@@ -73,7 +73,7 @@ def run_reference(run_dir: str) -> str:
 
 
 def short_path(path: Path | str) -> str:
-    """Return the path relative to the current folder, if it is inside."""
+    """Return the path, relative to the current folder if inside it."""
     try:
         short = str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -85,14 +85,14 @@ def describe_state(status: RunStatus) -> str:
     """Return the state, with the scheduler's remark."""
     from hpctrain.jobs.runs.unknown_state import describe_unknown
 
-    # The state of a folder without a submission cannot be known.
+    # The state of a folder without a submission is always unknown.
     if status.unknown_s is not None:
         return f"{status.state}: {describe_unknown(status)}"
     return str(status.state) + (f" ({status.words})" if status.words else "")
 
 
 def describe_progress(status: RunStatus) -> str | None:
-    """Return the last step or why it is unknown; None for a job array and before the ranks were started."""
+    """Return the last step, or the reason for its absence; None for a job array or before the ranks start."""
     from hpctrain.telemetry.accounting.metric_fields import describe_step
 
     known = status.attempt is not None and status.tasks is None
@@ -100,12 +100,12 @@ def describe_progress(status: RunStatus) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """Return a text of a run as one line, without terminal escape sequences."""
+    """Return a string from a run as one line, without terminal escape sequences."""
     return printable(" ".join(text.split()))
 
 
 def echo_log(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """Print text of a run's logs. On a terminal, escape sequences other than colours are removed."""
+    """Print text from the logs of a run. On a terminal, escape sequences other than colours are removed."""
     stream = sys.stderr if err else sys.stdout
     if stream is not None and stream.isatty():
         text = without_escapes(text)
@@ -138,7 +138,7 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
     else:
         lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
     if tasks := [run.task(index) for index in run.tasks()]:
-        # Refers to the failed task, which is the one of the log.
+        # Refers to the failed task, whose log is shown.
         told = (task for task in tasks if Path(status.log or "/").is_relative_to(task.path))
         handle = run_reference(str(next(told, tasks[0]).path))
     lines += [

@@ -32,8 +32,8 @@ _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
     """Check this site and this machine for problems that affect runs, and print how to fix them.
 
-    Changes nothing except for a temporary folder in the parent folder of the runs, which is removed again.
-    Exits with 1 if a problem will stop jobs.
+    The only change is a temporary folder in the parent folder of the runs, which is removed afterwards.
+    Exits with 1 if a problem prevents jobs from running.
     """
     from hpctrain.jobs.doctor.profile_writer import write_profile_file
     from hpctrain.jobs.doctor.run_checks import run_checks

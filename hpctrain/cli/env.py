@@ -1,4 +1,4 @@
-"""`hpctrain env`: show the rank settings of this process, and the variables that they are from."""
+"""`hpctrain env`: show the rank settings of this process and their source variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TITLES = {"num_nodes": "nodes", "master_addr": "master address"}
     "--shell",
     "as_shell",
     is_flag=True,
-    help="Print export commands for eval, with the variables of torch's env://.",
+    help="Print export commands for the variables that torch's env:// reads.",
 )
 def command(as_json: bool, as_shell: bool) -> None:
     """Show the rank, world size, device and other settings of this process, each with its source.
@@ -50,7 +50,7 @@ def command(as_json: bool, as_shell: bool) -> None:
     """
     if as_json and as_shell:
         raise click.UsageError(
-            "--json prints a JSON document and --shell prints shell commands. Give only one of them."
+            "--json prints a JSON document and --shell prints shell commands. Use only one of these options."
         )
     environ = os.environ
     try:
@@ -79,7 +79,7 @@ def command(as_json: bool, as_shell: bool) -> None:
 
 
 def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, EnvironmentMismatch | None]:
-    """Return the device and its source; if there is none for this rank, the error."""
+    """Return the device and its source, or the error if this rank has no device."""
     from hpctrain.telemetry.sampling.nvml import count_gpus
 
     try:

@@ -26,7 +26,7 @@ _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 #: Upper limit of the timeout: sockets do not accept arbitrarily large ones.
 _DAY_S = 86_400
 
-#: Python ignores these signals; the executed program would inherit that.
+#: Python ignores these signals; the executed program would inherit this.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 
 
@@ -43,7 +43,7 @@ _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 def command(program: tuple[str, ...], timeout: float) -> None:
     """Run PROGRAM as this rank, with the variables that torch's env:// reads.
 
-    Start it once per rank, with srun or another launcher:
+    Start this command once per rank, with srun or another launcher:
 
         srun --nodes=2 --ntasks-per-node=4 hpctrain exec -- python train.py
 
@@ -60,8 +60,7 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         sys.exit(128 + signal.SIGINT)
     except RendezvousError as error:
         raise RendezvousError(
-            f"{str(error).rstrip('.')}. If ranks merely start late, wait longer than {timeout:g} s "
-            "(--timeout)."
+            f"{str(error).rstrip('.')}. If ranks start late, increase --timeout ({timeout:g} s)."
         ) from None
     if ranks.is_main and (note := _unknown_master(rendezvous_info.address, os.environ)):
         click.echo(note, err=True)
@@ -100,13 +99,13 @@ def _hint(words: tuple[str, ...]) -> str:
 
 
 def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
-    """Return a warning if only one process of a multi-task job runs, without srun."""
+    """Return a warning if a multi-task job runs only this process, without srun."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if ranks.environment != "local" or tasks == "1" or environ.get(ENVIRONMENT_VARIABLE):
         return None
     return (
         f"Note: this starts a single process, but the job has {tasks} tasks (SLURM_NTASKS). "
-        f"Put srun before {called_as()} exec to start them all."
+        f"Put srun before {called_as()} exec to start all tasks."
     )
 
 

@@ -20,7 +20,9 @@ def command(file: Path) -> None:
         with open(file, "x", encoding="utf-8") as new:
             new.write(config_template())
     except FileExistsError:
-        raise SpecError(f"{str(file)!r} already exists and was not changed. Name another file.") from None
+        raise SpecError(
+            f"{str(file)!r} already exists and was not changed. Choose another file name."
+        ) from None
     except OSError as error:
         raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Name another file.") from error
     click.echo(

@@ -24,7 +24,7 @@ _HEADER = ("RUN", "STATE", "JOB", "AGE", "STEP", "LOSS", "")
 @runs_dir_option
 @json_option
 def command(runs_dir: Path, as_json: bool) -> None:
-    """List all runs, the newest last. A job array is one line."""
+    """List all runs, newest last, with one line per job array."""
     from hpctrain.jobs.runs.run import list_runs, query_statuses
 
     found = query_statuses(list_runs(runs_dir, os.environ), skip_unreadable=True)

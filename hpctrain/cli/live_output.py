@@ -14,12 +14,12 @@ from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogText
 _INTERRUPTED = 130
 
 
-#: All ranks print nearly the same; the other logs can be read later.
+#: All ranks print nearly the same output; the other logs can be read later.
 _RANK_0 = LogFilter(ranks=(0,))
 
 
 def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_stderr: bool = False) -> None:
-    """Print the log as it grows and events on stderr, then the result of the run.
+    """Stream the log to stdout and events to stderr, then print the result of the run.
 
     Exits with the code of the run's result.
     """

@@ -49,8 +49,8 @@ def command(
             _print_errors(part, shown)
     elif tasks := found.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array of {len(tasks)} tasks, each with its own logs. Name one, "
-            f"such as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all of them."
+            f"Run {found.run_id} is a job array of {len(tasks)} tasks with separate logs. Name a task, such "
+            f"as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all tasks."
         )
     else:
         _print_logs(found, shown)
@@ -91,9 +91,9 @@ def _print_no_logs(run: Run, shown: LogFilter, attempt: int = 0) -> None:
     if attempt != (status.attempt or 0):
         words = f"{whose} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        words = f"{whose} have not written any output yet. `hpctrain logs -f` waits for it."
+        words = f"{whose} have not written any output yet. Use `hpctrain logs -f` to wait for output."
     else:
-        advice = " `hpctrain logs --errors` shows the cause." if status.cause else ""
+        advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
         words = f"{whose} wrote no output.{advice}"
     click.echo(f"Run {run.run_id} is {status.state}: {words}", err=True)
     if attempt == (status.attempt or 0):

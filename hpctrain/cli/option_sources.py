@@ -13,7 +13,7 @@ from hpctrain.jobs.options.table import all_options
 
 
 def print_option_sources(settings: ResolvedOptions, *, as_json: bool) -> None:
-    """Print one row per option, or per entry of an option with several."""
+    """Print one row per option, or per entry of an option with several entries."""
     rows = _rows(settings)
     if as_json:
         echo_json(rows)
@@ -26,7 +26,7 @@ def print_option_sources(settings: ResolvedOptions, *, as_json: bool) -> None:
 
 
 def _rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
-    """Return the rows in order; an option that is not set has its default as text, and no value."""
+    """Return the rows in order. The row of an unset option has the default as text, and no value."""
     rows = []
     for name, option in all_options().items():
         keys = [key for key in settings.values if key == name or key.startswith(f"{name}.")]

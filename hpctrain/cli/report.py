@@ -67,7 +67,7 @@ def _form_of(output: Path | None) -> str:
         return suffix if suffix in _FORMATS else "html"
     raise UserError(
         f"{output} (--output) ends in .{suffix}, which is not a report format. Use .html, .md or .json, or "
-        "give --format."
+        "pass --format."
     )
 
 
@@ -77,7 +77,7 @@ def _default_output(runs: Sequence[str], facts: list[RunData]) -> Path:
         return folder.report
     if len(runs) == 1 and folder.array is not None:
         return folder.array.report
-    raise UserError(f"Comparing {len(facts)} runs needs an output file, such as --output comparison.html.")
+    raise UserError(f"Comparing {len(facts)} runs requires an output file, such as --output comparison.html.")
 
 
 def _render(facts: list[RunData], form: str) -> str:
@@ -104,7 +104,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     """Return the data of a run, or of each task of a job array.
 
     Raises:
-        RunNotFound: there is no such run, and no folder of that name contains records of one.
+        RunNotFound: there is no such run, and no folder of that name contains run records.
     """
     from hpctrain.telemetry.report.run_data import RunContext, read_run_data
 
@@ -112,7 +112,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     try:
         found = open_run(name, runs_dir)
     except RunNotFound:
-        # A training started without a submission, or an incomplete folder.
+        # A run started without a submission, or an incomplete folder.
         for folder in (RunDir((runs_dir / name).absolute()), RunDir(Path(name).absolute())):
             if folder.events.is_file() or folder.metrics.is_file():
                 return [read_run_data(folder, RunContext(), now=now)]

@@ -1,4 +1,4 @@
-"""`hpctrain requeue`: save, and continue in a new attempt."""
+"""`hpctrain requeue`: save a run and continue it in a new attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
 def command(run: str, runs_dir: Path, as_json: bool) -> None:
     """Save the state of the active RUN and continue it in a new attempt, as after a preemption.
 
-    If RUN is already requeued, end Slurm's two-minute delay of requeued jobs.
+    If RUN has already been requeued, end Slurm's two-minute delay for requeued jobs.
     """
     from hpctrain.slurm.states import RunState
 
@@ -24,6 +24,8 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     if as_json:
         echo_json({"run_id": found.run_id, "job_id": before.job_id, "requeued": True})
     elif before.state is RunState.PENDING:
-        click.echo(f"Ended Slurm's delay of run {found.run_id}; it starts as soon as nodes are free.")
+        click.echo(
+            f"Ended Slurm's requeue delay for run {found.run_id}; it starts when nodes become available."
+        )
     else:
         click.echo(f"Requeueing run {found.run_id}: it will save a checkpoint and continue in a new attempt.")

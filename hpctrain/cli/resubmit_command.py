@@ -115,7 +115,7 @@ def _directive(name: str, value: str) -> str:
     if option is None or not (option.about.directive or name == "time"):
         return f"--sbatch={name}={value}" if value else f"--sbatch={name}"
     if option.kind.flag:
-        # A flag takes no value on the command line, but it may in a file.
+        # A flag has no value on the command line, but may have a value in a file.
         return f"--set={option.name}={value}" if value else option.flag
     return f"{option.flag}={value}"
 

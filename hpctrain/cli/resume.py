@@ -25,7 +25,7 @@ _OUTPUT_OPTIONS = {"--json", "--follow", "--dry-run", "--show-config", "--explai
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str, ...]) -> None:
-    """Resume a RUN that has ended from its newest valid checkpoint, as a new job.
+    """Submit an ended RUN as a new job that resumes from the newest valid checkpoint.
 
     The job uses the script, arguments and options of the last submission. OPTIONS of `hpctrain submit`, such
     as --nodes 8 or --time 4:00:00, override them.
@@ -39,8 +39,8 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     spec = load_spec(found.spec)
     if found.function.exists():
         raise SpecError(
-            f"Run {found.run_id} calls a function that was submitted from Python. "
-            "Submit it from Python again, with the same folder."
+            f"Run {found.run_id} calls a function that was submitted from Python. Resubmit the function "
+            "from Python, with the same folder."
         )
     _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
@@ -79,6 +79,6 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
             )
             step = "" if status.step is None else f" (step {status.step}{f' of {last}' if last else ''})"
             raise SpecError(
-                f"Run {status.run_id} is complete{step}. Nothing to resume; raise max_steps or max_epochs "
-                f"and submit the script with --run-dir {short_path(status.run_dir)} to train longer."
+                f"Run {status.run_id} is complete{step}. To train longer, increase max_steps or max_epochs "
+                f"and submit the script with --run-dir {short_path(status.run_dir)}."
             )

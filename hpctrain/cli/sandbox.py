@@ -118,7 +118,7 @@ def status(name: str, as_json: bool) -> None:
         click.echo(f"  {node:24} {state}")
     click.echo("\nPartitions\n  preemptible (default)\n  urgent")
     if others := [other for other in facts["sandboxes"] if other != name]:
-        click.echo(f"\nOther sandboxes here: {', '.join(others)}")
+        click.echo(f"\nOther sandboxes on this machine: {', '.join(others)}")
 
 
 @command.command()
@@ -150,7 +150,7 @@ def down(name: str, as_json: bool) -> None:
 
 def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
     daemons = box.daemons()
-    # Without controller or munged, Slurm's commands would only fail after seconds.
+    # Without controller or munged, Slurm's commands would fail only after several seconds.
     states = box.node_states() if daemons["munged"] and daemons["slurmctld"] else {}
     return {
         "name": box.name,
@@ -175,4 +175,4 @@ def _exports(box: sandbox.Sandbox) -> str:
 def _not_there(name: str) -> str:
     others = sandbox.list_names()
     here = f" Running: {', '.join(others)}." if others else ""
-    return f"There is no sandbox {name!r}.{here} `hpctrain sandbox up` starts one."
+    return f"There is no sandbox {name!r}.{here} Use `hpctrain sandbox up` to start a sandbox."

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two polls of a page, and between two queries to the scheduler.
 _LIVE_S, _QUERY_INTERVAL_S = 3, 10.0
-#: A page is reused for this multiple of its rendering time, so that a large run takes at most a fifth of a
-#: core of the login node. The second value is the number of cached pages.
+#: A page is reused for this multiple of its rendering time: a large run uses at most a fifth of a core of the
+#: login node. The second value is the number of cached pages.
 _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
 
 
@@ -40,7 +40,8 @@ _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.
 
-    Listens on this machine only. Open the printed address; its token keeps out other users and websites.
+    Listens on this machine only. Open the printed address. The token in this address keeps out other users
+    and websites.
     """
     from hpctrain.telemetry.live.http_server import PageServer
 
@@ -48,7 +49,7 @@ def command(runs_dir: Path, port: int) -> None:
         server = PageServer(RunPages(runs_dir), "127.0.0.1", port)
     except OSError as error:
         raise UserError(
-            f"Cannot listen on port {port} (--port): {error.strerror}. Choose another, or 0 for any "
+            f"Cannot listen on port {port} (--port): {error.strerror}. Choose another port, or 0 for any "
             "free port."
         ) from error
     with server:

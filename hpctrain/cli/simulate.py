@@ -41,7 +41,7 @@ def command(
 
     if gpus < gpus_per_node or gpus_per_node < 1 or min(days, node_mtbf, preemptions) <= 0:
         raise click.UsageError(
-            "Give at least one node and positive values for --days, --node-mtbf and --preemptions."
+            "Use at least one node and positive values for --days, --node-mtbf and --preemptions."
         )
     if not 0 <= bad_nodes <= 1:
         raise click.UsageError(f"--bad-nodes is {bad_nodes}, but must be between 0 and 1.")

@@ -29,7 +29,7 @@ from hpctrain.text import format_number
 def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bool) -> None:
     """Show the state of RUN: job, progress, newest checkpoint, cause of failure. Without RUN, list all runs.
 
-    For a job array, show the number of tasks in each state. RUN/task-3 is one of its tasks.
+    For a job array, show the number of tasks in each state. To show one task, use RUN/task-3.
     """
     if run is None:
         from hpctrain.cli.list import command as list_command

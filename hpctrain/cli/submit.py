@@ -57,7 +57,8 @@ class SubmitCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
-            # The parser drops the `--` before a command. One after the script is an argument of the script.
+            # The parser drops the `--` before a command. A `--` after the script is an argument of the
+            # script.
             with suppress(click.UsageError):
                 before, _, _ = self.make_parser(ctx).parse_args(args[: args.index("--")])
                 ctx.meta[_IS_COMMAND] = not isinstance(before.get("script"), str)
@@ -78,7 +79,7 @@ class SubmitCommand(click.Command):
 
 
 def _click_option(option: Option) -> click.Option:
-    """Return the command-line option. Values stay text, and are parsed like those of files."""
+    """Return the command-line option. Values remain strings, and are parsed like values from files."""
     names = [option.name, option.flag, *option.about.aliases]
     text = option.about.help + (f"  [default: {option.default}]" if option.default else "")
     if option.kind.flag:
@@ -105,7 +106,7 @@ def _click_option(option: Option) -> click.Option:
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
-    """Parse KEY=VALUE; the last value of a key counts."""
+    """Parse KEY=VALUE; the last value of a key takes precedence."""
     pairs = {}
     for value in values:
         key, equals, rest = value.partition("=")
@@ -146,8 +147,8 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Set an option by its name in configuration files. Overrides all other sources. KEY= discards a "
-    "value from a file. May be repeated.",
+    help="Set an option by its name in configuration files. Overrides all other sources. KEY= removes a "
+    "value set in a file. May be repeated.",
 )
 @click.option(
     "--show-config",
@@ -199,7 +200,7 @@ def command(
     """
     if dry_run and (as_json or explain):
         what = "--json a JSON document" if as_json else "--explain a table"
-        raise click.UsageError(f"--dry-run prints a shell script and {what}. Give only one of them.")
+        raise click.UsageError(f"--dry-run prints a shell script and {what}. Use only one of these options.")
     # Click's options have the names of the fields of SubmitOptions.
     where: Any = {
         "source": COMMAND_LINE_SOURCE,
@@ -227,7 +228,9 @@ def command(
         _print_lines(submission.forecast)
         click.echo(submission.script, nl=False)
         if words := submission.preflight.refusal():
-            raise SchedulerError(f"Slurm would reject this job: {words}. Change the options that it names.")
+            raise SchedulerError(
+                f"Slurm would reject this job: {words}. Correct the options named in this message."
+            )
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 

@@ -37,7 +37,7 @@ _QUERY_INTERVAL_S = 10.0
 )
 @json_option
 def command(run: str, runs_dir: Path, once: bool, interval: float, as_json: bool) -> None:
-    """Show a live view of RUN: state, step, time left, loss, speed, GPUs and events.
+    """Show a live view of RUN: state, step, remaining time, loss, speed, GPUs and events.
 
     The view closes when the run ends. Ctrl-C closes the view and does not affect the run.
     """
@@ -112,7 +112,7 @@ def _show(looks: Iterator[TopSnapshot], interval: float) -> None:
 
 
 def _size() -> tuple[int, int]:
-    """Return columns and lines for the one-time output; fixed values if it is not a terminal."""
+    """Return columns and lines for the one-time output; fixed values if stdout is not a terminal."""
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         return size.columns, size.lines

@@ -34,7 +34,7 @@ from hpctrain.cli.common import (
 def command(
     run: str, runs_dir: Path, timeout: float | None, unknown_limit: float | None, as_json: bool
 ) -> None:
-    """Wait until RUN ends. Exits with 0 if it completed, 4 if it did not, 1 after --timeout.
+    """Wait until RUN ends. Exits with 0 if RUN completed, 4 if not, and 1 after --timeout.
 
     Exits with 3 if the state of RUN is unknown for longer than --unknown-limit.
     """

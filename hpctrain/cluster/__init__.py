@@ -1,6 +1,6 @@
 """Detection of a process's environment: node lists, launchers, ranks. Imports no torch.
 
-Each name is imported on first use: `hpctrain submit` needs few of them, and so starts fast.
+Each name is imported on first use: `hpctrain submit` needs few of them and starts faster.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hpctrain.cluster.interfaces import find_interface
 #: Time limit for the resolver. Its own limit is often 5 s per server.
 RESOLVE_LIMIT_S = 5.0
 
-#: The interface at which gloo listens; by default that of the host's own name.
+#: The interface on which gloo listens; by default the interface of the host name.
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -24,7 +24,7 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     """Return the numeric addresses of host `name`, in the resolver's order, without duplicates.
 
     Raises:
-        OSError: the name does not resolve, or the resolver did not answer within `limit_s` seconds.
+        OSError: the name does not resolve, or the resolver did not respond within `limit_s` seconds.
     """
     answer: list[str] = []
     problem: list[OSError] = []
@@ -49,12 +49,12 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """True if numeric `address` is the loopback address, which means the host itself on every host."""
+    """True if numeric `address` is a loopback address, which is local to every host."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def normalize_address(address: str) -> str:
-    """Return numeric `address`; an IPv4 address that an IPv6 socket shows as ::ffff:10.0.0.1 becomes IPv4."""
+    """Return numeric `address`, with IPv4-mapped addresses such as ::ffff:10.0.0.1 converted to IPv4."""
     parsed = ipaddress.ip_address(address)
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
@@ -64,11 +64,11 @@ def normalize_address(address: str) -> str:
 def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make gloo reachable from other hosts; empty if none are needed.
 
-    gloo listens at the first address to which this host's own name resolves. On Debian that is 127.0.1.1,
-    which other hosts cannot reach.
+    gloo listens on the first address of this host's name. On Debian, this address is 127.0.1.1, which other
+    hosts cannot reach.
 
     Args:
-        own_address: the address of this host for the hosts of the other ranks.
+        own_address: the address of this host for other hosts.
         environ: variables that are already set take precedence.
     """
     if environ.get(_GLOO_VARIABLE) or is_loopback(own_address):

@@ -11,7 +11,7 @@ from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.text import suggest
 
-#: Ordered from inner to outer: a launcher that may be started by another one precedes it.
+#: Ordered from inner to outer: a launcher precedes the launchers that may start it.
 _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
     "torchrun": torchrun.detect,
     "horovod": horovod.detect,
@@ -41,7 +41,7 @@ _GENERIC_VARIABLES = {
     "GROUP_RANK": "node_rank",
     "GROUP_WORLD_SIZE": "num_nodes",
 }
-#: Set by `srun --mpi=pmi2` for a task. Under another launcher they belong to the outer one.
+#: Set by `srun --mpi=pmi2` for a task. Under another launcher, they belong to the outer launcher.
 _PMI_VARIABLES = {"PMI_RANK": "rank", "PMI_SIZE": "world_size"}
 #: Rank variables of launchers without a detector: PMIx, flux, PALS, ALPS, jsrun, MVAPICH.
 _UNSUPPORTED_RANK_VARIABLES = (
@@ -51,7 +51,7 @@ _UNSUPPORTED_RANK_VARIABLES = (
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
-    """Return the ranks of this process, from the variables in `environ` alone.
+    """Return the ranks of this process, based only on the variables in `environ`.
 
     `HPCTRAIN_ENVIRONMENT` selects an environment without a search. Otherwise the innermost launcher is used:
     it assigns its own ranks, but the variables of the outer launcher remain set. mpirun starts its daemons
@@ -68,13 +68,13 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     8. `local`: none of these, so a single process
 
     Other variables must not contradict the result. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
-    GROUP_RANK and GROUP_WORLD_SIZE must match if they are set. A single-host launcher inside a job step of
-    several tasks is refused: either each task would train alone, or the variables belong to an outer job.
+    GROUP_RANK and GROUP_WORLD_SIZE must match if they are set. A single-host launcher inside a job step with
+    several tasks is rejected: either each task would train alone, or the variables belong to an outer job.
     MASTER_ADDR and MASTER_PORT are used unchanged.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, some are missing, or HPCTRAIN_ENVIRONMENT
-            selects an environment that is unknown or is not this one.
+            selects an unknown or different environment.
     """
     wanted = environ.get(ENVIRONMENT_VARIABLE)
     if wanted:
@@ -101,7 +101,7 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, but its variables are not set here "
+            f"{ENVIRONMENT_VARIABLE} is {name!r}, but its variables are not set "
             f"({_IDENTIFYING_VARIABLES[name]}). Start this process with its launcher, or unset "
             f"{ENVIRONMENT_VARIABLE}."
         )
@@ -113,9 +113,8 @@ def _check_port(found: Ranks) -> None:
     if found.world_size > 1 and found.master_port == 0:
         raise EnvironmentMismatch(
             f"master port 0 ({found.sources['master_port']}) with world size {found.world_size} "
-            f"({found.sources['world_size']}): the other ranks cannot know which port the kernel "
-            "chooses. Set "
-            "another port, or unset it to let the ranks agree on one."
+            f"({found.sources['world_size']}): the kernel would choose a port that the other ranks cannot "
+            "determine. Set another port, or unset the variable to let the ranks agree on a port."
         )
 
 
@@ -137,7 +136,7 @@ def _check_generic_variables(found: Ranks, environ: Mapping[str, str]) -> None:
 def _override_hint(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
     if found.environment == "local" and variable not in _GENERIC_VARIABLES:
         return (
-            "An unknown launcher seems to have started this process. Make it set "
+            "An unknown launcher appears to have started this process. Configure the launcher to set "
             f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
             f"{ENVIRONMENT_VARIABLE}=local for a single process."
         )
@@ -146,10 +145,10 @@ def _override_hint(variable: str, found: Ranks, environ: Mapping[str, str]) -> s
 
 
 def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) -> None:
-    """Refuse a single-host launcher that runs in each of several tasks of another launcher."""
+    """Reject a single-host launcher that runs in each of several tasks of another launcher."""
     if found.num_nodes > 1 or found.environment == "local":
         return
-    # An elastic run may have shrunk to one node, so its number of nodes proves nothing.
+    # An elastic run may have shrunk to one node, so the number of nodes is not conclusive.
     standalone = found.environment == "torchrun" and torchrun.is_standalone(environ)
     if not (standalone or is_local_address(found.master_addr)):
         return
@@ -162,7 +161,7 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
             continue  # Invalid variables of another launcher do not matter here.
         if outer is None or outer.world_size == 1:
             continue
-        # torchrun assigns its own ranks, even if they happen to equal those of the outer launcher.
+        # torchrun assigns its own ranks, even if they are equal to those of the outer launcher.
         same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
         if not same or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(

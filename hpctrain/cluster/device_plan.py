@@ -24,22 +24,23 @@ _SEVERAL_TASKS = re.compile(r"single:(?!1\b)\d+")
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The device of one rank, and the reason for it."""
+    """The device of a rank, and the reason."""
 
     index: int | None
     """Index of the GPU among the visible ones, as in `cuda:N`; None for the CPU."""
     source: str
-    """The variable or the reason that determined it."""
+    """The variable or reason that determined the device."""
 
     def __str__(self) -> str:
         return "cpu" if self.index is None else f"cuda:{self.index}"
 
 
 def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> DevicePlan:
-    """Return the GPU of this rank, in a plan that all ranks follow.
+    """Return the GPU of this rank, according to a plan common to all ranks.
 
-    A task that sees all GPUs of its node takes the one of its local rank. If Slurm bound the task to some of
-    the GPUs, it takes one of those: the only one, or the first if no other task shares them.
+    A task that sees all GPUs of its node uses the GPU with the number of its local rank. If Slurm bound the
+    task to some of the GPUs, the task uses one of these: the only GPU, or the first if no other task shares
+    them.
 
     Args:
         ranks: the ranks of this process.
@@ -64,18 +65,18 @@ def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> D
             return DevicePlan(0, f"the first of {num_visible} {bound}")
         return DevicePlan(local_rank % num_visible, f"one of {num_visible} {bound}")
     allowed = gpu_sharing_reason(environ)
-    # A single visible GPU may be bound to this rank: outside of Slurm only its UUID shows that.
+    # A single visible GPU may be bound to this rank: outside of Slurm, this is visible only from its UUID.
     if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
         if allowed is None:
             raise _too_many_ranks(ranks, environ, num_visible)
         return DevicePlan(local_rank % num_visible, f"local rank modulo {num_visible} visible ({allowed})")
     if num_visible == 1:
-        return DevicePlan(0, f"the only one visible{_list(environ)}")
+        return DevicePlan(0, f"the only visible GPU{_list(environ)}")
     return DevicePlan(local_rank, f"local rank, of {num_visible} visible{_list(environ)}")
 
 
 def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
-    """Return the setting that allows several ranks per GPU: the user's or the job's; None if there is none.
+    """Return the setting of the user or the job that allows several ranks per GPU, or None.
 
     Raises:
         EnvironmentMismatch: HPCTRAIN_SHARE_GPUS is neither 1 nor 0.
@@ -98,7 +99,7 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
 def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
     """Return the entries of CUDA_VISIBLE_DEVICES that CUDA uses; None if all GPUs are visible.
 
-    CUDA reads numbers or UUIDs, stops at the first entry that is neither, and treats a list with a duplicate
+    CUDA reads numbers or UUIDs, stops at the first entry that is neither, and treats a list with duplicates
     as empty (CUDA C++ Programming Guide, "CUDA Environment Variables"). Slurm writes NoDevFiles if a job has
     no GPU.
     """
@@ -122,7 +123,7 @@ def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def is_mig(environ: Mapping[str, str]) -> bool:
-    """True if MIG instances are visible instead of whole GPUs."""
+    """True if MIG instances are visible instead of GPUs."""
     return (visible_devices(environ) or [""])[0].startswith("MIG-")
 
 
@@ -151,7 +152,7 @@ def _too_many_ranks(ranks: Ranks, environ: Mapping[str, str], num_visible: int) 
     gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
     source = ranks.sources.get("local_world_size", ranks.environment)
     return EnvironmentMismatch(
-        f"{ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible here"
+        f"{ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible on this node"
         f"{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
         f"(--gpus-per-node={ranks.local_world_size}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let "
         "ranks share a GPU."

@@ -23,19 +23,19 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
     """Return the number in variable `name`.
 
     Raises:
-        EnvironmentMismatch: the variable is missing or is not a whole number.
+        EnvironmentMismatch: the variable is missing or is not an integer.
     """
     text = _read(environ, name)
     try:
         return int(text)
     except ValueError:
         raise EnvironmentMismatch(
-            f"{name} is {text!r}, which is not a whole number. Correct it or unset it."
+            f"{name} is {text!r}, which is not an integer. Correct or unset the variable."
         ) from None
 
 
 def read_port(environ: Mapping[str, str], name: str) -> int:
-    """Return the TCP port in variable `name`; 0 leaves the choice to the kernel.
+    """Return the TCP port in variable `name`; with 0, the kernel chooses a port.
 
     Raises:
         EnvironmentMismatch: the variable is missing or is not a port.
@@ -43,8 +43,8 @@ def read_port(environ: Mapping[str, str], name: str) -> int:
     port = read_int(environ, name)
     if not 0 <= port <= _LAST_PORT:
         raise EnvironmentMismatch(
-            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another port, or unset it to let the "
-            "ranks agree on one."
+            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another port, or unset the variable to "
+            "let the ranks agree on a port."
         )
     return port
 
@@ -67,12 +67,12 @@ def _read(environ: Mapping[str, str], name: str) -> str:
     if text := environ.get(name):
         return text
     raise EnvironmentMismatch(
-        f"{name} is not set, although other variables of the same launcher are. Start with srun, torchrun "
-        f"or mpirun, or set {ENVIRONMENT_VARIABLE}=local for a single process."
+        f"{name} is not set, although other variables of the same launcher are set. Start with srun, "
+        f"torchrun or mpirun, or set {ENVIRONMENT_VARIABLE}=local for a single process."
     )
 
 
 def override_hint(*environments: str) -> str:
     """Return the last sentence of a message about contradictory variables: the way to resolve them."""
     choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
-    return f"Unset leftover variables of other launchers, or select the right one: {choices}."
+    return f"Unset leftover variables of other launchers, or select the right launcher: {choices}."

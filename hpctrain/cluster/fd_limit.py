@@ -1,4 +1,4 @@
-"""The limit of open files, which also limits the number of connections of a process."""
+"""The limit on open files, which also limits the number of connections of a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def raise_fd_limit(number: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard <= number:
         raise HpctrainError(
-            f"This process needs {number} connections, one to each other rank, but may only open {hard} "
+            f"This process requires {number} connections, one to each other rank, but may open only {hard} "
             "files (`ulimit -H -n`). Raise the limit on the nodes (LimitNOFILE of the slurmd service, or "
             "limits.conf(5)), or start fewer ranks."
         )

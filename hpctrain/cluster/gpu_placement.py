@@ -1,4 +1,4 @@
-"""Assignment of GPUs to the ranks of a job, from the placement that each rank reports to the others."""
+"""Assignment of GPUs to the ranks of a job, based on the reported placement of each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.errors import HpctrainError
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The placement of one rank, as it reports it to the others."""
+    """Placement of a rank, as reported to the others."""
 
     rank: int
     node_rank: int
@@ -20,13 +20,13 @@ class RankPlacement:
     gpus: tuple[str, ...] = ()
     """UUIDs of the visible GPUs, in the order of `cuda:N`."""
     index: int | None = None
-    """Index of its preferred GPU among them; None for the CPU."""
+    """Index of the preferred GPU among them; None for the CPU."""
     problem: str = ""
-    """Why it cannot use any GPU."""
+    """Reason why the rank cannot use a GPU."""
 
     @property
     def gpu(self) -> str | None:
-        """UUID of its preferred GPU."""
+        """UUID of the preferred GPU."""
         return None if self.index is None else self.gpus[self.index]
 
     def __str__(self) -> str:
@@ -40,14 +40,14 @@ class GpuAssignment:
     indexes: dict[int, int]
     """For each rank, the index of its GPU among the visible ones."""
     shared: bool
-    """True if two ranks use the same GPU, which NCCL refuses."""
+    """True if two ranks use the same GPU, which NCCL does not support."""
 
 
 def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
-    """Check that no local rank of a node is taken twice, and that either all ranks use GPUs or none does.
+    """Check that the local ranks of each node are unique, and that either all ranks use GPUs or none.
 
     Raises:
-        HpctrainError: two ranks contradict each other, or one has a problem; the message names them.
+        HpctrainError: two ranks contradict each other, or a rank has a problem; the message names the ranks.
     """
     by_place: dict[tuple[int, int], RankPlacement] = {}
     by_node: dict[int, RankPlacement] = {}
@@ -71,11 +71,11 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
 
 
 def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuAssignment:
-    """Assign each rank a visible GPU of its own.
+    """Assign a separate visible GPU to each rank.
 
-    A rank gets its preferred GPU unless a lower rank prefers the same one. The other ranks get one that is
-    left: Slurm may bind the same few GPUs to several tasks (--gpu-bind=closest), and no task can determine
-    its own alone.
+    A rank receives its preferred GPU unless a lower rank prefers the same GPU. The other ranks receive
+    remaining GPUs: Slurm may bind the same few GPUs to several tasks (--gpu-bind=closest), which cannot
+    divide them without communication.
 
     Raises:
         HpctrainError: there are too few GPUs and sharing is not allowed; the message names two ranks.
@@ -98,7 +98,7 @@ def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuA
 
 
 def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], asked: set[str]) -> bool:
-    """Assign `placement` a free GPU, or one whose owner can move to another. True if that worked."""
+    """Assign a free GPU to `placement`, if necessary by moving another rank. Return true on success."""
     for gpu in placement.gpus:
         if gpu not in owners:
             owners[gpu] = placement
@@ -114,9 +114,10 @@ def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], asked:
 
 def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
     return HpctrainError(
-        f"{one} has local rank {one.local_rank} on node {one.node_rank}, and {other} has local "
-        f"rank {other.local_rank} on node {other.node_rank}. `hpctrain env` on each host shows the variables "
-        "that set these. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset leftovers of another job."
+        f"{one} has local rank {one.local_rank} on node {one.node_rank}, and {other} has local rank "
+        f"{other.local_rank} on node {other.node_rank}. Run `hpctrain env` on each host to show the "
+        "variables of these values. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset variables "
+        "left from another job."
     )
 
 

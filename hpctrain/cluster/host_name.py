@@ -7,5 +7,5 @@ from collections.abc import Mapping
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """Return Slurm's node name if there is one: simulated nodes on one machine differ only in that."""
+    """Return Slurm's node name, if any: simulated nodes on one machine differ only in this name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -4,14 +4,14 @@ Names are separated by any number of commas, spaces or tabs. A name consists of 
 `-` and any number of brackets. A bracket contains numbers and ranges, separated by commas; a range keeps the
 width of its first number: `[08-11]` is 08, 09, 10, 11. Names are neither sorted nor deduplicated.
 
-The result is that of `scontrol show hostnames`, with these intentional differences from Slurm 22.05:
+The result is the same as for `scontrol show hostnames`, with these intentional differences from Slurm 22.05:
 
-- Accepted only here: text after the last bracket of a name (`gpu-a[1-2]b`); more than 65,536 numbers in a
-  range. The limit here is a million names in total.
-- Refused only here: an unmatched bracket (Slurm reads `n[1-2` as the name `n]`); a range without an end
-  (`n[1-]`); anything but digits in a number, including spaces (Slurm reads `n[1, 2]` as n1 and n02);
-  characters that no host name has, including line ends.
-- Correct only here: numbers that need more than 64 bits.
+- Accepted only by hpctrain: text after the last bracket of a name (`gpu-a[1-2]b`); more than 65,536 numbers
+  in a range. The limit is a million names in total.
+- Rejected only by hpctrain: an unmatched bracket (Slurm reads `n[1-2` as the name `n]`); a range without an
+  end (`n[1-]`); anything but digits in a number, including spaces (Slurm reads `n[1, 2]` as n1 and n02);
+  characters not allowed in host names, including line ends.
+- Correct only in hpctrain: numbers that need more than 64 bits.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from string import ascii_letters
 
 from hpctrain.errors import UserError
 
-#: Matches the well-formed beginning of a list. Does not check that ranges ascend.
+#: Matches the well-formed beginning of a list, without checking that ranges ascend.
 _WELL_FORMED = re.compile(r"(?:[A-Za-z0-9_., \t-]+|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])*")
 _NUMBER_OR_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 #: All characters of a name except digits.
 _NOT_DIGITS = f"{ascii_letters}_.-"
-#: The last three digits of any number. Assembling long ranges from them is fast.
+#: The last three digits of any number, for fast assembly of long ranges.
 _LAST_DIGITS = [f"{number:03}" for number in range(1000)]
-#: Numbers below 100, by the width that they are padded to.
+#: Numbers below 100, by padded width.
 _UP_TO_99 = [[str(number).zfill(width) for number in range(100)] for width in range(3)]
-#: A list of more names than any cluster has is a typing error.
+#: Maximum number of names: a larger list is a typing error.
 _MAX_NAMES = 1_000_000
 #: Maximum size of a range in Slurm (MAX_RANGE in its hostlist.c).
 _MAX_IN_RANGE = 65_536
-#: A number of this many digits fits into 64 bits, to which Slurm's numbers are limited.
+#: Maximum number of digits that fits into 64 bits, the limit in Slurm.
 _MAX_DIGITS = 18
-#: Characters of a long list that an error quotes before and after the position of the problem.
+#: Number of characters of a long list to quote before and after the position of a problem.
 _QUOTE_CONTEXT = 40
 
 
@@ -48,13 +48,14 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """Return the names in `hostlist`, in Slurm's order.
 
     Raises:
-        UserError: the list is no text, is malformed, or has more than a million names; the message quotes
-            it and marks the position.
+        UserError: the list is not a string, is malformed, or has more than a million names; the message
+            quotes the list and marks the position.
     """
     if not isinstance(hostlist, str):
         raise UserError(
-            f"A node list must be text such as 'n[01-03,7]', but this is {hostlist!r}, of type "
-            f"{type(hostlist).__name__}. If it comes from an environment variable, check that it is set."
+            f"A node list must be a string such as 'n[01-03,7]', but this is {hostlist!r}, of type "
+            f"{type(hostlist).__name__}. If the list is from an environment variable, check that the "
+            "variable is set."
         )
     match = _WELL_FORMED.match(hostlist)
     well_formed = match.end() if match else 0
@@ -67,7 +68,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def compress_hostlist(names: Iterable[str]) -> str:
-    """Return a compact list that expands to exactly `names`, in their order, here and in Slurm.
+    """Return a compact list that expands to exactly `names`, in order, in hpctrain and in Slurm.
 
     Neighbours that differ only in a trailing number are folded into one bracket: `n[1-3,7]`. If the results
     differ only in one number before the bracket, they are folded again: `rack[1-2]node[1-16]`.
@@ -79,7 +80,8 @@ def compress_hostlist(names: Iterable[str]) -> str:
     for name in names:
         if not _NAME.fullmatch(name):
             raise UserError(
-                f"{name!r} cannot be in a node list: a name consists of letters, digits, '.', '_' and '-'."
+                f"{name!r} is not a valid name in a node list: a name consists of letters, digits, '.', '_' "
+                "and '-'."
             )
     once = _fold(_split_trailing_number(name) for name in names)
     return ",".join(_fold(_split_before_bracket(item) for item in once))
@@ -100,7 +102,7 @@ def _expand(hostlist: str) -> list[str]:
         if i % 2:
             item.append(part)
             continue
-        # Text outside of brackets ends one name, may contain whole ones, and begins another.
+        # Text outside of brackets ends a name, may contain complete names, and begins another name.
         end, comma, rest = part.partition(",")
         item.append(end)
         if comma:
@@ -118,8 +120,8 @@ def _expand(hostlist: str) -> list[str]:
 def _write_item(item: list[str]) -> tuple[str, int]:
     """Return the names of one item, separated by commas, and their number.
 
-    An item alternates between text and bracket content, and begins and ends with text. Of several brackets
-    the last one varies fastest, then the first, then the second, as in Slurm.
+    An item alternates between text and bracket content, and begins and ends with text. Of several brackets,
+    the last varies fastest, then the first, then the second, as in Slurm.
     """
     if len(item) == 1:
         return item[0], 1
@@ -163,7 +165,7 @@ def _write_bracket(bracket: str, before: str = "", after: str = "") -> tuple[str
 def _count(low: int, high: int, width: int, between: str) -> str:
     """Return the numbers from `low` to `high` in at least `width` digits, separated by a text.
 
-    Works in blocks of a thousand, which takes a third of the time of single numbers.
+    Works in blocks of a thousand, which is three times as fast as single numbers.
     """
     written = []
     if low < 100 and width < 3:
@@ -188,7 +190,7 @@ def _fold(parts: Iterable[tuple[str, str, str]]) -> Iterator[str]:
         numbers = [number for _, number, _ in run]
         if numbered:
             ranges = ",".join(_ranges(numbers))
-            # After other digits a plain number would merge with them, and be too long for Slurm.
+            # After other digits, a plain number would merge with them and become too long for Slurm.
             plain = ranges.isdecimal() and not before[-1:].isdecimal()
             yield before + (ranges if plain else f"[{ranges}]") + after
         else:
@@ -224,16 +226,16 @@ def _split_before_bracket(item: str) -> tuple[str, str, str]:
 
 
 def _syntax_error(hostlist: str, place: int) -> UserError:
-    """Return the error of a list that is well formed up to `place`."""
+    """Return the error for a list that is well formed up to `place`."""
     if hostlist[place] == "]":
-        return _malformed(hostlist, place, "a ']' without its '['")
+        return _malformed(hostlist, place, "a ']' without a matching '['")
     if hostlist[place] != "[":
         return _malformed(hostlist, place, f"{hostlist[place]!r} is not allowed in a node name")
     inside, closing, _ = hostlist[place + 1 :].partition("]")
     if "[" in inside:
         return _malformed(hostlist, place + 1 + inside.index("["), "a '[' inside brackets")
     if not closing:
-        return _malformed(hostlist, place, "a '[' without its ']'")
+        return _malformed(hostlist, place, "a '[' without a matching ']'")
     place += 1
     for piece in inside.split(","):
         if not _NUMBER_OR_RANGE.fullmatch(piece):
@@ -246,10 +248,10 @@ def _range_error(hostlist: str) -> UserError:
     """Return the error of a well-formed list with a bad range or too many names."""
     for bracket in _BRACKET.finditer(hostlist):
         for piece in _NUMBER_OR_RANGE.finditer(hostlist, *bracket.span(1)):
-            # Compared as text, because Python limits the conversion of numbers to 4300 digits.
+            # Compared as strings, because Python limits the conversion of numbers to 4300 digits.
             first, last = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
             if first > last:
-                return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} runs backwards")
+                return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} is in descending order")
     quoted, _ = _quote(hostlist)
     return UserError(f"node list {quoted} expands to more than {_MAX_NAMES:,} names. Check its ranges.")
 
@@ -263,7 +265,7 @@ def _malformed(hostlist: str, place: int, problem: str) -> UserError:
 
 
 def _quote(text: str, place: int = 0) -> tuple[str, int]:
-    """Return the text in quotes, if long only the part around `place`, and the column of `place` in it."""
+    """Return the quoted text, truncated around `place` if long, and the column of `place`."""
     before, after = text[:place], text[place:]
     if len(text) > 2 * _QUOTE_CONTEXT:
         if len(before) > _QUOTE_CONTEXT:

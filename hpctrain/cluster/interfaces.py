@@ -1,4 +1,4 @@
-"""Network interfaces and their addresses from getifaddrs(3), which Python's library does not offer."""
+"""Network interfaces and their addresses from getifaddrs(3), which Python's library does not provide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Entry._fields_ = [
 
 
 def find_interface(address: str) -> str | None:
-    """Return the interface of this host with numeric `address`; None if there is none."""
+    """Return the interface of this host with numeric `address`, or None."""
     return next((name for name, its in interfaces() if its == address), None)
 
 

@@ -21,7 +21,7 @@ def is_local_address(address: str) -> bool:
 
 @dataclass(frozen=True)
 class RankVariables:
-    """The variables in which a launcher passes the ranks of a process."""
+    """The variables of a launcher for the ranks of a process."""
 
     rank: str
     world_size: str
@@ -49,7 +49,7 @@ def master_endpoint(
     Args:
         environ: the variables of this process.
         host: returns rank 0's host and its source; called only if MASTER_ADDR is not set.
-        key: the text from which the port is computed; see `Ranks.rendezvous_id`.
+        key: the string for the computation of the port; see `Ranks.rendezvous_id`.
         of: the source of `key`, in words.
     """
     address_variable, port_variable = first_set(environ, "MASTER_ADDR"), first_set(environ, "MASTER_PORT")
@@ -70,10 +70,10 @@ def ranks_of(
 
     Args:
         environ: the variables of this process.
-        environment: the name of the environment.
+        environment: name of the environment.
         names: its variables.
         key: an identifier of this set of processes, and its source in words.
-        nodes: finds the node if there are several, or raises `unknown_nodes_error`.
+        nodes: finds the node if there are several nodes, or raises `unknown_nodes_error`.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, are missing, or are insufficient.
@@ -87,7 +87,7 @@ def ranks_of(
         sources = {"node_rank": why, "num_nodes": why, "master_addr": f"one node, because {why}"}
         place = LaunchedNodes(0, 1, LOOPBACK, sources)
     else:
-        assert nodes is not None, f"{environment} has one node only"
+        assert nodes is not None, f"{environment} has only one node"
         place = _given(environ) or nodes()
     text, of = key
     text = f"{environment}/{text}"
@@ -122,7 +122,7 @@ def unknown_nodes_error(
     """Return the error for ranks on several nodes whose order is uncertain.
 
     Args:
-        launcher: its name for the user.
+        launcher: name of the launcher for the user.
         names: its variables.
         environ: the variables of this process.
         how: the remedy, as a sentence.
@@ -130,12 +130,12 @@ def unknown_nodes_error(
     return EnvironmentMismatch(
         f"{launcher} started {environ[names.world_size]} ranks ({names.world_size}), "
         f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but its "
-        f"variables do not determine which node this is, or where rank 0 is. {how}"
+        f"variables do not determine the number of this node or the host of rank 0. {how}"
     )
 
 
 def _given(environ: Mapping[str, str]) -> LaunchedNodes | None:
-    """Return the nodes from torch's variables, or None if one of these is missing."""
+    """Return the nodes from torch's variables, or None if a variable is missing."""
     node = first_set(environ, "NODE_RANK", "GROUP_RANK")
     if (
         node is None

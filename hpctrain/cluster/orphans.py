@@ -1,8 +1,8 @@
-"""Processes that an earlier attempt left on this host: daemons, data workers, processes outside its session.
+"""Processes left on this host by an earlier attempt: daemons, data workers, processes outside its session.
 
-They would hold GPUs, ports and files. Slurm ends them itself if it keeps the tasks of a step in a control
-group; otherwise processes that left their session survive. They are detected by the variables inherited
-from their rank.
+These processes would hold GPUs, ports and files. Slurm ends them if it keeps the tasks of a step in a control
+group. Otherwise, processes outside the session survive. They are detected by the variables inherited from
+their rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIMIT_S = 5.0
 
 
 def kill_orphans(run_dir: str, before: int) -> list[int]:
-    """Kill the processes on this host of attempts before `before`, and return their pids.
+    """Kill the processes of attempts before `before` on this host, and return their pids.
 
     Args:
         run_dir: the run folder, as passed to the ranks.
@@ -27,7 +27,7 @@ def kill_orphans(run_dir: str, before: int) -> list[int]:
     """
     found: list[int] = []
     deadline = time.monotonic() + _LIMIT_S
-    # A process may start another one before it is killed, so search again.
+    # A process may start another process before it is killed, so search again.
     while (left := _kill(run_dir, before)) and time.monotonic() < deadline:
         found += [pid for pid in left if pid not in found]
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ways to end a process when its parent or supervisor has ended for any reason."""
+"""Exit of a process after its parent or supervisor has exited for any reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_supervisor(environ: MutableMapping[str, str]) -> None:
-    """Kill this process group when the other end of the inherited lifeline closes, if there is one."""
+    """Kill this process group when the other end of an inherited lifeline closes."""
     text = environ.pop(LIFELINE_VARIABLE, None)
     if text is None:
         return
@@ -31,6 +31,6 @@ def die_with_supervisor(environ: MutableMapping[str, str]) -> None:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent dies. Does nothing except on Linux."""
+    """Request a signal from the kernel when the parent dies. Does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,4 +1,4 @@
-"""Ports that every rank computes identically, without communication."""
+"""Port candidates, computed identically on every rank without communication."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000
 
 
 def port_candidates(key: str) -> Iterator[int]:
-    """Yield an endless sequence of ports that depends only on `key`; other keys rarely give the same.
+    """Yield an endless sequence of ports that depends only on `key`; different keys rarely yield equal ports.
 
     `key` identifies a set of processes among all that may share a host: `Ranks.rendezvous_id`. The ports are
-    in `FIRST_PORT` … `FIRST_PORT + NUM_PORTS - 1`; one may occur twice.
+    in `FIRST_PORT` … `FIRST_PORT + NUM_PORTS - 1`; a port may occur twice.
     """
     for attempt in count():
         text = f"{key}#{attempt}" if attempt else key

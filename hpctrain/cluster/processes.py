@@ -19,11 +19,11 @@ class ProcessInfo:
     #: Clock ticks since boot; with the pid this identifies a process uniquely.
     started: int
     argv: tuple[str, ...]
-    #: Its initial environment; empty if we lack permission.
+    #: Initial environment; empty without permission.
     environ: Mapping[str, str]
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to exactly this process; True if it was still running."""
+        """Send a signal to this process only; return true if it was still running."""
         with suppress(OSError):
             fd = os.pidfd_open(self.pid)
             try:
@@ -35,12 +35,12 @@ class ProcessInfo:
         return False
 
     def kill(self) -> None:
-        """Send SIGKILL to exactly this process."""
+        """Send SIGKILL to this process only."""
         self.signal(signal.SIGKILL)
 
 
 def processes(uid: int | None = None) -> list[ProcessInfo]:
-    """Return the live processes of this host, or those of one user; none if there is no /proc."""
+    """Return the live processes of this host or of a user; empty without /proc."""
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
     found = (_read(int(name), uid) for name in names if name.isdecimal())
     return [process for process in found if process is not None]

@@ -11,18 +11,18 @@ from hpctrain.errors import EnvironmentMismatch
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one process in a distributed job, in torch's terms, and the source of each value.
+    """The ranks of a process in a distributed job, in torch's terms, and the source of each value.
 
     Raises:
-        EnvironmentMismatch: on construction, when the values contradict each other.
+        EnvironmentMismatch: on construction, if the values contradict each other.
     """
 
     rank: int
     """Index of this process among all processes, from 0."""
     world_size: int
-    """Number of processes on all nodes together."""
+    """Total number of processes on all nodes."""
     local_rank: int
-    """Index of this process among those of its node, from 0."""
+    """Index of this process among the processes of its node, from 0."""
     local_world_size: int
     """Number of processes on this node."""
     node_rank: int
@@ -39,7 +39,7 @@ class Ranks:
     """Identifier of this set of processes on its hosts, equal on every rank; empty for a single process.
     Determines the ports of the rendezvous (`hpctrain.cluster.port_candidates`)."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """For each field, the variable or the reasoning that gave it."""
+    """For each field, the variable or derivation of its value."""
 
     def __post_init__(self) -> None:
         self._check("rank", "world_size")
@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0, which writes what is written once."""
+        """True for rank 0, which writes all files that are written once."""
         return self.rank == 0
 
     def torch_variables(self) -> dict[str, str]:

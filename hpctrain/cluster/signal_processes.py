@@ -2,7 +2,8 @@
 
 `python -P -m hpctrain.cluster.signal_processes RUN_DIR SIGNAL TARGET…`
 
-TARGET is `supervisor`, or the number of the attempt followed by ranks. Exits with 1 if none is on this host.
+TARGET is `supervisor`, or the number of the attempt followed by ranks. Exits with 1 if no target is on this
+host.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _WORKER, _SUPERVISOR = "hpctrain.runtime.worker", "hpctrain.supervisor"
 
 
 def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Collection[int]) -> list[int]:
-    """Send a signal to those of `ranks` on this host, and return them.
+    """Send a signal to the `ranks` on this host, and return these ranks.
 
     Args:
         run_dir: the run folder.
         number: the signal.
-        attempt: ranks of other attempts get no signal.
+        attempt: ranks of other attempts receive no signal.
         ranks: the ranks.
     """
     struck = set()
@@ -36,12 +37,12 @@ def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Coll
 
 
 def signal_supervisor(run_dir: str, number: signal.Signals) -> bool:
-    """Send a signal to the run's supervisor under Slurm; True if it is on this host."""
+    """Send a signal to the run's supervisor under Slurm; return true if it is on this host."""
     struck = False
     own = processes(os.geteuid())
     for process in own:
         if _is_supervisor(process.argv, run_dir):
-            # Its parent, which replaced the batch script, has the same arguments but only waits for it.
+            # The parent process, which replaced the batch script, has the same arguments but only waits.
             guardian = next((one for one in own if one.pid == process.parent), None)
             if guardian is not None and _is_supervisor(guardian.argv, run_dir):
                 struck |= process.signal(number)
@@ -49,14 +50,14 @@ def signal_supervisor(run_dir: str, number: signal.Signals) -> bool:
 
 
 def _rank(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
-    """Return the rank of the process in the attempt; None if it is not a rank of it."""
+    """Return the rank of the process in the attempt; None for other processes."""
     argv, environ = process.argv, process.environ
-    # srun has the same words in its command line, and a standby worker has those of the next attempt.
+    # The command line of srun has the same words; a standby worker has those of the next attempt.
     if _WORKER not in argv or os.path.basename(argv[0]) == "srun" or "SLURM_STEP_ID" not in environ:
         return None
     if environ.get(ATTEMPT_VARIABLE) != str(attempt) or not _is_same(environ.get(RUN_DIR_VARIABLE), run_dir):
         return None
-    # A torchrun agent is one Slurm task, and passes each of its ranks its number in RANK.
+    # A torchrun agent is one Slurm task, and passes RANK to each of its ranks.
     number = environ.get("RANK" if "TORCHELASTIC_RUN_ID" in environ else "SLURM_PROCID", "")
     return int(number) if number.isdigit() else None
 

@@ -1,7 +1,7 @@
-"""The nodes of a job step and its tasks on each, from the variables that srun sets for a task.
+"""The nodes of a job step and the tasks on each node, from the variables that srun sets for a task.
 
-SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are sorted by node name. In a heterogeneous job SLURM_NODEID
-counts component by component instead. So a node is looked up in the lists by its name, and the order of
+SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are sorted by node name. In a heterogeneous job,
+SLURM_NODEID counts component by component instead. Therefore, a node is looked up by name, and the order of
 SLURM_NODEID is assembled from the lists of the components.
 """
 
@@ -46,7 +46,7 @@ class StepLayout:
         return self.tasks[self.node]
 
     def host_of_main(self, rank: int, environ: Mapping[str, str]) -> str:
-        """Return the node of rank 0, from the view of task `rank`.
+        """Return the node of rank 0, for task `rank`.
 
         Raises:
             EnvironmentMismatch: Slurm's variables do not determine it.
@@ -76,10 +76,9 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     for name in (HOSTS, TASKS):
         if not environ.get(name):
             raise EnvironmentMismatch(
-                f"{name} is not set, although SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is: some "
-                "variables "
-                "that srun sets are missing. Start with srun, or set "
-                f"{ENVIRONMENT_VARIABLE}=local for a single process."
+                f"{name} is not set, although SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is: variables "
+                f"that srun sets are missing. Start with srun, or set {ENVIRONMENT_VARIABLE}=local for a "
+                "single process."
             )
     hosts, counts = read_hosts(environ, HOSTS), parse_tasks_per_node(environ[TASKS], TASKS)
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
@@ -126,7 +125,7 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
 
 
 def _in_order_of_node_ranks(environ: Mapping[str, str], hosts: list[str]) -> tuple[list[str], str]:
-    """Return the node names in the order of SLURM_NODEID, and the variables that give it."""
+    """Return the node names in the order of SLURM_NODEID, and the variables that determine it."""
     here = set(hosts)
     for prefix in _COMPONENTS:
         numbers = [name.removeprefix(prefix) for name in environ if name.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""Detection of runs that train but fail to save, so that their progress would be lost."""
+"""Detection of runs that train but fail to save, which would lose their progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.rundir import RunDir, is_event
 
 
 def save_problem(run: RunDir) -> str | None:
-    """Return why there is no new checkpoint, and since when; None if no obstacle is known."""
+    """Return the reason and start time of a lack of new checkpoints; None without a known problem."""
     cause = _last_failure(run) or _disk_trouble(run)
     if cause is None:
         return None
@@ -46,7 +46,7 @@ def _disk_trouble(run: RunDir) -> str | None:
 
 
 def full_disk(run: RunDir) -> str | None:
-    """Return a message if the run's disk is full, else None.
+    """Return a message if the run's disk is full, otherwise None.
 
     Raises:
         OSError: the folder is not accessible.

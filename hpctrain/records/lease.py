@@ -1,14 +1,14 @@
-"""Exclusive use of a run's folder: a lease that the supervisor renews as long as it lives.
+"""Exclusive use of a run's folder: a lease that the supervisor renews while it is alive.
 
-The record of a run describes what was submitted, and may be wrong about what runs. A lease is held by a
+The record of a run describes the submitted jobs, but not reliably the running job. A lease is held by a
 process.
 
 - Leases are numbered, and the newest is valid. A lease is created atomically with its content by a hard
-  link, which only one of several processes can make.
-- The holder renews the lease every few seconds. It counts as dead if Slurm reports that its job does not
-  run, or, without an answer from Slurm, if the last renewal is a minute old. Both times are taken from the
-  file system's clock.
-- A holder that finds a newer lease has been taken for dead, and exits.
+  link, which only one of several processes can create.
+- The holder renews the lease every few seconds. The holder counts as dead if Slurm reports that its job is
+  not running. Without an answer from Slurm, it counts as dead if the last renewal is a minute old. Both times
+  are from the file system's clock.
+- A holder that finds a newer lease was considered dead, and exits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 RENEW_INTERVAL_S = 10.0
 #: Seconds without a renewal after which a holder counts as dead.
 EXPIRY_S = 60.0
-#: A lease is written in one block of this fixed length, so that it can be renewed in place.
+#: A lease is written in one block of this fixed length, for renewals in place.
 _BYTES = 512
 
 
@@ -67,7 +67,7 @@ class LeaseState:
 
 
 class LeaseHeld(Exception):
-    """Another process holds, or may hold, the lease."""
+    """Another process holds the lease, or may hold it."""
 
     def __init__(self, holder: LeaseHolder) -> None:
         super().__init__(holder.job_id)
@@ -85,14 +85,14 @@ class Lease:
         environ: Mapping[str, str],
         on_loss: Callable[[LeaseHolder], object],
     ) -> None:
-        """Prepare the lease without taking it.
+        """Prepare the lease without acquiring it.
 
         Args:
             run: the run.
             job_id: the job of this process.
             start: number of earlier starts of the job by Slurm.
             environ: environment of Slurm's commands.
-            on_loss: called with the new holder if this one was taken for dead.
+            on_loss: called with the new holder if this process was considered dead.
         """
         self._run, self._environ, self._on_loss = run, environ, on_loss
         self._me = LeaseHolder(job_id, start, socket.gethostname(), os.getpid())
@@ -100,10 +100,10 @@ class Lease:
         self._stopped = threading.Event()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
-        """Take the lease, and renew it from now on.
+        """Acquire the lease, and renew it from now on.
 
         Args:
-            predecessor: the job that this one continues; Slurm has waited for its end.
+            predecessor: the predecessor of this job; Slurm has waited for its end.
             deaths: number of killed supervisors of this job.
 
         Raises:
@@ -168,7 +168,7 @@ class Lease:
         return number is not None and max(self._run.leases(), default=-1) > number
 
     def _write_holder(self, holder: LeaseHolder) -> None:
-        # In place: other hosts see new content of a file sooner than a new file of the same name.
+        # Written in place: other hosts see new content of a file sooner than a new file of the same name.
         fd = os.open(self._run.lease(self._number or 0), os.O_WRONLY)
         try:
             os.pwrite(fd, holder.text(), 0)
@@ -177,7 +177,7 @@ class Lease:
 
 
 def newest_lease(run: RunDir) -> LeaseState | None:
-    """Return the newest lease on the run's folder; None if there is none.
+    """Return the newest lease on the run's folder, or None.
 
     Raises:
         OSError: it cannot be read.
@@ -215,7 +215,7 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
 
 
 def _now(folder: Path) -> float:
-    """Return the time by the clock of the folder's file system."""
+    """Return the current time on the clock of the folder's file system."""
     probe = folder / f".now.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
     try:
         with open(probe, "wb") as file:

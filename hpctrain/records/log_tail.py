@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.files import IsValid, open_regular, parse_json_line
 
 _BLOCK_BYTES = 64 * 1024
-#: Limit of a backward search: without it, a file with no matching record would be read to its start.
+#: Limit of a backward search: otherwise, a file without a matching record would be read completely.
 _SEARCHED_BYTES = 64 * _BLOCK_BYTES
 
 
@@ -44,7 +44,7 @@ class FileTail:
         return self._decoder.decode(new)
 
     def has_grown(self) -> bool:
-        """True if there is unread data. Only checks the length of the file."""
+        """True if there is unread data. Checks only the length of the file."""
         try:
             return os.stat(self._path).st_size != self._offset
         except FileNotFoundError:
@@ -84,13 +84,13 @@ class RecordTail:
 def read_last_records(
     path: Path, is_valid: IsValid | None = None, *, unless: bytes | None = None, whole: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON Lines file from last to first, without reading ahead.
+    """Yield the records of a JSON Lines file from last to first, without reading in advance.
 
     Args:
-        path: the file; a missing one has no records.
+        path: the file; a missing file has no records.
         is_valid: see `parse_json_line`.
-        unless: skip lines that contain this, without parsing them.
-        whole: search the whole file, not only the last few megabytes.
+        unless: skip lines that contain these bytes, without parsing.
+        whole: search the complete file, not only the last few megabytes.
     """
 
     def parse(line: bytes, *, ended: bool) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ def read_last_records(
 
 
 def read_last_lines(path: Path, number: int) -> list[str]:
-    """Return the last lines of a text file, reading only its end; none if there is no file."""
+    """Return the last lines of a text file, reading only the end; empty without a file."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES))

@@ -1,4 +1,4 @@
-"""Phases of a rank, which it reports in its heartbeats and whose durations a run records."""
+"""Phases of a rank, as reported in heartbeats. The run records their durations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class RankPhase(StrEnum):
     """Activity of a rank."""
 
     START = "start"
-    """Until a `Trainer` takes over, or `hpctrain.should_stop` is called for the first time."""
+    """Until a `Trainer` starts, or until the first call of `hpctrain.should_stop`."""
     SCRIPT = "script"
     """From the first optimizer step of a script without a `Trainer`."""
     LOAD = "load"
     FIRST = "first"
-    """The first step, which may compile. Only the supervisor tells it from `DATA` and `STEP`."""
+    """The first step, which may compile. Only the supervisor distinguishes it from `DATA` and `STEP`."""
     DATA = "data"
     STEP = "step"
     VALIDATE = "validate"

@@ -1,4 +1,4 @@
-"""A run's own records: its submission, its outcome, and its last activity."""
+"""Records of a run: submission, outcome, and last activity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IGNORED_EVENTS = b'"kind": "checkpoint"'
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A submitted job according to the run's record."""
+    """A submitted job, as recorded by the run."""
 
     job_id: str
     run: RunDir
@@ -25,13 +25,13 @@ class JobRecord:
     submitted: float = 0.0
     #: True if the job was not submitted by hpctrain, so its submission folder and options are unknown.
     submitted_manually: bool = False
-    #: The final job state in the scheduler's words, if it was observed.
+    #: The final job state as reported by the scheduler, if observed.
     observed_state: str | None = None
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run's own events since its last submission."""
+    """Events of the run since its last submission."""
 
     run: RunDir
     submitted: dict[str, Any] | None
@@ -71,7 +71,7 @@ class RunRecord:
 def read_run_record(run: RunDir) -> RunRecord:
     """Read the events since the last submission.
 
-    An end after which workers were started does not count. Neither does a failure without a rank: it is a
+    An end is ignored if workers were started afterwards. A failure without a rank is also ignored: it is a
     failed checkpoint, after which the run continues.
     """
     last: dict[str, dict[str, Any]] = {}
@@ -93,7 +93,7 @@ def read_run_record(run: RunDir) -> RunRecord:
 
 
 def last_activity(run: RunDir) -> float:
-    """Return the time of the run's last write in seconds since the epoch; 0 if there is none."""
+    """Return the time of the run's last write in seconds since the epoch; 0 without a write."""
     files = [run.events, run.metrics, run.slurm_log, run.supervisor_log]
     if attempts := run.attempts():
         files.append(run.rank_log(attempts[-1], 0))

@@ -1,11 +1,11 @@
-"""Successor jobs: when a job gives up its allocation, exactly one other job continues the run.
+"""Successor jobs: when a job releases its allocation, exactly one other job continues the run.
 
-Four rules guarantee exactly one, whichever process is killed at any time
+Four rules guarantee this, regardless of which process is killed at any time
 (docs/adr/0007-claim-successor-jobs.md):
 
 - The intent is recorded (`handover`) before anything is submitted.
-- The successor's command line names its predecessor in an argument after the script. Every process looks for
-  that argument in the queue before it submits a successor.
+- The successor's command line names its predecessor in an argument after the script. Every process searches
+  the queue for this argument before submitting a successor.
 - The successor waits for the end of its predecessor (`afterany`), so the two never run concurrently.
 - The successor starts nothing before it has created the claim file, which only one of two jobs can create.
 """
@@ -29,7 +29,7 @@ from hpctrain.spec.job_spec import JobSpec
 
 log = logging.getLogger(__name__)
 
-#: A controller that does not answer is retried for this long, within the grace time of most preemptions.
+#: Time to retry an unresponsive controller, within the grace time of most preemptions.
 _TIMEOUT_S = 25.0
 _PAUSE_S = 1.0
 
@@ -44,34 +44,34 @@ def submit_successor(
     environ: Mapping[str, str],
     left_out: Collection[str] = (),
 ) -> str:
-    """Submit the successor of this job and return its id. Call this in the job itself.
+    """Submit the successor of this job and return its id. Must be called in the job.
 
     Args:
         run: the run.
         spec: specification of the run.
         job_id: this job.
-        attempt: the attempt that the successor continues.
+        attempt: the attempt to continue.
         environ: environment of this job's batch script.
         left_out: nodes to exclude.
 
     Raises:
-        SchedulerError: the scheduler refused, or did not answer in time.
+        SchedulerError: the scheduler rejected the job, or did not respond in time.
     """
     run.log_event("handover", attempt, job_id=job_id)
     successor = _submit_once(run, spec, job_id, environ, left_out)
     record_successor(run, successor, job_id)
     _move_dependents(job_id, successor, environ)
     if run.cancel_request.exists():
-        # The cancellation found this job in the record, not yet its successor.
+        # The cancellation was applied to this job, because its successor was not yet recorded.
         cancel_jobs([successor], strip_job_env(environ))
     return successor
 
 
 def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str | None:
-    """Return the successor job of `job_id`, in any state; None if there is none.
+    """Return the successor job of `job_id`, in any state, or None.
 
     Raises:
-        SchedulerError: the controller does not answer.
+        SchedulerError: the controller does not respond.
     """
     columns = ("ArrayJobID", "ArrayTaskID", "JobID", "WorkDir", "Command")
     layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
@@ -92,13 +92,13 @@ def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str 
 
 
 def record_successor(run: RunDir, successor: str, job_id: str) -> None:
-    """Record that `successor` continues the run after `job_id`, and is now the run's job."""
+    """Record that `successor` continues the run after `job_id`, and is now the job of the run."""
     attempt = max(run.attempts(), default=-1) + 1
     run.log_event("submitted", attempt, job_id=successor, backend="slurm", after=job_id)
 
 
 def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
-    """Claim the run after `predecessor`. Return the job that holds the claim.
+    """Claim the run after `predecessor`. Return the job with the claim.
 
     Raises:
         OSError: the folder cannot be written.
@@ -134,7 +134,7 @@ def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> 
         if successor is not None and read_run_record(record.run).job_id == now.job_id:
             record_successor(record.run, successor, now.job_id)
     except (SchedulerError, OSError):
-        return False  # Slurm does not answer, or the folder is read-only: the next call may succeed.
+        return False  # Slurm does not respond, or the folder is read-only: the next call may succeed.
     return successor is not None
 
 
@@ -153,7 +153,7 @@ def can_start_without(
 ) -> bool:
     """True if the scheduler could start the run's job without these nodes, according to `sbatch`.
 
-    False if it does not answer: a run that pends forever is worse than one on a faulty node.
+    False without a response: a run that pends forever is worse than a run on a faulty node.
     """
     command = ["sbatch", "--test-only", f"--exclude={excluded_nodes(spec, left_out)}"]
     if spec.array_task is not None:
@@ -170,7 +170,7 @@ def can_start_without(
 def _submit_once(
     run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
 ) -> str:
-    """Submit the successor unless it exists; an earlier answer of the scheduler may have been lost."""
+    """Submit the successor unless it exists: an earlier response of the scheduler may have been lost."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
@@ -202,7 +202,7 @@ def _submit(
 
 
 def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) -> None:
-    """Make the user's jobs that wait for the end of this job wait for its successor instead."""
+    """Change the dependencies of the user's other jobs from this job to its successor."""
     outer = strip_job_env(environ)
     layout = f"--Format=JobID:0{_SEPARATOR},Dependency:0{_SEPARATOR}"
     try:

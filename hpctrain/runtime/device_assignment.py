@@ -1,4 +1,4 @@
-"""Assignment of a device to a rank: alone, or with the other ranks if two could choose the same."""
+"""Assignment of a device to a rank, with communication if two ranks could choose the same device."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError, Unauthenticated
 
 _READ_KEY = "read"
-#: All ranks that have arrived read the answer within milliseconds.
+#: All connected ranks read the answer within milliseconds.
 _READ_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """The result of the assignment for one rank."""
+    """Result of the assignment for a rank."""
 
     device: torch.device
     gpus_are_shared: bool
-    """True if two ranks of the job use the same GPU, which NCCL refuses."""
+    """True if two ranks of the job use the same GPU, which NCCL does not support."""
 
 
 def choose_device(ranks: Ranks, environ: Mapping[str, str]) -> torch.device:
-    """Select the device that `plan_device` gives this rank, without communication.
+    """Select the device of this rank from `plan_device`, without communication.
 
     Raises:
         EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
@@ -48,9 +48,9 @@ def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> Dev
     contradictions and answers: one message per rank in each direction.
 
     Raises:
-        HpctrainError: two ranks have the same placement or would share a GPU. All ranks raise it, and it
-            names the two.
-        RendezvousError: a rank did not arrive within the store's timeout. All ranks raise it.
+        HpctrainError: two ranks have the same placement or would share a GPU. Raised on all ranks; the
+            message names both ranks.
+        RendezvousError: a rank did not arrive within the store's timeout. Raised on all ranks.
         Unauthenticated: an entry of a `SignedStore` was written by a process without the secret.
     """
     _publish_placement(_own_placement(ranks, environ), store)
@@ -65,11 +65,11 @@ def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> Dev
 
 
 def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return unique ids of the GPUs that torch shows to this process, in the order of `cuda:N`."""
+    """Return unique ids of the GPUs visible to torch in this process, in the order of `cuda:N`."""
     if not torch.cuda.is_available():
         return ()
     if is_mig(environ):
-        # torch may report the UUID of the whole GPU. CUDA shows a process only one MIG instance.
+        # torch may report the UUID of the physical GPU. CUDA shows a process only one MIG instance.
         return tuple((visible_devices(environ) or [])[:1])
     count = torch.cuda.device_count()
     return tuple(f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count))
@@ -91,8 +91,8 @@ def _publish_placement(placement: RankPlacement, store: Store) -> None:
     if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
         raise HpctrainError(
             f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
-            f"claim rank {placement.rank}. Start one process per rank; `hpctrain env` shows the rank of each "
-            "process."
+            f"claim rank {placement.rank}. Start one process per rank; Run `hpctrain env` to show the rank "
+            "of each process."
         )
 
 
@@ -126,7 +126,7 @@ def _gather_placements(world_size: int, store: Store) -> list[RankPlacement]:
 
 
 def _wait_until_read(ranks: Ranks, store: Store) -> None:
-    """Keep rank 0, and with it the store that it hosts, alive until its peers have read the error."""
+    """Keep rank 0 and its store alive until its peers have read the error."""
     num_read = store.add(_READ_KEY, 1)
     deadline = time.monotonic() + _READ_LIMIT_S
     while ranks.is_main and num_read < ranks.world_size and time.monotonic() < deadline:

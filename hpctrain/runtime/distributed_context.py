@@ -27,9 +27,9 @@ from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
-#: Time limit for all ranks to start: they import torch from a cold shared file system.
+#: Time limit for the start of all ranks, which may import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0
-#: After this time a rank reports what it is waiting for.
+#: Time after which a rank reports the missing peers.
 _REMIND_AFTER_S = 30.0
 #: torch's time limit for a collective.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -37,7 +37,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes that train together, as seen by one of them."""
+    """The processes that train together, for a single process."""
 
     ranks: Ranks
     device: torch.device
@@ -45,7 +45,7 @@ class DistributedContext:
     cpu_group: dist.ProcessGroup | None
     """A group with a CPU backend for small objects; None for a single process."""
     extra_devices: tuple[torch.device, ...] = ()
-    """Additional devices of this rank; only a single process has any."""
+    """Additional devices of this rank, for a single process only."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -75,7 +75,7 @@ class DistributedContext:
         return box.item()
 
     def all_gather(self, value: Any, what: str = "a message") -> list[Any]:
-        """Return the values of all ranks, in their order, on every rank. All ranks must call this.
+        """Return the values of all ranks, in order, on every rank. All ranks must call this.
 
         See `hpctrain.messages.gather` for the types that can be sent; `what` names the value in errors.
         """
@@ -92,17 +92,17 @@ class DistributedContext:
 def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> DistributedContext:
     """Form the process group: with NCCL if there are GPUs, otherwise with gloo.
 
-    All ranks must call this. A process group that the script has already made is used unchanged.
+    All ranks must call this. A process group already created by the script is used unchanged.
 
     Args:
         ranks: the ranks of this process.
-        environ: the environment of this process; gets GLOO_SOCKET_IFNAME if gloo would choose a wrong
+        environ: the environment of this process; GLOO_SOCKET_IFNAME is added if gloo would choose a wrong
             interface.
 
     Raises:
-        HpctrainError: there are more peers than this process can open connections to, or they contradict
-            each other.
-        RendezvousError: not all peers arrived within `JOIN_TIMEOUT_S`, or some could not be reached.
+        HpctrainError: there are too many peers for the limit on open files, or the ranks contradict each
+            other.
+        RendezvousError: not all peers arrived within `JOIN_TIMEOUT_S`, or some were unreachable.
         Unauthenticated: a peer did not prove the secret of the run.
     """
     if ranks.world_size == 1:
@@ -118,7 +118,7 @@ def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> Distrib
 
 
 def _describe_store(environ: Mapping[str, str]) -> str:
-    """Return the address of the store, and other users of this node who are connected to it."""
+    """Return the address of the store, and other users of this node with a connection to it."""
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     users = foreign_users(int(port)) if port.isdecimal() else []
     seen = (
@@ -133,7 +133,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
     begun = time.monotonic()
     rendezvous_info = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
     environ.update(apply_env_defaults(environ, rendezvous_info.gloo_variables(environ)))
-    # A supervisor (hpctrain's or torchrun's agent) hosts the store itself; otherwise rank 0 does.
+    # A supervisor (of hpctrain, or torchrun's agent) hosts the store itself; otherwise, rank 0 hosts it.
     hosts_store = ranks.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if hosts_store:
         raise_fd_limit(ranks.world_size)
@@ -145,7 +145,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
             is_master=hosts_store,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             wait_for_workers=False,
-            # The same socket that the other ranks have found, so the port cannot be taken in between.
+            # Reuse the socket that the other ranks have found, so the port remains reserved.
             master_listen_fd=rendezvous_info.reserved_port.detach_listener()
             if rendezvous_info.reserved_port
             else None,
@@ -156,7 +156,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
         if assignment.gpus_are_shared and ranks.is_main:
-            print("hpctrain: ranks share GPUs, which NCCL does not support; using gloo instead", flush=True)
+            print("hpctrain: ranks share GPUs, which NCCL does not support: using gloo instead", flush=True)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
             store=PrefixStore(prefix, store),

@@ -1,6 +1,7 @@
-"""Transfer of a run's newest checkpoint from the nodes' local tier, which is then cleared, to the run folder.
+"""Copy of a run's newest checkpoint from the local tier to the run folder, and removal of the local tier.
 
-`python -P -m hpctrain.runtime.drain_local_tier FOLDER SECONDS`, one process per rank, after the ranks ended.
+`python -P -m hpctrain.runtime.drain_local_tier FOLDER SECONDS`, one process per rank, after the ranks have
+exited.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Copy and clear. Return the exit code: 1 if something could not be copied.
+    """Copy and clear. Return the exit code: 1 if a checkpoint could not be copied.
 
     Args:
         argv: the folder of the local tier, and the time limit for copying in seconds.

@@ -1,4 +1,4 @@
-"""Failure files, one per failed rank, with the error, its place and its order among the failures."""
+"""Failure files, one per failed rank, with the error, its location and its order among the failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.runtime.snapshot_imports import describe_missing_import
 from hpctrain.tracebacks import PEER_LOST, fold
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
-#: first failure that is not a consequence of another.
+#: first failure that is not a consequence of another failure.
 FAILURE_COUNT_KEY = "hpctrain/failures"
 _CAUSE_KEY = "hpctrain/cause"
 _STORE_TIMEOUT = timedelta(seconds=2)
@@ -27,7 +27,7 @@ _FINAL = "_hpctrain_final"
 
 
 def mark_non_retryable(error: BaseException) -> None:
-    """Mark `error` to end the run, without another attempt, if it turns out to be the cause."""
+    """Mark `error` as final: if it is the cause, the run ends without another attempt."""
     setattr(error, _FINAL, True)
 
 
@@ -48,9 +48,9 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
 
 
 def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
-    """Print the traceback of `error`, and write the failure file at `path`. Never raises.
+    """Print the traceback of `error`, and write the failure file at `path`. Never raises an exception.
 
-    A rank that only lost its connection to another one prints one line instead, which names the cause.
+    A rank that only lost its connection to another rank prints one line with the cause instead.
     """
     is_consequence = PEER_LOST.search(str(error)) is not None
     if not is_consequence:
@@ -58,9 +58,9 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
     cause = write_failure(path, failure_record(error, environ), log, environ)
     if is_consequence:
         words = (
-            f"this rank ended because {cause} failed"
+            f"this rank exited because {cause} failed"
             if cause
-            else "this rank lost the connection to another one"
+            else "this rank lost the connection to another rank"
         )
         message = " ".join(str(error).split())
         print(f"hpctrain: {words}: {type(error).__name__}: {message}", file=sys.stderr)
@@ -69,13 +69,13 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
 def write_failure(
     path: Path, failure: Mapping[str, Any], log: Path, environ: Mapping[str, str]
 ) -> str | None:
-    """Write a failure file at `path`. Never raises, so that the original error is not lost.
+    """Write a failure file at `path`. Never raises an exception, to preserve the original error.
 
-    The rank is still connected to its peers here. So the rank that causes a failure enters the order before
-    its peers can detect that it is gone.
+    The rank is still connected to its peers at this point. The failing rank is therefore ordered before its
+    peers can detect the loss.
 
     Returns:
-        The first failure of the attempt that is not a consequence of another, if known.
+        The first failure of the attempt that is not a consequence of another failure, if known.
     """
     order, cause = _next_failure_index(failure, environ)
     record = {
@@ -96,7 +96,7 @@ def write_failure(
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback without hpctrain's frames before the user's first one."""
+    """Return the traceback without hpctrain's frames before the user's first frame."""
     package = str(Path(__file__).parents[1])
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((package, "<frozen runpy>")):
@@ -109,7 +109,7 @@ def _next_failure_index(
 ) -> tuple[int | None, str | None]:
     """Return the number of this failure in the attempt, and the cause of all; None without a store.
 
-    A rank that never imported torch has no peers that could fail because of it, so it needs no number.
+    A rank that never imported torch has no peers that could fail as a consequence, so no number is needed.
     """
     if "torch" not in sys.modules:
         return None, None
@@ -127,5 +127,5 @@ def _next_failure_index(
             host = environ.get("SLURMD_NODENAME", socket.gethostname())
             store.compare_set(_CAUSE_KEY, "", f"rank {environ['RANK']} on {host} ({failure['error']})")
         return order, store.get(_CAUSE_KEY).decode() if store.check([_CAUSE_KEY]) else None
-    except Exception:  # noqa: BLE001 (the failure is written in any case)
+    except Exception:  # noqa: BLE001 (the failure file is written in any case)
         return order, None

@@ -1,9 +1,9 @@
-"""The script of a run whose ranks call a function: join the other ranks, call it, write its result.
+"""Script of a run whose ranks call a function: join the other ranks, call the function, write the result.
 
 The worker runs this file by its path, like any script. Every attempt reads the call from the run folder
-again, so changes made by a rank are not kept. Exception: a function with a method `checkpoint`, which returns
-the call for the next attempt (submitit's protocol). That method is called after the function has exited,
-never inside a signal handler, and on all ranks.
+again, so changes made by a rank are lost. The exception is a function with a method `checkpoint`, which
+returns the call for the next attempt (submitit's protocol). That method is called after the function has
+exited, never inside a signal handler, and on all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     path = run.result(attempt, ranks.rank)
     make_folder(path.parent)
     write_atomic(path, data, private=True)
-    # The function has returned, so stop signals received since do not matter.
+    # The function has returned, so later stop signals are irrelevant.
     clear_stop_signals()
 
 
@@ -86,8 +86,8 @@ def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: D
     """Return the result of the function.
 
     Raises:
-        SystemExit: with code 75, if it is to be continued.
-        RuntimeError: it exited with an error code.
+        SystemExit: with code 75, if the function should be continued.
+        RuntimeError: the function exited with an error code.
     """
     try:
         return call()
@@ -97,8 +97,8 @@ def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: D
         elif _checkpoint_of(call) is not None:
             print(
                 f"hpctrain: the ranks stopped at different points, so {call.name}.checkpoint() is not "
-                "called and the function will start over. Call hpctrain.should_stop() in it, and "
-                "sys.exit(75) when it returns True."
+                "called and the function will start over. Call hpctrain.should_stop() in the function, and "
+                "sys.exit(75) when the result is True."
             )
         raise
     except SystemExit as leaving:
@@ -111,9 +111,9 @@ def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: D
 
 
 def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
-    """True if another attempt would fail the same way.
+    """Return true if another attempt would fail in the same way.
 
-    It may succeed if a network or a device was the cause, or if there is a state to continue from.
+    Another attempt may succeed if a network or a device was the cause, or if there is a saved state.
     """
     if isinstance(error, UserError):
         return True
@@ -122,7 +122,7 @@ def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
 
 
 def _has_checkpoint(run: RunDir) -> bool:
-    """True if there is a complete checkpoint of the `Trainer`, or any file of the function's own."""
+    """Return true if there is a complete checkpoint of the `Trainer`, or any file of the function."""
     if next(committed_steps(run.checkpoints), None) is not None:
         return True
     names = [path.name for path in run.checkpoints.glob("*")]
@@ -143,10 +143,10 @@ def _save_resume_call(
     checkpoint = _checkpoint_of(call)
     if checkpoint is None:
         return
-    with capture_stop_signals():  # Further stop signals have to wait.
+    with capture_stop_signals():  # Further stop signals must wait.
         following = checkpoint(*call.args, **call.kwargs)
         if context.ranks.is_main and following is None:
-            print(f"hpctrain: {call.name}.checkpoint() returned None, so the run ends here.")
+            print(f"hpctrain: {call.name}.checkpoint() returned None, so the run ends.")
             run.cancel_request.touch(0o644)
         elif context.ranks.is_main:
             then = FunctionCall(following.function, tuple(following.args), dict(following.kwargs))

@@ -1,6 +1,6 @@
 """Reports of a rank to its supervisor: with every heartbeat, and when the run hangs.
 
-They are sent by a separate thread, so also while the training waits for other ranks.
+A separate thread sends the reports, also while the training waits for other ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Message, SupervisorConnection
 from hpctrain.telemetry.sampling.nvml import GpuReader
 
-#: Frames of these between the user's code and a wait are skipped when reporting the place.
+#: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")
 
 
@@ -63,7 +63,7 @@ def on_message(
     if "tell" in message:
         report_diagnostics(run, attempt, ranks, connection)
     elif "prepare_stop" in message:
-        # A script with its own handlers decides itself when to exit.
+        # A script with its own signal handlers decides when to exit.
         step = agreed_stop.prepare() if handles_stop_signals() else None
         connection.send({"can_stop_after": step})
     elif "stop_after" in message:
@@ -76,7 +76,7 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Supe
     The report comes first, because the file system may be the part that hangs.
 
     Raises:
-        OSError: the supervisor is gone.
+        OSError: the supervisor has exited.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     connection.send({"told": {"phase": activity.phase, "step": activity.step, **describe_frame(frame)}})
@@ -92,7 +92,7 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Supe
 
 
 def describe_frame(frame: FrameType | None) -> dict[str, Any]:
-    """Return a thread's innermost line of user code, and whether it waits for other ranks."""
+    """Return a thread's innermost line of user code, and True if it waits for other ranks."""
     innermost, place, waits = frame, None, False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -115,7 +115,7 @@ def _flight_record() -> str | None:
         return None
     from torch._C import _distributed_c10d as c10d
 
-    # Before torch 2.12 the function existed for NCCL only, with another name.
+    # Before torch 2.12, the function existed only for NCCL, under another name.
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return None

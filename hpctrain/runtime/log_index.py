@@ -1,7 +1,8 @@
-"""Records of the length of a rank's log over time, by which the logs of all ranks can be merged.
+"""Records of the length of a rank's log over time, for merging the logs of all ranks.
 
-A rank prints directly to its log; a thread only checks its length once a second. The ranks of a node share a
-record file that stays open: on a shared file system opening and closing cost more than writing a line.
+A rank prints directly to its log; a thread only checks the length of the log once a second. The ranks of a
+node share a record file that remains open: on a shared file system, opening and closing are slower than
+writing a line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _INTERVAL_S = 1.0
 def start_log_index(path: Path, rank: int, interval_s: float = _INTERVAL_S) -> None:
     """Start to record the length of this rank's log, its standard output, in the file at `path`.
 
-    Never raises: logs can be read without these records.
+    Never raises an exception: logs can be read without these records.
     """
     try:
         fd = own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)

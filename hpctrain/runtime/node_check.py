@@ -1,6 +1,6 @@
 """Check of this rank's node before the training: `python -P -m hpctrain.runtime.node_check`.
 
-Each rank tests what it will need: a file in the run folder, an unused GPU without memory errors, a small
+Each rank tests the required resources: a file in the run folder, an unused GPU without memory errors, a small
 matrix product, and a sum over all ranks. The supervisor reads the results.
 """
 
@@ -63,7 +63,7 @@ def main(environ: Mapping[str, str]) -> None:
             try:
                 trouble += look(environ, ranks, mine)
             except Unauthenticated as error:
-                # Another program on the network caused this, not the node.
+                # The cause is another program on the network, not the node.
                 print(f"hpctrain: the node check was disturbed: {error}", flush=True)
             except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
                 trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
@@ -75,7 +75,7 @@ def main(environ: Mapping[str, str]) -> None:
 
 
 def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
-    """Exit on a stop signal for the ranks, which have not started yet, and record it."""
+    """Exit on a stop signal for the ranks, which have not started yet, and record the signal."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
@@ -87,9 +87,9 @@ def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
 
 
 def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
-    """Return the GPUs that this process tests: that of its rank, or all if it is alone on the node.
+    """Return the GPUs to test: the GPU of this rank, or all GPUs if it is the only rank on the node.
 
-    The other ranks on the node test theirs at the same time.
+    Other ranks on the node test their GPUs at the same time.
 
     Raises:
         EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
@@ -104,15 +104,15 @@ def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list
 def previous_memory_errors(
     run: RunDir, host: str, local_rank: int, job: str, readings: Sequence[GpuReading]
 ) -> list[int]:
-    """Return the memory errors of each GPU at this job's first check, and record them if this is it.
+    """Return the memory errors of each GPU at the first check of this job, and record them at this check.
 
-    The driver counts since it was loaded: a GPU that has worked since an error last week is fine.
+    The driver counts errors since it was loaded: GPUs with earlier errors are usable.
 
     Args:
         run: the run.
         host: this node.
         local_rank: the local rank of the process.
-        job: the start of the job; another start may have other GPUs.
+        job: identifier of the start of the job; after a requeue, the GPUs may differ.
         readings: current readings from the driver.
     """
     now = [reading.ecc_errors or 0 for reading in readings]
@@ -127,7 +127,7 @@ def previous_memory_errors(
 
 
 def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool = False) -> list[str]:
-    """Return the problems of a GPU. If ranks share it, it may already be in use by a peer."""
+    """Return the problems of a GPU. A shared GPU may already be in use by a peer."""
     trouble = []
     if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
         trouble.append(f"GPU {index}: {pluralize(errors, 'uncorrected memory error')} since the job started")
@@ -151,7 +151,7 @@ def _check_matrix_product(environ: Mapping[str, str], ranks: Ranks, mine: list[i
 
 
 def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:
-    """Check a sum over all ranks, if all have found their own nodes to be usable."""
+    """Check a sum over all ranks, if all ranks have found their nodes usable."""
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -167,9 +167,9 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
     if "bad" in said:
         return []
     if len(set(said)) > 1:
-        return ["this node has no GPU, but others do"] if said[rank].endswith("cpu") else []
+        return ["this node has no GPU, but other nodes have GPUs"] if said[rank].endswith("cpu") else []
     device = torch.device("cuda", mine[0]) if said[rank].endswith("cuda") else torch.device("cpu")
-    # NCCL refuses two ranks on one GPU.
+    # NCCL does not support two ranks on one GPU.
     with_nccl = device.type == "cuda" and gpu_sharing_reason(environ) is None
     if with_nccl:
         torch.cuda.set_device(device)
@@ -189,7 +189,7 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
 
 
 def _publish_result(environ: Mapping[str, str], words: str) -> None:
-    """Send a result to the peers, which wait for those of all ranks."""
+    """Send a result to the peers, which wait for the results of all ranks."""
     with suppress(Exception):
         _store(environ).set(_key(int(environ["SLURM_PROCID"])), words)
 

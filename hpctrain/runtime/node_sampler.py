@@ -1,4 +1,4 @@
-"""Start of the process that measures a node, by the node's first rank, which also ends it."""
+"""Start and end of the process that measures a node, by the first rank of the node."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hpctrain.cluster import Ranks
 from hpctrain.rundir import TELEMETRY_VARIABLE, RunDir
 from hpctrain.runtime.sidecar import Sidecar
 
-#: Time limit for its last line, which takes milliseconds unless the file system hangs.
+#: Time limit for the last line, which takes milliseconds unless the file system hangs.
 _LAST_LINE_S = 1.0
 
 
 class NodeSampler:
-    """The process that measures this node, or none."""
+    """The process that measures this node, if any."""
 
     def __init__(self, run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> None:
-        """Start to measure if this is the first rank of its node and telemetry is not turned off."""
+        """Start the measurement on the first rank of the node, unless telemetry is disabled."""
         self._process: Sidecar | None = None
         if ranks.local_rank != 0 or environ.get(TELEMETRY_VARIABLE) == "0":
             return
@@ -30,6 +30,6 @@ class NodeSampler:
             print(f"hpctrain: cannot sample the resource use of this node: {error}", file=sys.stderr)
 
     def stop(self) -> None:
-        """Let the process write its last line, and end it."""
+        """Wait until the process has written its last line, and end it."""
         if self._process is not None:
             self._process.stop(_LAST_LINE_S)

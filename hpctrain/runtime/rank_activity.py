@@ -1,6 +1,6 @@
-"""Current activity of this rank: attributes that the training sets and the heartbeat thread reads.
+"""Current activity of this rank: attributes set by the training and read by the heartbeat thread.
 
-Setting one takes a fraction of a microsecond, so it is done in every step.
+Setting an attribute takes a fraction of a microsecond, and is done in every step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class RankActivity:
     Attributes:
         phase: the current phase.
         step: steps trained in this process, or calls of `should_stop`.
-        progress_count: grows with any progress.
+        progress_count: increases with any progress.
         data_s: seconds spent waiting for data since the training began.
         compute_s: seconds of computation, as far as they can be separated.
         exchange_s: seconds of communication with other ranks, including waiting for them.
         is_managed: true if a `Trainer` or `session` sets these attributes.
-        restored_steps: steps in the state that a script without the `Trainer` restored; None if unknown.
+        restored_steps: steps in the state restored by a script without the `Trainer`; None if unknown.
     """
 
     __slots__ = (

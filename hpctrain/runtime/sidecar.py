@@ -1,4 +1,4 @@
-"""A process in addition to a rank that ends with it: a separate interpreter does not slow down the rank."""
+"""A process that accompanies a rank and exits with it: a separate interpreter does not slow down the rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-#: In a container the package is outside of the interpreter's search path. It is added last, so that its
-#: neighbours shadow nothing. The low priority leaves the cores to the ranks.
+#: In a container, the package is outside of the interpreter's search path. Its folder is appended last, so
+#: that its other packages shadow nothing. The low priority reserves the cores for the ranks.
 _BOOT = (
     "import os, runpy, sys; os.nice(19); sys.path.append(sys.argv.pop()); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
@@ -16,34 +16,34 @@ _BOOT = (
 
 
 class Sidecar:
-    """A process whose standard input closes when it is to end, at the latest with this process."""
+    """A process whose standard input closes to request its exit, at the latest with this process."""
 
     def __init__(self, module: str, *args: str) -> None:
         """Start the process.
 
         Args:
-            module: the module that it runs.
-            args: its arguments, in `sys.argv[2:]`.
+            module: the module to run.
+            args: arguments of the module, in `sys.argv[2:]`.
 
         Raises:
-            OSError: no process can be started.
+            OSError: the process cannot be started.
         """
         package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def write(self, data: bytes) -> None:
-        """Write to its standard input; the data are lost if it has ended."""
+        """Write to the standard input of the process; the data is lost if the process has exited."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def stop(self, limit_s: float, final_input: str = "") -> bool:
-        """Request its end, and kill it after `limit_s` seconds. True if it ended by itself.
+        """Request the exit of the process; kill it after `limit_s` seconds. Return true if it exited itself.
 
-        Its standard input gets a line and closes. The line ends it, because a child of this process may keep
-        the pipe open.
+        A line is written to its standard input, which then closes. The line is required because a child of
+        this process may keep the pipe open.
         """
         assert self._process.stdin is not None
         self.write(f"{final_input}\n".encode())

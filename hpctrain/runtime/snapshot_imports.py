@@ -1,4 +1,4 @@
-"""Imports of a rank that runs a copy of the code, redirected from the original to the copy."""
+"""Redirection of imports from the original code to the copy that the ranks run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EDITABLE = "__editable___"
 
 
 def redirect_imports(environ: MutableMapping[str, str]) -> None:
-    """Replace every import location of this process that was copied by its copy.
+    """Replace import locations of this process with their copies.
 
     These are `sys.path`, the variable PYTHONPATH for child processes, and editable installs.
     """
@@ -33,7 +33,7 @@ def redirect_imports(environ: MutableMapping[str, str]) -> None:
 
 
 def copied_path(path: str, environ: Mapping[str, str]) -> str:
-    """Return the absolute path of the copy of a file or folder; of the original if it was not copied."""
+    """Return the absolute path of the copy of a file or folder, or of the original if it was not copied."""
     path = os.path.abspath(path)
     if (copy := environ.get(CODE_VARIABLE)) is None:
         return path
@@ -43,7 +43,7 @@ def copied_path(path: str, environ: Mapping[str, str]) -> str:
 def describe_missing_import(error: BaseException, environ: Mapping[str, str]) -> str:
     """Return the remedy for an import that fails only in the copy of the code.
 
-    Empty if that is not the problem.
+    Empty for other failures.
     """
     if not isinstance(error, ModuleNotFoundError) or not error.name or CODE_VARIABLE not in environ:
         return ""
@@ -64,9 +64,9 @@ def describe_missing_import(error: BaseException, environ: Mapping[str, str]) ->
 
 
 def _copied_path(path: str, source: str, copy: str) -> str:
-    """Return the location of the copy of a folder or file; `path` itself if there is none."""
+    """Return the location of the copy of a folder or file, or `path` itself."""
     inside = os.path.relpath(path, source) if os.path.isabs(path) else os.pardir
-    # Run folders, and so copies, are often inside the working tree.
+    # Run folders, and thus copies, are often inside the working tree.
     if inside.split(os.sep)[0] == os.pardir or path == copy or path.startswith(copy + os.sep):
         return path
     place = os.path.normpath(os.path.join(copy, inside))

@@ -1,9 +1,9 @@
-"""Standby workers: the modules that they import in advance, and when a fresh start would be equivalent.
+"""Standby workers: import of modules in advance, and wait for the start message.
 
-A standby worker is started like any other: by the same command, on the same node, with the same variables.
-It only imports what its predecessors have imported, and then waits for the start message. Nothing is forked,
-and no device is used. Early imports make no difference unless the script changes environment variables before
-its own imports. A rank whose script does so reports it, and then gets no standby worker.
+A standby worker is started like any other: by the same command, on the same node, with the same variables. A
+standby worker imports the same modules as its predecessors, and then waits for the start message. Nothing is
+forked, and no device is used. Early imports are equivalent unless the script changes environment variables
+before its own imports. In this case, the rank reports the variables, and no standby workers are started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.errors import Unauthenticated
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
 
-#: Modules that take long to import.
+#: Modules with slow imports.
 _SLOW_MODULES = (
     *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
     *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
@@ -40,7 +40,7 @@ def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> 
 
 
 def select_slow_modules(loaded: Iterable[str]) -> list[str]:
-    """Return the `loaded` modules that are worth importing in advance, in import order."""
+    """Return the `loaded` modules to import in advance, in import order."""
     there = set(loaded)
     return [name for name in _SLOW_MODULES if name in there]
 
@@ -52,13 +52,13 @@ class StartMessage:
     variables: dict[str, str]
     """Variables that were unknown when the process was started."""
     printed: bytes
-    """Output of the imports, which belongs into the rank's log."""
+    """Output of the imports, for the rank's log."""
 
 
 def wait_for_start(connection: SupervisorConnection, modules: list[str], import_folder: str) -> StartMessage:
-    """Import `modules` as a program in `import_folder` would find them, and wait for the start message.
+    """Import `modules` as for a program in `import_folder`, and wait for the start message.
 
-    The process exits if the supervisor is gone or a module cannot be imported.
+    The process exits if the supervisor has exited or a module cannot be imported.
     """
     with tempfile.TemporaryFile() as printed:
         launchers = [os.dup(fd) for fd in (1, 2)]
@@ -66,7 +66,7 @@ def wait_for_start(connection: SupervisorConnection, modules: list[str], import_
             os.dup2(printed.fileno(), fd)
         try:
             _import(modules, import_folder)
-        except Exception as error:  # noqa: BLE001 (the script will raise it again)
+        except Exception as error:  # noqa: BLE001 (the script will raise the error again)
             with suppress(OSError):
                 connection.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
             _exit()

@@ -1,6 +1,7 @@
-"""A rank's connection to its supervisor, for heartbeats up, and questions and the start message down.
+"""Connection of a rank to its supervisor, for heartbeats, requests and the start message.
 
-One connection of JSON lines per rank. Training continues without it: the heartbeat thread raises nothing.
+One connection of JSON lines per rank. Training continues without a connection: the heartbeat thread raises no
+exception.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from hpctrain.errors import Unauthenticated
 _CONNECT_LIMIT_S = 10.0
 #: The longest line is the start message, with all variables of an attempt.
 _MAX_LINE = 1 << 22
-#: Maximum number of connections, each opened after the loss of the last, as in a flood of foreign ones.
+#: Maximum number of connections, each opened after the loss of the last, such as in a flood of foreign
+#: connections.
 _MAX_LINES, _PAUSE_S = 10, 1.0
-#: Seconds between two heartbeats; more with very many ranks, because one process receives them all.
+#: Seconds between two heartbeats; longer with very many ranks, because one process receives all of them.
 _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 
 Message = dict[str, Any]
@@ -43,10 +45,10 @@ class SupervisorConnection:
         Args:
             where: ADDRESS:PORT:SECRET of the supervisor.
             ranks: the ranks of this process.
-            attempt: its attempt.
+            attempt: the attempt.
 
         Raises:
-            OSError: no supervisor answers there.
+            OSError: no supervisor responds at this address.
         """
         address, port, secret = where.rsplit(":", 2)
         self._socket = socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S)
@@ -75,11 +77,11 @@ class SupervisorConnection:
         self._socket.sendall(self._up.seal(message))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for a message; None if none arrives in time.
+        """Wait for a message; return None if no message arrives in time.
 
         Raises:
             OSError: the supervisor is gone.
-            Unauthenticated: the message is not the supervisor's.
+            Unauthenticated: the message is not from the supervisor.
         """
         line = self._line(timeout_s)
         return None if line is None else self._down.open(line)
@@ -109,18 +111,18 @@ def start_heartbeat(
     """Start a thread that sends heartbeats and receives messages.
 
     Args:
-        line: opens the connection, which takes time if there is no answer.
+        line: opens the connection, which takes time without a response.
         heartbeat_message: returns the content of a heartbeat.
         on_message: handles a message of the supervisor.
     """
 
     def use(opened: SupervisorConnection) -> None:
-        # Otherwise a child that the script forks would keep the connection open after this rank's end.
+        # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
         os.register_at_fork(after_in_child=opened.close)
         last: Message | None = None
         while True:
             message = heartbeat_message()
-            # Without news an empty message is sent, which shows that this process is alive.
+            # Without changes, an empty message is sent, to show that this process is alive.
             opened.send({} if message == last else message)
             last = message
             received = opened.receive(opened.heartbeat_interval_s)

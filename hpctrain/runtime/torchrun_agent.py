@@ -1,9 +1,9 @@
 """The torchrun agent of a node, which starts its ranks: `python -P -m hpctrain.runtime.torchrun_agent PLAN`.
 
-The supervisor starts and watches it. The agents rendezvous at the supervisor's store or at an etcd server.
-An agent leaves stop signals to the ranks, which get them from Slurm, and exits with code 75 if its ranks
-stopped to be continued. A failure on a node ends the attempt: the supervisor starts the next one with new
-agents and a new store, so torchrun's own restarts are off.
+The supervisor starts and watches it. The agents rendezvous at the supervisor's store or at an etcd server. An
+agent ignores stop signals, which the ranks receive from Slurm. It exits with code 75 if its ranks stopped for
+a continuation. A failure on a node ends the attempt. The supervisor starts the next attempt with new agents
+and a new store, so torchrun's restarts are disabled.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABL
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 
-#: Agents start as slowly as ranks: they import torch from a cold shared file system.
+#: Agents start as slowly as ranks, because they may import torch from a cold shared file system.
 _JOIN_TIMEOUT_S = 300
-#: Time limit for the other ranks after one has ended; that of the supervisor may be shorter.
+#: Time limit for the other ranks after the exit of a rank; the limit of the supervisor may be shorter.
 _FOLLOW_S = 30
 
 
 def main(argv: list[str]) -> NoReturn:
     """Start the ranks of this node according to the plan `argv[0]`, in JSON."""
     plan = json.loads(argv[0])
-    # Only the local launcher passes a lifeline; its signals reach only the agent's process group.
+    # Only the local launcher passes a lifeline; its signals affect only the agent's process group.
     _Stop(pass_on=LIFELINE_VARIABLE in os.environ).install_handlers()
     die_with_supervisor(os.environ)
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
@@ -84,7 +84,7 @@ def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backen
         f"--rdzv-conf={conf}",
         f"--local-addr={address_towards(host)}",
         "--max-restarts=0",
-        # Not SIGTERM, at which torchrun would end the ranks before they have saved.
+        # Not SIGTERM, on which torchrun would end the ranks before they have saved.
         "--signals-to-handle=SIGINT",
         f"--shutdown-timeout={_FOLLOW_S}",
         "--no-python",
@@ -93,7 +93,7 @@ def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backen
 
 
 class _Stop:
-    """Handling of stop signals in the agent: it survives them, because the ranks have to save."""
+    """Handling of stop signals in the agent, which must not exit because the ranks have to save."""
 
     def __init__(self, *, pass_on: bool) -> None:
         self._forward_to = pass_on
@@ -109,7 +109,7 @@ class _Stop:
             os._exit(EXIT_CONTINUE)
         if self._forward_to:
             for pid in ranks:
-                # torchrun starts each rank in its own session.
+                # torchrun starts each rank in a separate session.
                 os.killpg(pid, number)
 
 
@@ -123,7 +123,7 @@ def _is_stop(exit_code: int) -> bool:
 
 
 def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Path) -> None:
-    """Write the failure file of a rank that ended without one, with its output in the agent's `log`."""
+    """Write the failure file of a rank that did not write it, with its output from the agent's `log`."""
     number = signal.Signals(-exit_code) if exit_code < 0 else None
     crash = find_crash_output(run.rank_log(attempt, rank), log, number=number)
     record = {

@@ -1,7 +1,7 @@
-"""Trainings that have begun but not returned. A script that exits during one is not complete.
+"""Trainings that have started but not returned. A script that exits during a training is not complete.
 
-Each has a file in the run folder while it is in progress. A process that ends without running further Python
-code, as by `os._exit`, leaves the file for the supervisor to find.
+Each training has a file in the run folder while it is in progress. A process that exits without running
+further Python code, such as with `os._exit`, does not remove the file, and the supervisor finds it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.runtime.rank_activity import activity
 
-#: Trainings of this process that have not returned, by folder, in the order of their start.
+#: Trainings of this process that have not returned, by folder, in order of start.
 _unfinished: dict[str | None, TrainingMarker] = {}
 _num_started = 0
 _has_stopped = False
 
 
 class TrainingMarker:
-    """A context manager around a training, from its start to its return.
+    """Context manager around a training, from its start to its return.
 
     A later training in the same folder replaces it: a script may catch an exception and try again.
 
     Attributes:
-        step: the number of completed steps, set at the end; None if there was none.
-        last_step: the step at which it would end; None if unknown.
+        step: number of completed steps, set at the end; None without steps.
+        last_step: last step of the training; None if unknown.
     """
 
     def __init__(self, what: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
         """Prepare, without starting.
 
         Args:
-            what: the call that has to return, for messages.
+            what: the call that must return, for messages.
             folder: the output folder of the training.
-            environ: variables of the process; without those of a run no file is written.
+            environ: variables of the process; without the variables of a run, no file is written.
         """
         self._what, self._environ = what, environ
         self._folder = None if folder is None else str(Path(folder).absolute())
@@ -85,12 +85,12 @@ class TrainingMarker:
                 self._file.unlink(missing_ok=True)
 
     def set_last_step(self, last_step: int | None) -> None:
-        """Set the step at which it would end."""
+        """Set the last step of the training."""
         self.last_step = last_step
         self._write()
 
     def record_exception(self, error: BaseException) -> None:
-        """Record that an exception ended it, without references to the exception's objects."""
+        """Record that an exception ended the training, without references to the exception's objects."""
         global _has_stopped
         if isinstance(error, SystemExit) and error.code == EXIT_CONTINUE:
             _has_stopped = True
@@ -98,7 +98,7 @@ class TrainingMarker:
             self._failure = failure_record(error, self._environ)
 
     def failure(self) -> dict[str, Any]:
-        """Return the record of a script that ended before the training."""
+        """Return the record of a script that exited before the end of the training."""
         words = describe_unfinished(self._what, self.step, self.last_step)
         if self._failure is None:
             return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
@@ -108,7 +108,7 @@ class TrainingMarker:
         }
 
     def _write(self) -> None:
-        """Write the file. Without it, as on a full disk, only `os._exit` goes undetected."""
+        """Write the file. Without the file, such as on a full disk, only `os._exit` is undetected."""
         if self._file is None:
             return
         with suppress(OSError):
@@ -118,15 +118,15 @@ class TrainingMarker:
 
 
 def has_started() -> bool:
-    """True if a training has begun in this process."""
+    """Return true if a training has started in this process."""
     return _num_started > 0
 
 
 def has_stopped() -> bool:
-    """True if a training of this process stopped to be continued, even if the exception was caught."""
+    """Return true if a training of this process stopped to be continued, even with a caught exception."""
     return _has_stopped
 
 
 def find_unfinished_training() -> dict[str, Any] | None:
-    """Return the record of the newest training that has not returned; None if all have."""
+    """Return the record of the newest training that has not returned, or None."""
     return next(reversed(_unfinished.values())).failure() if _unfinished else None

@@ -1,9 +1,10 @@
 """The process of each rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[KIND, PROGRAM, ARG, ...]'`.
 
-It detects its rank, sends its output to the rank's log, and runs the user's program, with the variables that
-`env://` and torchrun scripts expect. It imports no torch.
+The process detects its rank, writes its output to the rank's log, and runs the user's program with the
+variables that `env://` and torchrun scripts expect. It does not import torch.
 
-The program and its arguments are one word, in JSON, because some words have a meaning to srun: a lone `:`.
+The program and its arguments are passed as one JSON word, because srun interprets some words, such as a
+single `:`.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ from hpctrain.runtime.stopping.stop_signals import (
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
 
-#: Exit codes of a script that followed a stop signal. 0 does not show whether it was complete; a complete
-#: script ends immediately when started again.
+#: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
+#: immediately when restarted.
 _STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the program in the last word of `argv`, with its arguments, as this process's rank.
+    """Run the program in the last word of `argv`, with its arguments, as the rank of this process.
 
-    A word before it selects the environment with the ranks: Slurm's, or that of a torchrun agent.
+    A preceding word selects the environment of the ranks: Slurm, or a torchrun agent.
     """
     *environment, words = argv
     ignore_signals_at_exit()
@@ -72,11 +73,11 @@ def main(argv: list[str]) -> NoReturn:
     start_signal_recorder()
     die_with_supervisor(os.environ)
     if environment:
-        # An agent that is killed cannot end its ranks.
+        # A killed agent cannot end its ranks.
         die_with_parent()
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-    # srun and the local launcher set Slurm's variables. A value left by an outer torchrun or the user's shell
-    # must not make a rank a single process.
+    # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
+    # must not turn a rank into a single process.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     told_by = environment[0] if environment else "slurm"
     ranks = _detect_ranks(told_by)
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> NoReturn:
         message = wait_for_start(connection, json.loads(ahead), folder)
         os.environ.update(message.variables)
         ranks, printed = _detect_ranks(told_by), message.printed
-        # The connection that is already open; if it is lost, a new one.
+        # The connection that is already open; a new connection if it is lost.
         lines = chain([connection], iter(open_line, None))
         open_line = partial(next, lines)
     _redirect_output(log, printed)
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> NoReturn:
         kill_orphans(os.environ[RUN_DIR_VARIABLE], attempt)
     sampler = NodeSampler(run, ranks, os.environ)
     faulthandler.enable()
-    # For ranks that cannot answer the supervisor, because native code holds the GIL.
+    # For ranks that cannot respond to the supervisor because native code holds the GIL.
     faulthandler.register(signal.SIGQUIT)
     redirect_imports(os.environ)
     program = Program.resolve(kind, entry, args)
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> NoReturn:
         words_of_exit = failed.code
     except SystemExit as leaving:
         words_of_exit = leaving.code
-    except BaseException as error:  # noqa: BLE001 (the rank ends here, and reports the error)
+    except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)
         if is_exiting() or has_stopped():
             traceback.print_exception(error)
             _exit_now(EXIT_CONTINUE, sampler)
@@ -144,7 +145,7 @@ def main(argv: list[str]) -> NoReturn:
         _exit_now(1, sampler)
     code = _exit_code(words_of_exit)
     if has_stopped() or (code != 0 and is_exiting()):
-        # The state is saved, however the script handled the exception.
+        # The state is saved, regardless of the script's handling of the exception.
         code = EXIT_CONTINUE
     if code == EXIT_CONTINUE:
         _exit_now(code, sampler)
@@ -154,7 +155,8 @@ def main(argv: list[str]) -> NoReturn:
         _exit_now(1, sampler)
     if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
         print(
-            f"hpctrain: the script exited with {code} after {told.name}; the run continues in a new attempt."
+            f"hpctrain: the script exited with {code} after {told.name}; the run will continue in a new "
+            "attempt."
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
@@ -180,14 +182,17 @@ def _detect_ranks(source: str) -> Ranks:
 def _redirect_output(log: Path, printed: bytes) -> None:
     """Append stdout and stderr, also of native code, to `log` line by line, after `printed`.
 
-    If the log cannot be opened, for example on a full disk, they keep the launcher's output.
+    If the log cannot be opened, such as on a full disk, the launcher's output is used.
     """
     try:
         make_folder(log.parent)
         fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         make_stdio_lossy()
-        print(f"hpctrain: {log} cannot be opened: {error.strerror}. This rank's output goes here instead.")
+        print(
+            f"hpctrain: cannot open {log}: {error.strerror}. The output of this rank is written to this log "
+            "instead."
+        )
         return
     with suppress(OSError):
         os.write(fd, printed)
@@ -198,7 +203,7 @@ def _redirect_output(log: Path, printed: bytes) -> None:
 
 
 def _exit_code(code: object) -> int:
-    """Return the exit code of `sys.exit(code)`; a text is printed, as Python does."""
+    """Return the exit code of `sys.exit(code)`; a string is printed, as in Python."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -213,7 +218,7 @@ def _exit_normally(code: int, sampler: NodeSampler) -> NoReturn:
 
 
 def _exit_now(code: int, sampler: NodeSampler) -> NoReturn:
-    """Exit without the interpreter's clean-up, which may wait for peers that no longer answer."""
+    """Exit without the interpreter's clean-up, which may wait for unresponsive peers."""
     sampler.stop()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Accounting of a sandbox: its own MariaDB, and the slurmdbd that stores Slurm's records in it."""
+"""Accounting of a sandbox: a separate MariaDB, and slurmdbd, which stores Slurm's records in it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def create_accounting(plan: SandboxLayout) -> None:
     """Create the accounting folder, an empty database in it, and `slurmdbd.conf`.
 
     Raises:
-        SchedulerError: the database could not be created; the message is MariaDB's.
+        SchedulerError: the database could not be created; the message is from MariaDB.
     """
     plan.accounting.mkdir()
     plan.accounting.chmod(0o755)
@@ -95,7 +95,7 @@ def _storage(plan: SandboxLayout) -> tuple[str, ...]:
     return (
         "--no-defaults",
         f"--datadir={plan.accounting}/data",
-        # Small and fast: a power failure costs only a sandbox.
+        # Small and fast: durability is not required for a sandbox.
         "--innodb-log-file-size=8M",
         "--innodb-buffer-pool-size=32M",
         "--innodb-flush-log-at-trx-commit=2",

@@ -1,4 +1,4 @@
-"""Allocation of ports and addresses that no other sandbox or program uses."""
+"""Allocation of ports and addresses unused by other sandboxes and programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, list_folders
 
-#: Below the ephemeral ports of Linux, so that no connection takes a port between our probe and its use.
+#: Below the ephemeral ports of Linux, so that no connection uses a port between the probe and its use.
 _PORTS = range(26800, 32700)
 _BLOCKS = range(1, 255)
 
@@ -28,8 +28,9 @@ def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
         if blocks and len(free_run) == shape.num_ports:
             return SandboxLayout(folder, shape, free_run[0], min(blocks))
     raise SchedulerError(
-        f"No {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, with"
-        f" {len(others)} sandboxes on this machine. Take down one that is no longer needed."
+        f"No {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, with "
+        f"{len(others)} sandboxes on this machine. Remove a sandbox that is no longer needed (hpctrain "
+        "sandbox down)."
     )
 
 

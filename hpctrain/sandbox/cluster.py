@@ -20,7 +20,7 @@ _READY = {"idle", "mixed", "allocated", "completing", "planned"}
 
 @dataclass(frozen=True)
 class Sandbox:
-    """One Slurm cluster on this machine."""
+    """A Slurm cluster on this machine."""
 
     plan: SandboxLayout
 
@@ -46,7 +46,7 @@ class Sandbox:
         return {"SLURM_CONF": str(self.conf)}
 
     def daemons(self) -> dict[str, int | None]:
-        """Return the pid of each daemon, None if it does not run."""
+        """Return the pid of each daemon, or None if it is not running."""
         running = processes()
         return {
             daemon.label: next((process.pid for process in running if daemon.is_process(process)), None)
@@ -62,10 +62,11 @@ class Sandbox:
         return commands.node_states(self.plan)
 
     def start(self, limit_s: float = 60.0) -> None:
-        """Start the daemons that do not run, and wait until all nodes accept jobs.
+        """Start the daemons that are not running, and wait until all nodes accept jobs.
 
         Raises:
-            SchedulerError: a daemon exited, or `limit_s` seconds passed; the message has the end of its log.
+            SchedulerError: a daemon exited, or `limit_s` seconds have passed; the message contains the end of
+                its log.
         """
         deadline = time.monotonic() + limit_s
         pids = self.daemons()
@@ -84,7 +85,7 @@ class Sandbox:
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all processes of the node, like a power failure.
 
-        Slurm detects this after some seconds; until then it considers the node healthy.
+        Slurm detects this after some seconds, and considers the node healthy until then.
         """
         self._slurmd(node)
         kill_all(lambda process: belongs_to_sandbox(self.plan.folder, process, node), f"node {node}")
@@ -111,7 +112,7 @@ class Sandbox:
             time.sleep(0.1)
 
     def _trouble(self) -> str | None:
-        """Return the reason why some node does not accept jobs, or None.
+        """Return the reason if a node does not accept jobs, otherwise None.
 
         Raises:
             SchedulerError: a daemon has exited, so that waiting is useless.
@@ -120,7 +121,7 @@ class Sandbox:
         all_daemons = daemons(self.plan)
         for daemon in all_daemons:
             if pids[daemon.label] is None:
-                raise SchedulerError(f"Sandbox {self.name}: {daemon.label} ended{daemon.log_tail()}")
+                raise SchedulerError(f"Sandbox {self.name}: {daemon.label} exited{daemon.log_tail()}")
         try:
             states = self.node_states()
         except SchedulerError as error:

@@ -1,4 +1,4 @@
-"""Slurm commands that use one sandbox."""
+"""Slurm commands for a sandbox."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
-#: Seconds for jobs to end before their processes are killed.
+#: Maximum seconds for jobs to end before their processes are killed.
 _CANCEL_LIMIT_S = 8.0
 
 
@@ -61,7 +61,7 @@ def jobs(plan: SandboxLayout) -> list[str]:
 
 
 def cancel_jobs(plan: SandboxLayout) -> None:
-    """Cancel all jobs and give them some seconds to end."""
+    """Cancel all jobs, and wait some seconds for their end."""
     waiting = jobs(plan)
     if waiting:
         run_command(plan, "scancel", "--quiet", *waiting)

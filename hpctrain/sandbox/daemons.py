@@ -1,4 +1,4 @@
-"""The daemons of a sandbox: munged, slurmctld, one slurmd per node, and two more for accounting."""
+"""The daemons of a sandbox: munged, slurmctld, one slurmd per node, and two daemons for accounting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.sandbox.requirements import SEARCH_PATH
 SANDBOX_VARIABLE = "HPCTRAIN_SANDBOX"
 NODE_VARIABLE = "HPCTRAIN_SANDBOX_NODE"
 
-#: User created by the munge packages, so that munged need not run as root.
+#: User created by the munge packages: munged does not require root.
 MUNGE_USER = "munge"
 
 _START_LIMIT_S = 30.0
@@ -37,16 +37,16 @@ class Daemon:
     environ: Mapping[str, str]
     user: str | None = None
     node: str | None = None
-    #: True if it neither daemonizes nor opens its log by itself.
+    #: True if the program neither daemonizes nor opens its log itself.
     stays_in_front: bool = False
-    #: Socket or port on which it listens once it is up, if the next daemon depends on it.
+    #: Socket or port of the running daemon, if the next daemon depends on it.
     address: Path | int | None = None
 
     def start(self) -> None:
-        """Start it in the background; if it has an address, wait until it accepts connections.
+        """Start the program in the background; with an address, wait until it accepts connections.
 
         Raises:
-            SchedulerError: it exited with an error, or does not accept connections.
+            SchedulerError: the program exited with an error, or does not accept connections.
         """
         output: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
         launcher: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Daemon:
     def _wait_for_answer(self, address: Path | int) -> None:
         deadline = time.monotonic() + _START_LIMIT_S
         while not _answers(address):
-            # The command line of its launcher ends with the same words.
+            # The command line of the launcher ends with the same words.
             if not any(process.argv[-len(self.argv) :] == self.argv for process in processes()):
                 raise SchedulerError(f"{self.label} ended{self.log_tail()}")
             if time.monotonic() > deadline:
@@ -94,7 +94,7 @@ class Daemon:
         return process.argv == self.argv
 
     def log_tail(self) -> str:
-        """Return the end of its log, as a clause to append to a message."""
+        """Return the end of the log, as a clause to append to a message."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
@@ -172,8 +172,8 @@ def _answers(address: Path | int) -> bool:
 def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = None) -> bool:
     """True if a process is a daemon of the sandbox in `folder` or runs in one of its jobs.
 
-    With `node`, only processes of that node count. A user's shell with SLURM_CONF does not count, because
-    only processes that Slurm started on a node have the node's name.
+    With `node`, only processes of that node count. A user's shell with SLURM_CONF does not count: only
+    processes started by Slurm on a node have the node's name.
     """
     environ = process.environ
     if environ.get(SANDBOX_VARIABLE) == str(folder):

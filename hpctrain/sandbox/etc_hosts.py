@@ -1,6 +1,6 @@
-"""Lines of the sandboxes in /etc/hosts, because Slurm requires node names that resolve.
+"""Lines of the sandboxes in /etc/hosts, because Slurm requires resolvable node names.
 
-Each line has a mark by which it is recognized, independent of its position. Callers hold the lock of
+Each line has an identifying mark, independent of its position. Callers must hold the lock of
 `hpctrain.sandbox.lock`.
 """
 
@@ -39,7 +39,7 @@ def _mark(sandbox: str) -> str:
 def _rewrite(path: Path, old: bytes, new: bytes) -> None:
     if new == old:
         return
-    # In place, because a container mounts this file, and a mounted file cannot be replaced by a rename.
+    # Written in place, because containers mount this file, and a rename cannot replace a mounted file.
     fd = os.open(path, os.O_WRONLY)
     try:
         os.pwrite(fd, new, 0)

@@ -11,8 +11,8 @@ from hpctrain.errors import SpecError
 from hpctrain.files import write_atomic
 from hpctrain.text import pluralize
 
-#: Parent of the sandbox folders, owned by root. It is short, because the path of a Unix socket has at most
-#: 107 bytes. It survives a reboot, as do the lines in /etc/hosts, so that `down` finds both.
+#: Parent of the sandbox folders, owned by root. The path is short, because the path of a Unix socket has at
+#: most 107 bytes. The folder survives a reboot, like the lines in /etc/hosts, so `down` finds both.
 ROOT = Path("/var/lib/hpctrain-sandbox")
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?")
@@ -44,7 +44,7 @@ class SandboxSize:
     accounting: bool = False
     #: GPU type in Slurm, such as `a100`; empty for none.
     gpu_type: str = ""
-    #: Lines of `slurm.conf` that replace ours or are added.
+    #: Lines of `slurm.conf` that replace default lines or are added.
     settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class SandboxSize:
         for line in self.settings:
             if not _SETTING.fullmatch(line):
                 raise SpecError(
-                    f"{line!r} is not a valid slurm.conf line for a sandbox. Write Key=Value, such as"
-                    " JobRequeue=0. Use the options of this command for nodes."
+                    f"{line!r} is not a valid slurm.conf line for a sandbox. Use the form Key=Value, such "
+                    "as JobRequeue=0. Set nodes with the options of this command."
                 )
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class SandboxLayout:
 
     @property
     def devices(self) -> list[Path]:
-        """Device files that simulate GPUs; nodes share them, because the names are the same on real nodes."""
+        """Device files that simulate GPUs; nodes share them, because real nodes also use the same names."""
         return [self.folder / "dev" / f"nvidia{i}" for i in range(self.shape.gpus_per_node)]
 
     @property
@@ -150,7 +150,7 @@ class SandboxLayout:
 
     @property
     def spool(self) -> Path:
-        """Parent of a folder per node with the scripts and sockets of its jobs."""
+        """Parent of one folder per node with the scripts and sockets of its jobs."""
         return self.folder / "spool"
 
     @property
@@ -168,7 +168,7 @@ class SandboxLayout:
 
     @property
     def slurmdbd_conf(self) -> Path:
-        """Slurmdbd only searches the folder of `slurm.conf`."""
+        """Slurmdbd searches only the folder of `slurm.conf`."""
         return self.conf.with_name("slurmdbd.conf")
 
     @property

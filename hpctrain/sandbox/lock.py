@@ -14,7 +14,7 @@ from hpctrain.errors import SchedulerError
 
 @contextmanager
 def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
-    """Hold the lock of all sandboxes: the folder `root` itself, which is removed when it is empty.
+    """Hold the lock of all sandboxes: the folder `root`, which is removed when empty.
 
     Raises:
         SchedulerError: another command held it for `limit_s` seconds.
@@ -24,7 +24,7 @@ def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
         if time.monotonic() > deadline:
             raise SchedulerError(
                 f"Another sandbox command has held the lock on {root} for {limit_s:.0f} s."
-                " Wait until it has finished, then try again."
+                " Wait until this command has finished, then try again."
             )
         time.sleep(0.05)
     try:

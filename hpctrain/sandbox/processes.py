@@ -1,4 +1,4 @@
-"""Ending processes with all their descendants."""
+"""Killing of processes with all their descendants."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 
     """Kill the processes that are `wanted` and all their descendants, until none is left.
 
     Raises:
-        SchedulerError: some still exist after `limit_s` seconds.
+        SchedulerError: some processes still exist after `limit_s` seconds.
     """
     deadline = time.monotonic() + limit_s
     while victims := with_descendants(wanted, processes()):
         if time.monotonic() > deadline:
             pids = ", ".join(str(victim.pid) for victim in victims)
             raise SchedulerError(
-                f"{what}: process {pids} still running {limit_s:.0f} s after SIGKILL; inspect it with ps"
+                f"{what}: process {pids} still running {limit_s:.0f} s after SIGKILL; inspect with ps"
             )
         for victim in victims:
             victim.kill()

@@ -32,15 +32,15 @@ def check_requirements(
     *,
     accounting: bool = False,
 ) -> None:
-    """Check that a sandbox can be started here, optionally with accounting.
+    """Check that a sandbox can be started on this machine, optionally with accounting.
 
     Raises:
-        UserError: not Linux, not root, or a program is missing; the message says what to do.
+        UserError: not Linux, not root, or a program is missing; the message contains the remedy.
     """
     if system != "Linux":
         raise UserError(
             f"A sandbox requires Linux, but this is {system}. Run it in a Linux container or virtual machine."
-            " `hpctrain submit --backend local` works without a sandbox."
+            " A sandbox is not needed for `hpctrain submit --backend local`."
         )
     if missing := _missing(_PROGRAMS, search_path):
         raise UserError(
@@ -49,9 +49,9 @@ def check_requirements(
         )
     if accounting and (missing := _missing(_ACCOUNTING_PROGRAMS, search_path)):
         raise UserError(
-            f"A sandbox with --accounting requires slurmdbd and MariaDB, but {', '.join(missing)} is not"
-            " installed. On Debian and Ubuntu, run `apt-get install slurmdbd mariadb-server`, or leave out"
-            " --accounting."
+            f"A sandbox with --accounting requires slurmdbd and MariaDB, but {', '.join(missing)} is not "
+            "installed. On Debian and Ubuntu, run `apt-get install slurmdbd mariadb-server`, or remove "
+            "--accounting."
         )
     uid = os.geteuid() if uid is None else uid
     if uid != 0:

@@ -1,4 +1,4 @@
-"""Start of a sandbox: its folder, devices, key, configuration, host lines and daemons."""
+"""Start of a sandbox: folder, devices, key, configuration, host lines and daemons."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ def up(
 ) -> Sandbox:
     """Start a sandbox and wait until all its nodes accept jobs.
 
-    An existing one of the same size is kept with its jobs; daemons of it that exited are restarted.
+    An existing sandbox of the same size is kept with its jobs; exited daemons are restarted.
 
     Args:
-        name: its name.
+        name: name of the sandbox.
         nodes: number of nodes.
         gpus_per_node: simulated GPUs per node.
         cpus_per_node: CPUs per node, as configured in Slurm.
         preempt_grace_s: seconds from SIGTERM to SIGKILL at a preemption.
         accounting: run slurmdbd and a database, so that `sacct` works.
         gpu_type: GPU type in Slurm.
-        settings: lines of `slurm.conf` that replace ours with the same key or partition, or are added.
-        limit_s: seconds until it must be up.
+        settings: lines of `slurm.conf` that replace default lines with the same key or partition, or are
+            added.
+        limit_s: seconds until the sandbox must be up.
 
     Raises:
-        UserError: this machine cannot host a sandbox, or one of that name has another size.
+        UserError: this machine cannot run a sandbox, or the existing sandbox has another size.
         SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
     """
     shape = SandboxSize(
@@ -67,9 +68,8 @@ def up(
         if plan is not None:
             if plan.shape != shape:
                 raise SpecError(
-                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Take "
-                    "it down"
-                    f" (`hpctrain sandbox down --name {name}`), or give the new one another --name."
+                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Remove it "
+                    f"(`hpctrain sandbox down --name {name}`), or use another --name."
                 )
             return _start(plan, limit_s)
         remove(folder)
@@ -95,7 +95,7 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
     plan.conf.write_text(slurm_conf(plan, host, memory_mib), encoding="utf-8")
     plan.gres_conf.write_text(gres_conf(plan), encoding="utf-8")
     (plan.munge / "key").write_bytes(secrets.token_bytes(128))
-    # Every user of the machine may use the sandbox, independent of our umask; only the key is secret.
+    # Every user of the machine may use the sandbox, regardless of the umask; only the key is secret.
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     (plan.munge / "key").chmod(0o400)
@@ -108,8 +108,8 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
             os.mknod(device, 0o666 | stat.S_IFCHR, _DEVICE)
     except OSError as error:
         raise UserError(
-            f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. Give this"
-            " container the capability CAP_MKNOD, or use --gpus-per-node 0."
+            f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. Add the "
+            "capability CAP_MKNOD to this container, or use --gpus-per-node 0."
         ) from error
     # Written last, so that a saved layout implies a complete sandbox.
     plan.save()
@@ -121,8 +121,8 @@ def _start(plan: SandboxLayout, limit_s: float) -> Sandbox:
         etc_hosts.add_hosts(plan.name, plan.addresses)
     except OSError as error:
         raise UserError(
-            f"Cannot add the node names to {etc_hosts.HOSTS}, and they must resolve: {error.strerror}. "
-            "Make that file writable."
+            f"Cannot add the node names to {etc_hosts.HOSTS}, but Slurm requires resolvable names: "
+            f"{error.strerror}. Make this file writable."
         ) from error
     sandbox = Sandbox(plan)
     sandbox.start(limit_s)

@@ -23,7 +23,7 @@ SlurmdLogFile={logs}/slurmd-%n.log
 SlurmctldPidFile={state}/slurmctld.pid
 SlurmdPidFile={state}/slurmd-%n.pid
 
-# All nodes are this machine: they may have more CPUs than it has, and use no cgroups.
+# All nodes run on this machine: they may have more CPUs than the machine, and use no cgroups.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -21,10 +21,10 @@ from hpctrain.sandbox.requirements import check_requirements
 def down(name: str = "default") -> bool:
     """Cancel the jobs of a sandbox, kill its processes, and remove its devices, host lines and folder.
 
-    A crashed or incomplete sandbox is removed, too. Returns True if it existed.
+    Crashed or incomplete sandboxes are also removed. Returns True if the sandbox existed.
 
     Raises:
-        UserError: called from inside a job of that sandbox, or this is not root on Linux with Slurm.
+        UserError: called from a job of that sandbox, or not as root on Linux with Slurm.
         SchedulerError: a process does not end.
     """
     folder = folder_of(name)
@@ -38,7 +38,7 @@ def down(name: str = "default") -> bool:
 def remove(folder: Path, *, came_up: bool = True) -> None:
     """Remove the sandbox in `folder`, even an incomplete one. The caller holds the lock.
 
-    A sandbox that never came up has no jobs to cancel, and its controller may not respond.
+    A sandbox that was never up has no jobs to cancel, and its controller may not respond.
     """
 
     def ours(process: ProcessInfo) -> bool:
@@ -47,12 +47,11 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
     running = processes()
     if any(process.pid == os.getpid() for process in with_descendants(ours, running)):
         raise UserError(
-            f"This process runs in a job of sandbox {folder.name}. Take the sandbox down from outside "
-            "that job."
+            f"This process runs in a job of sandbox {folder.name}. Remove the sandbox from outside that job."
         )
     plan = SandboxLayout.load(folder)
     if came_up and plan is not None and _controller_runs(plan, running):
-        # A controller that hangs must not prevent the removal.
+        # A hanging controller must not prevent the removal.
         with suppress(SchedulerError):
             cancel_jobs(plan)
     kill_all(ours, f"sandbox {folder.name}")

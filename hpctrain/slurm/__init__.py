@@ -1,1 +1,1 @@
-"""Everything that depends on Slurm's text interface: commands, job states, environment, site discovery."""
+"""Slurm's text interface: commands, job states, environment, site discovery."""

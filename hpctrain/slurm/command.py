@@ -1,4 +1,4 @@
-"""Calls of Slurm commands with a time limit; failures are raised as errors."""
+"""Calls of Slurm commands with a time limit; failures raise errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpctrain.errors import SchedulerError
 
 #: Time limit of one call: longer than Slurm's own commands wait for a busy controller.
 COMMAND_LIMIT_S = 60.0
-#: Seconds in which the output of a command that has exited can be read.
+#: Time limit in seconds for reading the output of an exited command.
 _READING_S = 5.0
-#: Part of the message when no answer came in time.
+#: Part of the message for a missing answer.
 NO_ANSWER_MESSAGE = "did not respond within"
-#: Messages after which the request may have arrived although the answer is missing.
+#: Messages for requests that may have arrived although the answer is missing.
 _ANSWER_LOST = (NO_ANSWER_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received")
 _UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
 
@@ -29,9 +29,9 @@ _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 
 
 class SlurmCall:
-    """A Slurm command that starts at once; its output is read later.
+    """A Slurm command that starts immediately; its output is read later.
 
-    A call that is discarded before its answer is read is killed.
+    A call that is discarded before reading its answer is killed.
 
     Args:
         command: a Slurm command.
@@ -70,7 +70,7 @@ class SlurmCall:
         with self._process as process:
             try:
                 left_s = self._started_at + limit_s - time.monotonic()
-                # The command may have exited within its limit although the limit is over by now.
+                # The command may have exited within its limit, although the limit has passed since.
                 least_s = 0.0 if process.poll() is None else _READING_S
                 out, err = process.communicate(timeout=max(left_s, least_s))
             except BaseException as error:
@@ -105,12 +105,12 @@ def run_slurm(
 def run_slurm_parallel(
     commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
 ) -> list[str | SchedulerError]:
-    """Run all commands concurrently. Return each one's stdout, or its error if it failed."""
+    """Run all commands concurrently. Return the stdout of each command, or its error."""
     return run_all([SlurmCall(command, environ, timeout_s=timeout_s) for command in commands])
 
 
 def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
-    """Return the stdout of each call, or its error if it failed.
+    """Return the stdout of each call, or its error.
 
     Args:
         calls: the calls.
@@ -132,7 +132,7 @@ def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> subprocess.Popen[str]:
-    # Without this file Slurm's commands retry for a minute.
+    # Without this file, Slurm's commands retry for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
         raise SchedulerError(f"SLURM_CONF is {conf!r}, but this file does not exist")
     stdin = _memfd_of(text) if text else subprocess.DEVNULL
@@ -156,7 +156,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sub
 
 
 def _memfd_of(text: str) -> int:
-    """Return the descriptor of an anonymous file with the text. Unlike a pipe it cannot block the writer."""
+    """Return the descriptor of an anonymous file with the text. Unlike a pipe, it cannot block the writer."""
     file = os.memfd_create("stdin")
     with open(file, "wb", closefd=False) as stream:
         stream.write(text.encode())
@@ -182,11 +182,11 @@ def job_step_name(attempt: int, *, waits: bool = False) -> str:
 def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the newest step of each job in which ranks are running.
 
-    The batch script and Slurm's own steps do not count. An older step only waits until Slurm gives up a lost
-    node. Steps of standby workers do not count either, as long as the attempt before them runs.
+    The batch script and Slurm's own steps do not count. An older step only waits until Slurm marks a lost
+    node down. Steps of standby workers are also excluded while the attempt before them is running.
 
     Raises:
-        SchedulerError: the controller does not answer, or no longer knows the only job that was named.
+        SchedulerError: the controller does not respond, or has no record of the only requested job.
     """
     steps: dict[str, dict[int, str]] = {}
     for step, name in _named_steps(job_ids, environ):
@@ -228,7 +228,7 @@ def _without_waiting(named: Mapping[int, str]) -> Iterator[int]:
 
 
 def _words(stderr: str) -> str:
-    """Return the error messages of a Slurm command; only the fatal ones if there are any."""
+    """Return the error messages of a Slurm command; only fatal messages if there are any."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     reasons = [line for line in lines if ": fatal: " in line] or lines
     return "; ".join(_LEVEL.sub("", line) for line in reasons)

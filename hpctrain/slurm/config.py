@@ -21,7 +21,7 @@ _ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The part of `scontrol show config` that matters to a training run."""
+    """The part of `scontrol show config` that is relevant to a training run."""
 
     cluster: str = ""
     version: str = ""
@@ -47,18 +47,19 @@ class SlurmConfig:
     def_mem_per_node_mib: int | None = None
     def_mem_per_cpu_mib: int | None = None
     select: str = ""
-    """The node selection plugin. linear allocates whole nodes."""
+    """The node selection plugin. linear allocates complete nodes."""
     hands_out_memory: bool = False
     """True if memory is a consumable resource like CPUs (SelectTypeParameters)."""
     enforces_limits: Literal["NO", "ANY", "ALL"] = "NO"
     """EnforcePartLimits: a job must fit in any or all of its partitions to be queued.
 
-    With NO a job may pend forever, unless a QOS lifts the limit; with the others no QOS can lift it.
+    With NO, a job may pend forever, unless a QOS lifts the limit; with the other values, no QOS can lift the
+    limit.
     """
     chooses_partition: bool = False
     """True if a submit plugin may change jobs, including their partition."""
     requeue_exit: str = ""
-    """Exit codes after which Slurm itself requeues a job."""
+    """Exit codes after which Slurm requeues a job."""
     min_job_age_s: float = 300.0
     """Seconds for which the controller remembers an ended job."""
     has_epilog: bool = False

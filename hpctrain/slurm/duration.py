@@ -24,7 +24,7 @@ def parse_duration(text: str) -> float | None:
     """Return the seconds of a duration in one of the forms of sbatch's `--time`; None means no limit.
 
     Raises:
-        SpecError: the text has another form, or the duration is zero.
+        SpecError: the notation is invalid, or the duration is zero.
     """
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
@@ -36,7 +36,7 @@ def parse_duration(text: str) -> float | None:
     days = int(match["days"] or 0)
     seconds = 86400 * days + sum(part * weight for part, weight in zip(clock, weights, strict=True))
     if seconds == 0:
-        raise SpecError(f"The duration {text!r} is zero. Give more, as {_FORMS}, or 'unlimited'.")
+        raise SpecError(f"The duration {text!r} is zero. Use a longer duration, as {_FORMS}, or 'unlimited'.")
     return float(seconds)
 
 

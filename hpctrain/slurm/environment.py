@@ -1,8 +1,8 @@
-"""Environment of Slurm's commands and of a job, derived from that of the submission.
+"""Environment of Slurm's commands and of a job, derived from the environment of the submission.
 
 A job may be submitted from anywhere: a login node, a notebook inside an allocation, a task of an array job, a
-rank of torchrun or mpirun. Variables that the surrounding job, step and launcher have set describe those, and
-must not reach the new job.
+rank of torchrun or mpirun. Variables set by the surrounding job, step and launcher must not be passed to the
+new job.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hpctrain.rundir import (
     RUN_DIR_VARIABLE,
 )
 
-#: SLURM_* variables that describe the cluster. All others describe the surrounding job, and a job submitted
-#: from within it must not inherit them.
+#: SLURM_* variables that describe the cluster. All others describe the surrounding job, and a new job must
+#: not inherit them.
 _CLUSTER_VARIABLES = frozenset(
     {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_JWKS", "SLURM_SACK_KEY"}
 )
@@ -54,8 +54,8 @@ _RANK_VARIABLES = frozenset(
 )
 _RANK_PREFIXES = ("TORCHELASTIC_", "SUBMITIT_", "HYDI_")
 
-#: Prefixes of a launcher's variables, by a variable that only the launcher sets. Without that one, a variable
-#: such as OMPI_MCA_btl or PMIX_MCA_gds is the user's setting, which the job needs.
+#: Prefixes of a launcher's variables, by a variable that only the launcher sets. Without this variable, a
+#: variable such as OMPI_MCA_btl or PMIX_MCA_gds is a setting of the user, which the job needs.
 _LAUNCHER_PREFIXES = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_", "PMIX_", "PRTE_"),
     "PMIX_RANK": ("PMIX_",),
@@ -67,7 +67,7 @@ _LAUNCHER_PREFIXES = {
     # sbatch(1), section OUTPUT ENVIRONMENT VARIABLES: options of the surrounding job.
     "SLURM_JOB_ID": ("SBATCH_MEM_BIND", "SBATCH_CPU_BIND"),
 }
-#: Variables that expose a task's GPUs. Another job gets other GPUs.
+#: Variables that expose a task's GPUs. Another job has other GPUs.
 _DEVICE_VARIABLES = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",
@@ -80,7 +80,7 @@ _DEVICE_VARIABLES = frozenset(
 
 # Variables of sbatch(1), section INPUT ENVIRONMENT VARIABLES, that are not named after their option.
 _SBATCH_VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
-#: sbatch takes only one of these, so one in the script overrides the variables of all.
+#: sbatch accepts only one of these, so an option in the script overrides the variables of all.
 _MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
 
 #: sbatch variables that would break assumptions of every run.
@@ -104,7 +104,7 @@ _OVERRULED = frozenset(
 def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables of a surrounding job or rank, and without output formats.
 
-    GPUs that a job assigned to this process stay visible: its child processes can use no others.
+    GPUs assigned to this process by a job remain visible: child processes can use no others.
     """
     names = env_default_names(environ) | _RANK_VARIABLES
     prefixes = [*_JOB_PREFIXES, *_ANSWER_PREFIXES, *_RANK_PREFIXES]
@@ -125,8 +125,9 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
 def own_job_id(environ: Mapping[str, str]) -> str:
     """Return the id of this batch script's job for Slurm's commands.
 
-    An array task is named by the array and its index. SLURM_JOB_ID is a separate number for all tasks but the
-    last. The last task has the number of the whole array, so a request by it would affect all other tasks.
+    An array task is named by the array and its index. SLURM_JOB_ID is a separate number for all tasks except
+    the last. The last task has the number of the array, so a request with this number would affect all other
+    tasks.
     """
     if "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
@@ -141,8 +142,9 @@ def sbatch_variable(key: str) -> str:
 def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[str, str]:
     """Return the environment of sbatch, in which SBATCH_* variables override the script.
 
-    The script must win, so the variables of its directives are removed. The user's other defaults, such as
-    SBATCH_ACCOUNT, stay. So does the user's CUDA_VISIBLE_DEVICES, unless a surrounding job set it.
+    The script must have precedence, so the variables of its directives are removed. Other defaults of the
+    user, such as SBATCH_ACCOUNT, are kept. CUDA_VISIBLE_DEVICES is also kept, unless it was set by a
+    surrounding job.
     """
     written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
     left_out = _OVERRULED | set(map(sbatch_variable, written))

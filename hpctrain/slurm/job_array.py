@@ -29,7 +29,7 @@ class JobArray(NamedTuple):
         """Parse sbatch's `--array` notation, such as `0-19%4`.
 
         Raises:
-            SpecError: the text is not an array, or has too many tasks.
+            SpecError: the notation is invalid, or the array has too many tasks.
         """
         listed, percent, limit = text.partition("%")
         if percent and not (limit.isascii() and limit.isdecimal() and int(limit) > 0):

@@ -1,4 +1,4 @@
-"""Job queries with Slurm's commands: one call for many jobs, one row for each job that Slurm knows.
+"""Job queries with Slurm's commands: one call for many jobs, one row for each listed job.
 
 All output is requested as text in fixed columns. The layout of `--json` changes between releases, and some
 releases lack it.
@@ -24,13 +24,13 @@ _QUEUE_COLUMNS = (
 )
 _ACCOUNTING_COLUMNS = ("JobID", "JobIDRaw", "State", "Submit", "WorkDir")
 
-#: The kernel takes 128 KiB per argument (MAX_ARG_STRLEN). If the ids do not fit, all jobs are queried.
+#: The kernel accepts 128 KiB per argument (MAX_ARG_STRLEN). If the ids do not fit, all jobs are queried.
 _MAX_WORD = 120_000
 
 _JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
 #: Pending tasks share a record, `17_[0-3,9%2]`.
 _SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
-#: Print task lists in full; otherwise they are cut off after 64 characters.
+#: Print task lists in full; otherwise, they are truncated after 64 characters.
 _FULL_TASK_LISTS = {"SLURM_BITSTR_LEN": "0"}
 _RECORD = re.compile(
     r"^JobId=(?P<raw>\d+)"
@@ -85,12 +85,12 @@ class JobTable:
 
 
 def is_job_id(text: str) -> bool:
-    """True if Slurm's commands accept the text as a job id. An invalid id makes the whole query fail."""
+    """Return true if Slurm's commands accept the text as a job id. An invalid id makes the query fail."""
     return _JOB_ID.fullmatch(text) is not None
 
 
 def parent_job_id(job_id: str) -> str:
-    """Return the id of the array or heterogeneous job that the job is part of; otherwise its own id."""
+    """Return the id of the array or heterogeneous job that contains the job, otherwise its own id."""
     return re.split("[_+]", job_id, maxsplit=1)[0]
 
 
@@ -105,7 +105,7 @@ def query_squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable
     try:
         answer = run_slurm([*command, *_selection(job_ids)], environ)
     except SchedulerError as error:
-        # Reported only for a query of a single unknown job; otherwise squeue lists the known ones.
+        # Reported only for a query of a single unknown job; otherwise, squeue lists the known jobs.
         if "Invalid job id" not in str(error):
             raise
         answer = ""
@@ -116,7 +116,7 @@ def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
     """Query sacct for the newest submission of each job. A requeue counts as another submission.
 
     Raises:
-        SchedulerError: there is no accounting, or it does not answer.
+        SchedulerError: there is no accounting, or it does not respond.
     """
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
     columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
@@ -131,7 +131,7 @@ def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
         for name in names:
             if name not in found or found[name].submitted_at <= submitted_at:
                 found[name] = JobRow(name, raw_id, state, workdir, submitted_at=submitted_at)
-    # A task's own record is newer than the shared one.
+    # The record of a task is newer than the shared record.
     return JobTable((shared | newest).values())
 
 
@@ -158,12 +158,12 @@ def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
     """Return the controller's record of one job, or of one task of an array.
 
     Raises:
-        SchedulerError: the controller does not answer, or no longer knows the job.
+        SchedulerError: the controller does not respond, or has no record of the job.
     """
     answer = run_slurm(["scontrol", "--all", "show", "job", job_id], environ)
     for row in _parse_records(answer):
         return row
-    raise SchedulerError(f"scontrol answered without a record of job {job_id}")
+    raise SchedulerError(f"scontrol returned no record of job {job_id}")
 
 
 def _selection(job_ids: Sequence[str]) -> list[str]:
@@ -220,7 +220,7 @@ def _names(head: re.Match[str]) -> list[str]:
 
 
 def _tasks(array_id: str, listed: str) -> list[str]:
-    """Return the ids of the tasks in a Slurm list; none if the list is invalid or was cut off."""
+    """Return the ids of the tasks in a Slurm list; empty if the list is invalid or truncated."""
     with suppress(SpecError):
         return [f"{array_id}_{index}" for index in JobArray.parse(listed).indices]
     return []

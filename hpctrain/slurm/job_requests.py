@@ -1,6 +1,6 @@
 """Requests to Slurm about jobs: submit, cancel, signal, requeue, change.
 
-Every function raises `SchedulerError` if Slurm refuses or does not answer.
+Every function raises `SchedulerError` if Slurm rejects a request or does not respond.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.slurm.command import list_rank_steps, run_slurm
 
 #: Seconds to look for a step to signal: steps start and end in between.
 _STEP_LIMIT_S = 3.0
-#: Slurm ends a requeued job and all its processes at once: SIGKILL follows some seconds later.
+#: Slurm ends a requeued job and all its processes immediately: SIGKILL follows some seconds later.
 _UNTIL_KILLED = ("/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh")
 
 
@@ -33,7 +33,7 @@ def cancel_jobs(job_ids: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
-    """Put a running job back into the queue; its processes are ended."""
+    """Requeue a running job; its processes are ended."""
     run_slurm(["scontrol", "requeue", job_id], environ)
 
 
@@ -45,7 +45,7 @@ def update_job(
     Args:
         job_ids: the jobs.
         environ: environment of the command.
-        until_killed: ignore SIGTERM, which Slurm sends to the processes of a job that it ends.
+        until_killed: ignore SIGTERM, which Slurm sends to the processes of an ending job.
         fields: the new values, such as `StartTime="now+30"`.
     """
     command = ["scontrol", "update", f"JobId={','.join(job_ids)}"]
@@ -54,7 +54,7 @@ def update_job(
 
 
 def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Release all nodes of a running job but these."""
+    """Release all nodes of a running job except these."""
     # scontrol writes a shell script with the new size into its working directory.
     with tempfile.TemporaryDirectory() as folder:
         update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]
@@ -69,8 +69,8 @@ def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[
 def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
     """Send a signal to the ranks of running jobs.
 
-    It goes to steps, not to jobs: while other tasks of an array are pending, Slurm 22.05 refuses a signal to
-    a job after it has sent it, and scancel repeats it for a minute.
+    The signal is sent to steps, not to jobs. While other tasks of an array are pending, Slurm 22.05 reports
+    an error for a signal to a job after sending it, and scancel repeats the signal for a minute.
     """
     left = set(job_ids)
     tried: dict[str, str] = {}
@@ -84,14 +84,14 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
                 signal_steps(list(steps.values()), number, environ)
                 left -= steps.keys()
         except SchedulerError as error:
-            # scancel signals twice; the second time the step may be gone.
+            # scancel signals twice; the step may have ended before the second signal.
             if "Invalid job id" not in str(error):
                 raise
             tried = steps
         if left:
             time.sleep(0.2)
     if left:
-        others = " The other jobs have been signalled." if len(left) < len(job_ids) else ""
+        others = " The other jobs have received the signal." if len(left) < len(job_ids) else ""
         raise SchedulerError(
             f"No rank of job {', '.join(sorted(left))} is running: the ranks are being started, or have "
             f"just exited. Try again in a few seconds.{others}"

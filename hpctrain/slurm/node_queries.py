@@ -1,4 +1,4 @@
-"""Nodes as the controller reports them: `scontrol show node`."""
+"""Nodes as reported by the controller: `scontrol show node`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node as the controller reports it."""
+    """A node as reported by the controller."""
 
     name: str
     address: str

@@ -11,7 +11,7 @@ from hpctrain.slurm.duration import parse_duration
 #: A start within this many seconds counts as immediate.
 SOON_S = 30
 
-#: Words that mean no value.
+#: Words for a missing value.
 _NOTHING = frozenset({"", "(null)", "n/a", "none", "unlimited", "infinite"})
 
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z_][\w:/]*)=(\S*)")
@@ -23,7 +23,7 @@ _GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^,:()]*))??(?::(?P<number>\d+)[KMG]?
 
 
 def parse_pairs(line: str) -> dict[str, str]:
-    """Return the `Key=value` pairs of a line of `scontrol --oneliner show`; values contain no blanks."""
+    """Return the `Key=value` pairs of a line of `scontrol --oneliner show`; values contain no spaces."""
     return dict(_PAIR.findall(line))
 
 
@@ -33,7 +33,7 @@ def is_null(word: str) -> bool:
 
 
 def parse_number(word: str) -> int | None:
-    """Return the first number of a word such as `30 sec`; None if there is none (no limit)."""
+    """Return the first number of a word such as `30 sec`; None without a number (no limit)."""
     match = _NUMBER.search(word)
     return int(match[0]) if match else None
 
@@ -77,7 +77,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def parse_timestamp(text: str) -> float | None:
-    """Return the seconds since the epoch of a local time that Slurm prints; None if it is not a time."""
+    """Return the seconds since the epoch of a local time in Slurm's notation; None if it is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):

@@ -32,7 +32,7 @@ class NodeGroup:
 
     @property
     def is_out(self) -> bool:
-        """True if no job can start on these nodes for now."""
+        """True if no job can currently start on these nodes."""
         # State suffixes: * is not responding; the others do not block jobs (sinfo(1), NODE STATE CODES).
         return "*" in self.state or self.state.rstrip("~#!%$@^+-").lower() in _OUT
 
@@ -53,7 +53,7 @@ class Partition:
     hidden: bool = False
     max_time_s: float | None = None
     default_time_s: float | None = None
-    """The limit of a job that sets none; None means `max_time_s`."""
+    """The limit of a job without a time limit; None means `max_time_s`."""
     min_nodes: int = 0
     max_nodes: int | None = None
     max_cpus_per_node: int | None = None
@@ -80,7 +80,7 @@ class Partition:
 
     @property
     def time_without_option_s(self) -> float | None:
-        """The time limit of a job that sets none; None means no limit."""
+        """The limit of a job without a time limit; None means no limit."""
         return self.default_time_s if self.default_time_s is not None else self.max_time_s
 
     @property
@@ -101,13 +101,13 @@ class Qos:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteConventions:
-    """Site conventions that Slurm's configuration does not show. `hpctrain doctor` probes them."""
+    """Site conventions that are not in Slurm's configuration. `hpctrain doctor` probes them."""
 
     memory_option: MemoryOptionSupport = "accepted"
     needs_time: bool = False
-    """True if a job without a time limit is refused."""
+    """True if a job without a time limit is rejected."""
     needs_memory: bool = False
-    """True if a job without a memory request is refused."""
+    """True if a job without a memory request is rejected."""
     requeue: bool = True
     """False if the site disables requeues for every job."""
     containers: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""Slurm queries about a site. `site_discovery` parses the answers; it takes longer to import."""
+"""Slurm queries about a site. `site_discovery` parses the answers, but is slower to import."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class JobStateView:
     state: RunState
     #: Details beyond the state: the pending reason, or why the scheduler cannot be queried.
     words: str = ""
-    #: The job only waits for the delay that Slurm imposes on a requeued job.
+    #: The job waits only for the end of Slurm's requeue delay.
     held: bool = False
-    #: The scheduler's name for the state, such as TIMEOUT.
+    #: Name of the state in the scheduler, such as TIMEOUT.
     job_state: str | None = None
 
 
@@ -69,7 +69,7 @@ _SLURM_STATES = {
 }
 _MEANING = {word: state for state, words in _SLURM_STATES.items() for word in words}
 
-#: Combined state of several runs: the first of these that any of them has.
+#: Precedence of states for the combined state of several runs.
 _PRECEDENCE = (
     RunState.RUNNING,
     RunState.PENDING,
@@ -81,7 +81,7 @@ _PRECEDENCE = (
 
 
 def base_state(words: str) -> str:
-    """Return the state alone from Slurm's output, such as `CANCELLED by 1000` or `CANCELLED+`."""
+    """Return the state from Slurm's output, such as `CANCELLED by 1000` or `CANCELLED+`."""
     return words.split()[0].rstrip("+") if words.strip() else ""
 
 
@@ -111,7 +111,7 @@ def describe_counts(counts: dict[str, int]) -> str:
 
 
 def combine_views(views: Sequence[JobStateView]) -> JobStateView:
-    """Return the view of a job from those of its parts (array tasks or heterogeneous components)."""
+    """Return the view of a job from the views of its parts (array tasks or heterogeneous components)."""
     if len(views) == 1:
         return views[0]
     states = [view.state for view in views]
@@ -132,23 +132,25 @@ DEPENDENCY_NEVER_SATISFIED = "DependencyNeverSatisfied"
 _REASONS = {
     "BeginTime": "waiting for its start time",
     "Dependency": "waiting for another job to end",
-    DEPENDENCY_NEVER_SATISFIED: "it will never start: a job that it depends on did not end as required",
+    DEPENDENCY_NEVER_SATISFIED: "the job will never start: a job in its dependency did not end as required",
     "JobArrayTaskLimit": "the array already runs its maximum number of tasks",
     "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": "held by its user; `scontrol release {job_id}` releases it",
-    "JobLaunchFailure": "its nodes failed to start it; contact an administrator",
-    "PartitionDown": "its partition currently starts no jobs",
-    "PartitionNodeLimit": "it requests more nodes than its partition allows",
-    "PartitionTimeLimit": "it requests more time than its partition allows",
+    "JobHeldUser": "held by its user; use `scontrol release {job_id}` to release the job",
+    "JobLaunchFailure": "the nodes failed to start the job; contact an administrator",
+    "PartitionDown": "the partition currently starts no jobs",
+    "PartitionNodeLimit": "the job requests more nodes than its partition allows",
+    "PartitionTimeLimit": "the job requests more time than its partition allows",
     "Priority": "other jobs have higher priority",
     "ReqNodeNotAvail": "a requested node is down or reserved",
-    "Resources": "it is next in line, waiting for free resources",
-    "job_requeue_in_held_state": "requeued and held; `scontrol release {job_id}` releases it",
-    "launch_failed_requeued_held": "its nodes failed to start it; `scontrol release {job_id}` tries again",
+    "Resources": "the job is next in the queue, waiting for free resources",
+    "job_requeue_in_held_state": "requeued and held; use `scontrol release {job_id}` to release the job",
+    (
+        "launch_failed_requeued_held"
+    ): "the nodes failed to start the job; use `scontrol release {job_id}` to try again",
 }
 
 
 def explain_reason(reason: str, job_id: str) -> str:
-    """Return the reason, followed by an explanation if there is one."""
+    """Return the reason, followed by an explanation, if any."""
     words = _REASONS.get(reason.partition(",")[0])
     return reason if words is None else f"{reason}: {words.format(job_id=job_id)}"

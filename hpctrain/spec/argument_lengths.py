@@ -1,4 +1,4 @@
-"""Limits on the length of a rank's arguments, beyond which the kernel refuses to start a program."""
+"""Kernel limits on the length of a rank's arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from hpctrain.errors import SpecError
 from hpctrain.rundir import ENV_PREFIX
 from hpctrain.spec.job_spec import JobSpec
 
-#: Linux takes 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
+#: Linux accepts 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
 _MAX_WORD_BYTES = 128 * 1024 - 1
 #: Bytes that a torchrun agent receives in addition to the arguments.
 _PLAN_BYTES = 4096
-#: Linux gives 2 MiB to all arguments and variables of a process; the job's own variables may take this much.
+#: Linux allows 2 MiB for all arguments and variables of a process; this part is reserved for the job's own
+#: variables.
 _ALL_BYTES = 1024 * 1024
 
 
@@ -20,7 +21,7 @@ def check_argument_lengths(spec: JobSpec) -> None:
     """Check that ranks can be started with these arguments and variables.
 
     Raises:
-        SpecError: they are too long.
+        SpecError: the arguments or variables are too long.
     """
     # The rank receives all arguments as one JSON string; through an agent, that string is nested in another.
     words = json.dumps([spec.entry, *spec.args])

@@ -16,18 +16,18 @@ ContainerRuntime = Literal["pyxis", "apptainer"]
 #: Program names, newest first.
 APPTAINER_PROGRAMS = ("apptainer", "singularity")
 
-#: Suffixes of image files, and the only runtime that can read each.
+#: Suffixes of image files, each with the only supported runtime.
 _FILES: dict[str, ContainerRuntime | None] = {
     ".sif": "apptainer",
     ".sqsh": None,
     ".squashfs": None,
     ".img": None,
 }
-#: Image sources that only apptainer supports.
+#: Image sources supported only by apptainer.
 _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
 _DOCKER = "docker://"
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: System folders of an image, which a folder of the host must not hide.
+#: System folders of an image, which must not be hidden by folders of the host.
 _SYSTEM = {
     "/",
     *(f"/{name}" for name in ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "sbin", "sys", "usr")),
@@ -55,7 +55,7 @@ class Container:
             folders: paths that are always mounted, by description.
 
         Raises:
-            SpecError: it cannot.
+            SpecError: the container cannot be started.
         """
         self._check_image()
         for mount in self.mounts:
@@ -82,14 +82,14 @@ class Container:
         if only is not None and only != self.runtime:
             raise SpecError(
                 f"The image {self.image!r} (--container-image) requires {only}, but the runtime is "
-                f"{self.runtime} (--container-runtime). Give another image, or --container-runtime {only}."
+                f"{self.runtime} (--container-runtime). Use another image, or --container-runtime {only}."
             )
 
     def check_files(self) -> None:
         """Check that the image exists if it is a file.
 
         Raises:
-            SpecError: it does not.
+            SpecError: the file does not exist.
         """
         if is_image_file(self.image) and not Path(self.image).exists():
             raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
@@ -115,7 +115,7 @@ def is_image_file(value: str) -> bool:
 
 
 def required_runtime(image: str) -> ContainerRuntime | None:
-    """Return the only runtime that can read the image; None if both may."""
+    """Return the only runtime that can read the image; None if both can."""
     if image.startswith(_APPTAINER_SOURCES):
         return "apptainer"
     return next((runtime for suffix, runtime in _FILES.items() if image.endswith(suffix)), None)

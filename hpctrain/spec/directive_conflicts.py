@@ -7,7 +7,7 @@ from itertools import combinations
 
 from hpctrain.errors import SpecError, UserError
 
-#: Pairs of which Slurm takes at most one. Of the last pair it would silently take the later one.
+#: Mutually exclusive pairs. For the last pair, Slurm would silently use the later option.
 _EITHER = (*combinations(("mem", "mem-per-cpu", "mem-per-gpu"), 2), ("exclusive", "oversubscribe"))
 
 
@@ -15,7 +15,7 @@ def check_directive_conflicts(directives: Mapping[str, str], *, nodes: int, gpus
     """Check that no directives contradict each other or the size of the run.
 
     Raises:
-        SpecError: two of them do.
+        SpecError: two directives contradict each other.
     """
     for one, other in _EITHER:
         if one in directives and other in directives:
@@ -41,17 +41,18 @@ def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
     if both := [host for host in wanted if host in unwanted]:
         raise SpecError(
             f"{_as_option('nodelist', directives)} requests node {both[0]}, but "
-            f"{_as_option('exclude', directives)} excludes it. Remove it from one of them."
+            f"{_as_option('exclude', directives)} excludes this node. Remove the node from one of the "
+            "options."
         )
     if len(wanted) > nodes:
         raise SpecError(
-            f"{_as_option('nodelist', directives)} names {len(wanted)} nodes, and a job must get all of "
-            f"them, but --nodes is {nodes}. Give --nodes {len(wanted)}, or name fewer nodes."
+            f"{_as_option('nodelist', directives)} names {len(wanted)} nodes, and all of them are required, "
+            f"but --nodes is {nodes}. Use --nodes {len(wanted)}, or name fewer nodes."
         )
 
 
 def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
-    """Return the nodes that a directive names, in order; none if it names a node file (sbatch(1))."""
+    """Return the nodes in a directive, in order; empty for the name of a node file (sbatch(1))."""
     value = directives.get(key, "")
     if not value or "/" in value:
         return {}

@@ -22,8 +22,8 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
     if spec.array is not None:
         directives["array"] = spec.array
     if spec.is_elastic:
-        # With --ntasks-per-node the job would get as many tasks as fit on MIN nodes, and no more nodes than
-        # tasks (seen with Slurm 22.05). So request one task per node, with the CPUs of all ranks.
+        # With --ntasks-per-node, the job would have as many tasks as fit on MIN nodes, and no more nodes than
+        # tasks (seen with Slurm 22.05). Therefore, request one task per node, with the CPUs of all ranks.
         directives["nodes"] = f"{spec.least_granted}-{spec.most_granted}"
     else:
         directives |= {"nodes": str(spec.most_granted), "ntasks-per-node": str(spec.ntasks_per_node)}
@@ -47,7 +47,7 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
 
 
 def _gpus(spec: JobSpec) -> dict[str, str]:
-    """Return the request for GPUs, merged with that for other generic resources of a node."""
+    """Return the request for GPUs, merged with the request for other generic resources of a node."""
     gpus = f"{spec.gpu_type}:{spec.gpus_per_node}" if spec.gpu_type else str(spec.gpus_per_node)
     if spec.gpu_request_style != "gres":
         return {spec.gpu_request_style: gpus}
@@ -74,9 +74,9 @@ def _log(spec: JobSpec) -> str:
 def quote_directive(value: str) -> str:
     r"""Quote a value so that sbatch reads it back unchanged from an `#SBATCH` line.
 
-    The rules, from `_get_argument` in Slurm's src/sbatch/opt.c: quotes group; a backslash takes the next
-    character literally, inside quotes too, but cannot protect a blank outside of them; an unquoted # starts a
-    comment; a newline cannot be written. Nothing is expanded.
+    The rules, from `_get_argument` in Slurm's src/sbatch/opt.c: quotes group; a backslash escapes the next
+    character, also inside quotes, but not a space outside of quotes; an unquoted # starts a comment; newlines
+    are not supported. Nothing is expanded.
     """
     if _PLAIN.fullmatch(value) and not _HET_BORDER.search(value):
         return value

@@ -1,4 +1,4 @@
-"""The user's request for a run, as one frozen, serializable value."""
+"""The user's request for a run, as a frozen, serializable object."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ DEFAULT_STOP_BEFORE_LIMIT_S = 120
 class JobSpec:
     """The request for a run, with all defaults filled in.
 
-    Script, arguments and variables are passed in this value, never in the text of a shell script.
+    Script, arguments and variables are passed in this object, never in a shell script.
     `check_spec` checks the values.
     """
 
     script: str
-    """Absolute path of the user's Python script; the name of a module, or a command, if `program` says so."""
+    """Absolute path of the user's Python script; or a module or command, depending on `program`."""
     program: ProgramKind = "script"
     """Kind of program."""
     args: tuple[str, ...] = ()
     """Command-line arguments of the script."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables that the ranks get in addition to the submission's environment."""
+    """Additional variables for the ranks, beyond the environment of the submission."""
     name: str
     """Job name in the scheduler."""
     run_id: str
@@ -52,25 +52,25 @@ class JobSpec:
     array: str | None = None
     """Tasks of a job array, in sbatch's notation. Each task is a separate run with its own folder."""
     array_task: int | None = None
-    """Index of the array task that this run is."""
+    """Index of the array task of this run."""
     nodes: int = 1
     """Number of nodes; the maximum if `min_nodes` is smaller."""
     min_nodes: int = 0
-    """Minimum number of nodes to continue with; 0 means `nodes`, a fixed number."""
+    """Minimum number of nodes; 0 means `nodes`, a fixed number."""
     spare_nodes: int = 0
-    """Additional nodes that wait to replace a lost one."""
+    """Number of spare nodes, which replace lost nodes."""
     node_check: NodeCheckMode = "auto"
-    """When to check the nodes before the ranks start."""
+    """Condition for a node check before the ranks start."""
     scale_up_after_s: int = 600
-    """Seconds after which an elastic run on fewer nodes looks for more; 0 means never."""
+    """Seconds after which an elastic run on fewer nodes searches for more nodes; 0 means never."""
     gpus_per_node: int = 0
     """0 runs the ranks on CPUs."""
     gpu_type: str | None = None
-    """The scheduler's name for the GPU type; None accepts any."""
+    """Name of the GPU type in the scheduler; None accepts any type."""
     gpu_request_style: GpuRequestStyle = "gres"
     """The sbatch option that requests GPUs at this site."""
     ntasks_per_node: int = 0
-    """Ranks per node; 0 means one per GPU, or one on CPUs."""
+    """Ranks per node; 0 means one per GPU, or one for CPU runs."""
     cpus_per_task: int | None = None
     python: str
     """Python interpreter of the supervisor and the ranks."""
@@ -90,16 +90,16 @@ class JobSpec:
     resume_mode: ResumeMode = "auto"
     """Continuation of a stopped run: requeue of the same job, or a successor job.
 
-    auto takes what the site allows.
+    auto uses the method that the site allows.
     """
     standby_workers_s: int | None = 30
-    """Seconds of training after which standby workers are started; None for none."""
+    """Seconds of training after which standby workers are started; None disables them."""
     hang_timeout_s: int | None = 300
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
-    """Slurm's MPI plugin, with which the processes of an MPI program find each other."""
+    """Slurm's MPI plugin, for the rendezvous of MPI programs."""
     independent_ranks: bool = False
-    """If the ranks do not train together."""
+    """True if the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by long name without dashes. A flag has an empty value."""
     template: str | None = None
@@ -117,12 +117,12 @@ class JobSpec:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes. An elastic run may have been granted fewer."""
+        """Number of ranks on all nodes. An elastic run may have fewer."""
         return self.nodes * self.ntasks_per_node
 
     @property
     def most_granted(self) -> int:
-        """Maximum number of nodes to request, including spare ones."""
+        """Maximum number of nodes to request, including spare nodes."""
         return self.nodes + self.spare_nodes
 
     @property

@@ -20,24 +20,24 @@ class TorchrunConfig:
 
     rdzv_backend: RendezvousBackend = "c10d"
     rdzv_endpoint: str | None = None
-    """Address and port of an etcd server. With c10d the rendezvous is at the supervisor."""
+    """Address and port of an etcd server. With c10d, the endpoint is the supervisor."""
 
     def check(self) -> None:
         """Check that there is exactly one rendezvous endpoint.
 
         Raises:
-            SpecError: there is none, or two.
+            SpecError: there is no endpoint, or two.
         """
         if self.rdzv_backend == "c10d":
             if self.rdzv_endpoint is not None:
                 raise SpecError(
                     f"--rdzv-endpoint {self.rdzv_endpoint} cannot be used with --rdzv-backend c10d, whose "
-                    "endpoint is the supervisor. Leave it out, or use --rdzv-backend etcd-v2."
+                    "endpoint is the supervisor. Remove --rdzv-endpoint, or use --rdzv-backend etcd-v2."
                 )
         elif self.rdzv_endpoint is None:
             raise SpecError(
-                f"--rdzv-backend {self.rdzv_backend} requires the address of an etcd server. "
-                "Give --rdzv-endpoint HOST:PORT."
+                f"--rdzv-backend {self.rdzv_backend} requires the address of an etcd server. Add "
+                "--rdzv-endpoint HOST:PORT."
             )
         elif not _ENDPOINT.fullmatch(self.rdzv_endpoint):
             raise SpecError(f"{self.rdzv_endpoint!r} (--rdzv-endpoint) is not of the form HOST:PORT.")

@@ -1,4 +1,4 @@
-"""Reads the specification of a run from its file."""
+"""Loading of a run's specification from its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.spec.notify import NotifyConfig
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.validation import check_spec
 
-#: Former field names, in specifications of earlier versions.
+#: Former field names in specifications of earlier versions.
 _FORMER_NAMES = {
     "continue_by": "resume_mode",
     "gpu_directive": "gpu_request_style",
@@ -43,7 +43,7 @@ _PARTS: dict[str, Callable[..., Any]] = {
 
 
 def load_spec(path: Path) -> JobSpec:
-    """Read and check a specification that was written as `JobSpec.text`.
+    """Read and check a specification written as `JobSpec.text`.
 
     Raises:
         SpecError: the file is missing or invalid.
@@ -81,5 +81,5 @@ def load_spec(path: Path) -> JobSpec:
 
 
 def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with lists replaced by tuples, which YAML lacks."""
+    """Return the values with lists converted to tuples, which YAML lacks."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

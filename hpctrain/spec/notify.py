@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 from hpctrain.errors import SpecError
 from hpctrain.redaction import strip_url_paths
 
-#: Events that can be notified about.
+#: Events that can cause a notification.
 NOTIFICATION_KINDS = ("finish", "failure", "stall")
 DEFAULT_STALL_S = 900
 
 
-#: Looks like an address, but has another scheme or none.
+#: Pattern for URLs with another scheme or without a scheme.
 _NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+/\S*")
 
 
@@ -48,19 +48,19 @@ class NotifyConfig:
             if not is_address(target) and _NO_COMMAND.fullmatch(target):
                 raise SpecError(
                     f"{target!r} (--notify) is neither a URL (https:// or http://) nor a shell command. "
-                    "To run a command of that name, put ./ before it."
+                    "To run a command of that name, prepend ./ to it."
                 )
 
 
 def _fault(address: str) -> str | None:
-    """Return why an address cannot receive a POST; None if it is well formed."""
+    """Return the reason why a URL cannot receive a POST; None if it is well formed."""
     if not address.isascii() or not address.isprintable() or " " in address:
-        return "it contains a character that is not allowed in a URL. Write that character as %XX"
+        return "it contains a character that is not allowed in a URL. Encode this character as %XX"
     try:
         parts = urlsplit(address)
         parts.port  # noqa: B018 (raises if it is not a number)
     except ValueError:
-        return "its host or port is invalid"
+        return "the host or port is invalid"
     if "@" in parts.netloc:
         return "a user name or password in a URL is not sent. Use a command such as `curl` instead"
     return None if parts.hostname else "it has no host"

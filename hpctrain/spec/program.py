@@ -5,5 +5,5 @@ from __future__ import annotations
 from typing import Literal
 
 #: `script` is the path of a Python file, `module` a module's name as for `python -m`, `command` any other
-#: command, found on the PATH of the ranks.
+#: command on the PATH of the ranks.
 ProgramKind = Literal["script", "module", "command"]

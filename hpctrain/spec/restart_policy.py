@@ -1,4 +1,4 @@
-"""Restart policy by kind of end: the table whose rows a user may change.
+"""Restart policy by kind of end: a table with rows that users may change.
 
 docs/restart-policy.md shows the same table; a test compares the two.
 """
@@ -11,11 +11,12 @@ from enum import StrEnum
 
 from hpctrain.errors import SpecError
 
-#: Stops soon after a start, without a new checkpoint, after which the run counts as stuck.
+#: Number of early stops without a new checkpoint after which the run counts as stuck.
 _STOPS = 10
-#: Restarts at the time limit: attempts are as long as possible, so two more without a checkpoint are enough.
+#: Restarts at the time limit: attempts have the maximum length, so two more without a checkpoint are
+#: sufficient.
 _TIME_LIMITS = 2
-#: Restarts after hardware faults: each costs a node, and nodes are limited.
+#: Restarts after hardware faults: each fault excludes a node, and nodes are limited.
 _MACHINES = 10
 
 
@@ -46,16 +47,16 @@ class EndKind(StrEnum):
 
     @property
     def is_stop(self) -> bool:
-        """True if the ranks exited because they were asked to stop."""
+        """True if the ranks exited on request."""
         return self in (EndKind.PREEMPTED, EndKind.TIME_LIMIT, EndKind.REQUESTED)
 
 
 @dataclass(frozen=True)
 class RestartRule:
-    """Limits for one kind of end. All of them count ends without a new checkpoint between them."""
+    """Limits for a kind of end. All limits count ends without a new checkpoint in between."""
 
     retries: int | None = None
-    """Restarts of this kind; None: it shares `--max-failures` with all other such kinds."""
+    """Maximum number of restarts; None shares `--max-failures` with all other such kinds."""
     repeats: int | None = None
     """Restarts after failures with an identical message; None means `retries`."""
     exclude: int = 0
@@ -86,7 +87,7 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
 }
 
 _FIELDS = tuple(entry.name for entry in fields(RestartRule))
-_FORM = f"Give KIND.FIELD=NUMBER, such as oom.retries=0; FIELD is one of {', '.join(_FIELDS)}."
+_FORM = f"Use KIND.FIELD=NUMBER, such as oom.retries=0; FIELD is one of {', '.join(_FIELDS)}."
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,7 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
     for key, text in texts.items():
         kind, _, field = key.partition(".")
         if not (text.isascii() and text.isdecimal()):
-            raise SpecError(
-                f"restart.{key} is {text!r} (--restart-policy), but must be a whole number. {_FORM}"
-            )
+            raise SpecError(f"restart.{key} is {text!r} (--restart-policy), but must be an integer. {_FORM}")
         known = str(_kind(kind))
         _check(kind, field, int(text))
         changes.setdefault(known, {})[field] = int(text)

@@ -32,35 +32,35 @@ class ShellSetup:
         """Check that the steps do not contradict each other.
 
         Raises:
-            SpecError: they do.
+            SpecError: the steps contradict each other.
         """
         if self.conda is not None and self.venv is not None:
             raise SpecError(
                 f"The ranks can use only one Python environment, but both {self.conda!r} (--conda) and "
-                f"{self.venv!r} (--venv) are given. Leave one of them out."
+                f"{self.venv!r} (--venv) are given. Remove one of them."
             )
 
     @property
     def environment(self) -> Path | None:
-        """Folder of the Python environment; None if there is none or only its name is known."""
+        """Folder of the Python environment; None without an environment, or if only its name is known."""
         path = self.venv or (self.conda if self.conda and is_conda_prefix(self.conda) else None)
         return Path(path) if path else None
 
     @property
     def python(self) -> str | None:
-        """Interpreter of the Python environment; None if there is none."""
+        """Interpreter of the Python environment, or None."""
         if self.environment is not None:
             return str(self.environment / "bin" / "python")
-        # The path is only known once the environment is activated.
+        # The path is unknown until the environment is activated.
         return "python" if self.conda else None
 
     def check_files(self, environ: Mapping[str, str]) -> None:
         """Check that the environment exists.
 
         Raises:
-            SpecError: it does not.
+            SpecError: the environment does not exist.
         """
-        # Modules and shell lines may provide a conda that only the job has.
+        # Modules and shell lines may provide conda in the job only.
         if self.conda and self.environment is None and not (self.modules or self.setup):
             _check_conda(self.conda, environ)
         if self.environment is None or (self.environment / "bin" / "python").exists():
@@ -73,16 +73,16 @@ class ShellSetup:
 
 
 def _check_conda(name: str, environ: Mapping[str, str]) -> None:
-    """Check that the batch script would find conda, and that conda has the environment.
+    """Check that conda and the environment exist for the batch script.
 
     Raises:
-        SpecError: one of them is missing.
+        SpecError: conda or the environment is missing.
     """
     conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
     if conda is None:
         raise SpecError(
             f"conda not found for the environment {name!r} (--conda): it is not on PATH, and CONDA_EXE "
-            "is not set. Load its module (--module), or give the path of the environment."
+            "is not set. Load its module (--module), or use the path of the environment."
         )
     try:
         listed = subprocess.run(

@@ -26,12 +26,12 @@ _RANK_VARIABLES = frozenset(
     }
 )
 _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
-#: Characters that a line of a batch script cannot contain.
+#: Characters not allowed in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def check_spec(spec: JobSpec) -> None:
-    """Check that a job of this specification can run, and that every word is passed on unchanged.
+    """Check that a job with this specification can run, and that every word is passed on unchanged.
 
     Raises:
         SpecError: a value is out of range, contradicts another, or cannot be passed on unchanged.
@@ -71,7 +71,7 @@ def _check_array(spec: JobSpec) -> None:
 def _check_folder(spec: JobSpec) -> None:
     if spec.backend == "slurm" and "\\" in spec.run_dir:
         # Slurm 22.05 reads a backslash as a switch that disables %-symbols; 26.05 drops all backslashes,
-        # doubled ones too.
+        # including doubled backslashes.
         raise SpecError(
             f"The path of the run folder {spec.run_dir!r} (--run-dir, --runs-dir or --name) contains a "
             "backslash, which Slurm removes from the path of the job's log (sbatch --output). Choose another "
@@ -94,7 +94,7 @@ def _check_shape(spec: JobSpec) -> None:
         raise SpecError(f"--scale-up-after is {spec.scale_up_after_s} s, but must be 0 or more.")
     if spec.gpus_per_node < 0:
         raise SpecError(
-            f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Give 0 for a run on CPUs."
+            f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Use 0 for a run on CPUs."
         )
     if spec.gpu_type is not None:
         if not _GPU_TYPE.fullmatch(spec.gpu_type):
@@ -105,22 +105,22 @@ def _check_shape(spec: JobSpec) -> None:
         if spec.gpus_per_node == 0:
             raise SpecError(
                 f"GPU type {spec.gpu_type} was requested, but the number of GPUs is 0 (--gpus-per-node). "
-                "Give a positive number, or just 0 for a run on CPUs."
+                "Use a positive number, or only 0 for a run on CPUs."
             )
     if spec.ntasks_per_node < 1:
         raise SpecError(f"--ntasks-per-node is {spec.ntasks_per_node}, but must be at least 1.")
     if spec.gpus_per_node and spec.ntasks_per_node != spec.gpus_per_node:
         raise SpecError(
             f"Each rank uses one GPU, but there are {spec.ntasks_per_node} ranks (--ntasks-per-node) and "
-            f"{spec.gpus_per_node} GPUs (--gpus-per-node) per node. Leave out --ntasks-per-node, "
-            f"or set both to the same number."
+            f"{spec.gpus_per_node} GPUs (--gpus-per-node) per node. Remove --ntasks-per-node, or set both "
+            "to the same number."
         )
     if spec.cpus_per_task is not None and spec.cpus_per_task < 1:
         raise SpecError(f"--cpus-per-task is {spec.cpus_per_task}, but must be at least 1.")
     if spec.max_failures < 1:
         raise SpecError(
             f"--max-failures is {spec.max_failures}, but must be at least 1. "
-            "With 1, the run ends at its first crash."
+            "With 1, the run ends at the first crash."
         )
     RestartPolicy.with_changes(spec.restart_policy, spec.max_failures)
 
@@ -134,8 +134,8 @@ def _check_time(spec: JobSpec) -> None:
     if spec.time_limit_s is not None and spec.time_limit_s <= spec.stop_before_limit_s:
         raise SpecError(
             f"The time limit is {spec.time_limit_s:g} s (--time), but the ranks stop and save "
-            f"{spec.stop_before_limit_s} s before the limit (--stop-before-limit), which leaves no time to "
-            "train. Give a longer --time or a shorter --stop-before-limit."
+            f"{spec.stop_before_limit_s} s before the limit (--stop-before-limit), so there is no time to "
+            "train. Use a longer --time or a shorter --stop-before-limit."
         )
 
 
@@ -156,11 +156,11 @@ def _check_words(spec: JobSpec) -> None:
         if name in _RANK_VARIABLES:
             raise SpecError(
                 f"hpctrain sets the variable {name} for each rank, so --env {name}={spec.env[name]} "
-                "would have no effect. Leave it out."
+                "would have no effect. Remove this option."
             )
     for what, word in (("job name", spec.name), ("run id", spec.run_id)):
         if not word:
-            raise SpecError(f"The {what} is empty. Give it at least one character.")
+            raise SpecError(f"The {what} is empty. Use at least one character.")
     plain, in_script = _plain_words(spec), _words_of_script(spec)
     for what, word in in_script:
         if match := CONTROL_CHARACTER.search(word):
@@ -180,7 +180,7 @@ def _check_words(spec: JobSpec) -> None:
 
 
 def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the words that go into one line of the batch script, with descriptions."""
+    """Return the words for a line of the batch script, with descriptions."""
     return [
         ("job name", spec.name),
         ("run folder", spec.run_dir),
@@ -199,7 +199,7 @@ def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
 
 
 def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the words that reach a process without a shell, with descriptions."""
+    """Return the words that are passed to a process without a shell, with descriptions."""
     return [
         (spec.program, spec.script),
         ("working folder", spec.workdir),

@@ -1,1 +1,1 @@
-"""The process on the batch host that starts the workers and decides what follows each attempt."""
+"""The supervisor: a process on the batch host that starts the workers and acts on the end of each attempt."""

@@ -11,14 +11,14 @@ make_stdio_lossy()
 deaths = run_under_watchdog(os.environ)
 
 from hpctrain.supervisor.job_control.slurm import start_soon  # noqa: E402
-from hpctrain.supervisor.launch.local import kill_session  # noqa: E402 (the process that waits needs none of this)
+from hpctrain.supervisor.launch.local import kill_session  # noqa: E402 (the waiting parent process does not need this)
 from hpctrain.supervisor.main import main  # noqa: E402
 
 exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
 kill_session(os.environ)
 if exit_code == EXIT_CONTINUE and "SLURM_JOB_ID" in os.environ:
     start_soon(os.environ)
-    # Python's cleanup takes time, which counts against the start time.
+    # Python's cleanup delays the next start.
     sys.stdout.flush()
     os._exit(exit_code)
 sys.exit(exit_code)

@@ -1,4 +1,4 @@
-"""Check of the run's record before the supervisor starts: who submitted this job, and is the run over?"""
+"""Check of the run's record before the supervisor starts: origin of this job, and state of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RECORD_LIMIT_S = 10.0
 
 
 class NotInJob(SpecError):
-    """This process has no part in the run or its record: the job's script was started by hand."""
+    """The job's script was started manually: this process must not change the run or its record."""
 
 
 class RunActive(NotInJob):
@@ -37,10 +37,10 @@ class RunActive(NotInJob):
 
 
 def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
-    """Check that the script of a Slurm job runs in such a job.
+    """Check that the script of a Slurm job runs in a Slurm job.
 
     Raises:
-        NotInJob: it does not, or it is the script of a job array and runs in no task.
+        NotInJob: it does not, or it is the script of a job array but does not run in a task.
     """
     if spec.backend != "slurm":
         return
@@ -63,25 +63,25 @@ def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None
 
 
 def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
-    """Return the run of this job: in a job array under Slurm, one of its tasks."""
+    """Return the run of this job; in a job array under Slurm, a task of the array."""
     task = run.task(environ.get("SLURM_ARRAY_TASK_ID", ""))
     return task if task.spec.exists() else run
 
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
-    """Decide if this job must train, and if so make it the newest in the run's record.
+    """Decide whether this job must train. If so, record it as the newest job of the run.
 
     Args:
         run: the run.
         spec: its job specification.
-        job_control: control of this job. Its lease is held from now on if this job is to train.
-        deaths: number of supervisors of this job that were killed before.
+        job_control: control of this job. If this job must train, it holds the lease from now on.
+        deaths: number of earlier supervisors of this job that were killed.
 
     Returns:
-        `Exit` if nothing is left to do: the run is over, or another job continues it.
+        `Exit` if this job has nothing to do: the run is over, or another job continues it.
 
     Raises:
-        NotInJob: the script was started by hand while the run is active, or before it was cancelled.
+        NotInJob: the script was started manually while the run is active, or before it was cancelled.
     """
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
@@ -118,7 +118,7 @@ def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
 
 
 def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
-    """Hold the run folder, so that no other process trains there, whatever the record contains."""
+    """Acquire the lease of the run folder, so that no other process trains in this folder."""
     try:
         jobs.lease.acquire(jobs.predecessor, deaths)
     except LeaseHeld as taken:
@@ -133,7 +133,7 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
-    """Return the job that was to continue this one, if Slurm requeued this one afterwards."""
+    """Return the successor of this job, if Slurm requeued this job after submitting it."""
     job_id = job_control.job_id
     for event in run.read_events():
         if event["kind"] == "submitted" and event.get("after") == job_id:
@@ -143,7 +143,7 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
     try:
         successor = job_control.successors.find()
     except SchedulerError as error:
-        # If a successor exists, it waits for the end of this job and then finds the run over.
+        # An existing successor waits for the end of this job, and then finds a completed run.
         log.warning("cannot determine whether job %s has a successor: %s", job_id, error)
         return None
     if successor is not None:
@@ -157,10 +157,10 @@ def register_job(
     job_id: str,
     jobs: SuccessorJobs | None = None,
 ) -> Continue | Exit:
-    """Make this job the newest in the run's record, so that later events belong to it.
+    """Record this job as the newest job of the run, so that later events belong to it.
 
-    The submission comes first in the record, although the job may start before `hpctrain submit` has written
-    it. A job script that was started by hand is recorded here.
+    The submission precedes other events in the record, although the job may start before `hpctrain submit`
+    records the submission. A manual start of the job script is recorded by this function.
 
     Args:
         run: the run.
@@ -170,10 +170,10 @@ def register_job(
 
     Returns:
         `Exit` if the run is complete: Slurm may requeue a job that has just ended, and a job that was
-        submitted by hand may start after the run has completed.
+        submitted manually may start after the run has completed.
 
     Raises:
-        NotInJob: the script was started by hand while the run is active, or before it was cancelled.
+        NotInJob: the script was started manually while the run is active, or before it was cancelled.
     """
     deadline = time.monotonic() + _RECORD_LIMIT_S
     while (events := _since_submission(run, job_id)) is None and time.monotonic() < deadline:
@@ -209,7 +209,7 @@ def _since_submission(run: RunDir, job_id: str) -> list[dict[str, Any]] | None:
 
 
 def record_manual_submission(run: RunDir, spec: JobSpec, job_id: str) -> None:
-    """Record a submission by hand, without `hpctrain submit`; it withdraws any request to cancel the run."""
+    """Record a manual submission, without `hpctrain submit`; any request to cancel the run is withdrawn."""
     for part in (run, *map(run.task, run.tasks())):
         part.cancel_request.unlink(missing_ok=True)
     run.log_event(
@@ -218,7 +218,7 @@ def record_manual_submission(run: RunDir, spec: JobSpec, job_id: str) -> None:
 
 
 def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
-    """Check that no other job trains in the folder: the newest on record may be running."""
+    """Check that no other job trains in the folder: the newest recorded job may be running."""
     record = read_run_record(run)
     if record.job_id is None or record.finished is not None:
         return
@@ -236,9 +236,9 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
 
 
 def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
-    """True if this job waited in the queue until the run was complete.
+    """Return true if the run completed while this job waited in the queue.
 
-    A cancellation applies to jobs submitted before it; a run that failed in that time continues.
+    A cancellation applies to jobs submitted earlier; a run that failed in that time continues.
 
     Raises:
         NotInJob: the run was cancelled in that time.
@@ -250,11 +250,11 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
     if submitted + 1.0 > float(finished["time"]):
         return False
     if finished["state"] == "COMPLETED":
-        print(f"The run has completed since job {job_id} was submitted; the job has nothing left to do.")
+        print(f"The run has completed since job {job_id} was submitted. The job exits.")
         return True
     raise NotInJob(
-        f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, which ends "
-        "that job too. Submit it again to continue the run."
+        f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this job "
+        "is cancelled, too. Submit it again to continue the run."
     )
 
 
@@ -267,10 +267,10 @@ def _unrecorded_cancellation(run: RunDir) -> dict[str, Any]:
 
 
 def _take_lock(run: RunDir) -> None:
-    """Hold the run's lock for the life of this process, as a submitted supervisor inherits it."""
+    """Hold the run's lock until this process exits. Submitted supervisors inherit the lock."""
     lock = try_lock(run.lock)
     if lock is None:
         raise RunActive(f"The run in {str(run.path)!r} is still active. Wait for it, or cancel it.")
-    with suppress(OSError):  # On a full disk, the lock only lacks its owner's pid.
+    with suppress(OSError):  # On a full disk, the lock file lacks only the owner's pid.
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

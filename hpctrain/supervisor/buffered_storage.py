@@ -21,14 +21,14 @@ from hpctrain.rundir import RunDir, RunStorage
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 2.0
-#: Seconds to keep trying to write the buffered data when the supervisor ends; then it is lost.
+#: Seconds to retry writing the buffered data when the supervisor exits; later the data is lost.
 FLUSH_TIMEOUT_S = 60.0
-#: Space for some hundred lines and the failure files of a few ranks.
+#: Enough space for some hundred lines and the failure files of a few ranks.
 _RESERVE_BYTES = 64 * 1024
 #: Time limit for a file system that is briefly unreachable.
 _VANISHED_LIMIT_S = 60.0
 
-#: Errors of the disk, not of the caller.
+#: Errors caused by the disk, not by the caller.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT)
 
@@ -42,7 +42,7 @@ def describe_disk_error(error: OSError, path: Path) -> str | None:
 
 
 class BufferedLogHandler(logging.Handler):
-    """Handler of the supervisor's log; failed writes are buffered and repeated later, in order."""
+    """Handler for the supervisor's log; failed writes are buffered and repeated later, in order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -65,19 +65,19 @@ class BufferedStorage(RunStorage):
 
     @property
     def pending_reason(self) -> str | None:  # type: ignore[override]
-        """Reason why data waits to be written; None if nothing waits."""
+        """Reason for delayed writes; None if no data is buffered."""
         for path, lines in list(self._lines.items()):
             if (error := lines.last_error) is not None:
                 return describe_disk_error(error, path.parent) or f"{path.parent}: {error.strerror}"
         return None
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Append a JSON line, now or later."""
+        """Append a JSON line, immediately or later."""
         self._lines.setdefault(path, BufferedLineWriter(path, log.warning)).append(record)
         self._start_retrying()
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file, including those that wait to be written."""
+        """Yield the JSON lines of a file, including buffered lines."""
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
             return super().read(path, is_valid)
         with lines.pending() as waiting:
@@ -89,7 +89,7 @@ class BufferedStorage(RunStorage):
         return iter([*written, *map(json.loads, waiting)])
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file, now or later."""
+        """Write a file, immediately or later."""
         try:
             super().write(path, content)
         except OSError as error:
@@ -98,7 +98,7 @@ class BufferedStorage(RunStorage):
             self._start_retrying()
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder that does not exist yet, if possible.
+        """Create a new folder, if possible.
 
         Raises:
             FileExistsError: it exists.
@@ -110,11 +110,11 @@ class BufferedStorage(RunStorage):
         except FileExistsError:
             raise
         except OSError as error:
-            log.warning("the folder %s cannot be made: %s", path, error)
+            log.warning("cannot create the folder %s: %s", path, error)
         self._folders.add(path)
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names in a folder, including those of folders that could not be made."""
+        """Return the names in a folder, including folders that could not be created."""
         return [*{*super().names(folder), *(path.name for path in self._folders if path.parent == folder)}]
 
     @property
@@ -123,12 +123,12 @@ class BufferedStorage(RunStorage):
         return self._run.path / ".reserve"
 
     def reserve_space(self) -> None:
-        """Reserve the disk space that the run's last records need if the disk is full by then."""
+        """Reserve disk space for the run's last records, in case the disk becomes full."""
         with suppress(OSError), open(self.reserve_file, "wb", opener=own_file) as file:
             file.write(bytes(_RESERVE_BYTES))
 
     def flush_pending(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Write what waits for at most `limit_s` seconds; print the lines that still wait after that."""
+        """Write the buffered data within `limit_s` seconds; print the lines that could not be written."""
         deadline = time.monotonic() + limit_s
         with suppress(OSError):
             self.reserve_file.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ class BufferedStorage(RunStorage):
                     print(f"hpctrain: could not write to {path}: {line}", file=sys.stderr)
 
     def _wait_for_run(self) -> None:
-        """Wait for the run folder: without it, ranks would start over and write to the wrong place."""
+        """Wait for the run folder. Without it, ranks would start over and write to the wrong place."""
         deadline = time.monotonic() + _VANISHED_LIMIT_S
         while not _is_there(self._run.spec):
             if time.monotonic() > deadline:
@@ -160,7 +160,7 @@ class BufferedStorage(RunStorage):
         return bool(self._files) or any(lines.has_pending for lines in list(self._lines.values()))
 
     def _flush(self) -> bool:
-        """Write what waits, as far as possible. Returns True if nothing waits any more."""
+        """Write the buffered data, as far as possible. Returns True if no data remains."""
         for lines in list(self._lines.values()):
             lines.flush()
         for path, content in list(self._files.items()):
@@ -172,7 +172,7 @@ class BufferedStorage(RunStorage):
         return not self._is_waiting
 
     def _start_retrying(self) -> None:
-        """Start a thread that retries while something waits."""
+        """Start a thread that retries while data is buffered."""
         if self._is_waiting and self._retrying.acquire(blocking=False):
             threading.Thread(target=self._retry_until_written, name="hpctrain-record", daemon=True).start()
 

@@ -1,7 +1,7 @@
 """Cleanup of the local tier after a crash: copies checkpoints to the run folder and removes the rest.
 
-Ranks that exit in order do this themselves; killed ranks leave checkpoints in node memory. The next start may
-use other nodes, and memory that is never freed is lost to all jobs on the node.
+Ranks that exit normally clean up themselves; killed ranks leave checkpoints in node memory. The next attempt
+may use other nodes, and memory that is never freed is unavailable to all jobs on the node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.supervisor.launch.worker_command import module_command
 
 log = logging.getLogger(__name__)
 
-#: Time limit in seconds. At most one save interval of training is at stake.
+#: Time limit in seconds. A failure loses at most one save interval of training.
 _LIMIT_S = 120.0
 
 
@@ -31,7 +31,7 @@ def drain_local_tier(
     lost: Container[str],
     limit_s: float = _LIMIT_S,
 ) -> None:
-    """Have the nodes copy checkpoints that only they hold to the run folder, and remove their local tier.
+    """Copy checkpoints that exist only on the nodes to the run folder, and remove the local tier.
 
     Does nothing if the run has no local tier. Failures are only logged: the run continues from the run
     folder.
@@ -40,7 +40,7 @@ def drain_local_tier(
         run: the run.
         spec: its job.
         launcher: starts processes on the nodes.
-        attempt: the attempt that has ended.
+        attempt: the ended attempt.
         lost: nodes on which no process can start.
         limit_s: time limit in seconds.
     """
@@ -56,7 +56,7 @@ def drain_local_tier(
             run, launcher, command, attempt, limit_s=limit_s, what=f"the drain of {base}"
         )
     except OSError as error:
-        log.warning("cannot drain %s; its files stay on the nodes: %s", base, error)
+        log.warning("cannot drain %s; its files remain on the nodes: %s", base, error)
         return
     finally:
         launcher.hosts = all_hosts

@@ -1,4 +1,4 @@
-"""Job arrays without Slurm: the tasks run as local processes, a few at a time."""
+"""Job arrays without Slurm: the tasks run as local processes, with limited concurrency."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CANCELS = (signal.SIGTERM, signal.SIGINT)
 
 
 class LocalArray:
-    """Starts a supervisor for each task, at most as many at once as the array allows."""
+    """Starts a supervisor for each task, up to the concurrency limit of the array."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if spec.backend != "local" or spec.array is None:
@@ -48,7 +48,7 @@ class LocalArray:
         self._cancelled = False
 
     def run(self) -> int:
-        """Run all tasks to their end. Returns the exit code of the job."""
+        """Run all tasks until they end. Returns the exit code of the job."""
         for number in (*_CANCELS, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
         register_job(self._run, self._spec, self._job_id)
@@ -78,7 +78,7 @@ class LocalArray:
             log.warning("task %d is already running under an earlier supervisor", index)
             return
         if read_run_record(task).job_id != f"{self._job_id}_{index}":
-            # Only `hpctrain submit` records the tasks of an array: this script was started by hand.
+            # Only `hpctrain submit` records the tasks of an array: this script was started manually.
             record_manual_submission(task, self._spec, f"{self._job_id}_{index}")
         place = self._free_slots.popleft()
         try:
@@ -93,7 +93,7 @@ class LocalArray:
                     start_new_session=True,
                     pass_fds=[lock],
                 )
-            with suppress(OSError):  # On a full disk, the lock only lacks its owner's pid.
+            with suppress(OSError):  # On a full disk, the lock file lacks only the owner's pid.
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         finally:

@@ -32,8 +32,8 @@ from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 
 log = logging.getLogger(__name__)
 
-#: Store connections for the process group and for reporting a failure, the rank's heartbeat connection, and
-#: that of its standby worker.
+#: Connections of a rank to the supervisor's host: the store connections for the process group and for failure
+#: reports, and the heartbeat connections of the rank and its standby worker.
 _CONNECTIONS_PER_RANK = 4
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     Args:
         argv: the run folder.
         environ: variables of the job's script.
-        deaths: number of supervisors of this job that were killed before.
+        deaths: number of earlier supervisors of this job that were killed.
     """
     path = run_of_this_job(RunDir(Path(argv[0])), environ).path
     storage = BufferedStorage(path)
@@ -53,7 +53,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         run.check_records()
         check_in_job(run, spec, environ)
     except HpctrainError as error:
-        # Write nothing: this process may not belong to the run.
+        # Write nothing: this process might not belong to the run.
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
     with suppress(OSError):
@@ -98,13 +98,13 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         if isinstance(error, OSError) and (words := describe_disk_error(error, run.path)):
             log.error("%s", words)
             return _fail(run, spec, environ, words)
-        log.exception("the supervisor itself failed")
+        log.exception("the supervisor failed")
         words = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
         return _fail(run, spec, environ, words)
 
 
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:
-    """Report the failure of this job; record it unless another job owns the run now."""
+    """Report the failure of this job, and record it unless another job now owns the run."""
     print(f"Error: {cause}", file=sys.stderr)
     own_id = LocalJobControl(spec).job_id if spec.backend == "local" else own_job_id(environ)
     record = read_run_record(run)

@@ -1,4 +1,4 @@
-"""The node check before the ranks start: one process per rank, which records what it finds."""
+"""Node check before the ranks start: one process per rank records the results."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hpctrain.supervisor.launch.worker_command import module_command
 
 log = logging.getLogger(__name__)
 
-#: Time limit of a check; ranks that have not answered by then count as failed.
+#: Time limit of a check; ranks without a result count as failed.
 _LIMIT_S = 90.0
-#: Failures after which the nodes are checked if `node_check` is `auto`.
+#: Failures that cause a check of the nodes if `node_check` is `auto`.
 _SUSPICIOUS = frozenset({EndKind.GPU, EndKind.NCCL, EndKind.HANG})
 
 
 def node_check_is_due(spec: JobSpec, last: EndKind | None) -> bool:
-    """True if the nodes must be checked before a start.
+    """Return true if the nodes must be checked before the next attempt.
 
     Args:
         spec: the job.
-        last: how the previous attempt of this job ended; None for the first attempt.
+        last: end of the previous attempt of this job; None for the first attempt.
     """
     return spec.node_check == "always" or (spec.node_check == "auto" and last in _SUSPICIOUS)
 
@@ -45,7 +45,7 @@ class NodeCheckResult:
 
 @dataclass(frozen=True)
 class NodeCheckRunner:
-    """Runs the node check on all ranks of a start."""
+    """Runs the node check on all ranks of an attempt."""
 
     run: RunDir
     spec: JobSpec
@@ -79,10 +79,10 @@ class NodeCheckRunner:
                 record = read_json(self.run.node_check_result(attempt, rank))
                 trouble = [str(words) for words in record["trouble"]]
             except (OSError, ValueError, KeyError, TypeError):
-                record, trouble = {}, ["its check did not finish"]
+                record, trouble = {}, ["the check did not finish"]
             if record.get("stopped"):
                 return NodeCheckResult(stopped=True)
             if trouble:
                 found.setdefault(hosts[rank // each], "; ".join(trouble))
-        # If every node reports trouble, the cause is shared, perhaps the network.
+        # If every node reports a problem, the cause is shared, such as the network.
         return NodeCheckResult(found if len(found) < len(hosts) or len(hosts) == 1 else {})

@@ -1,4 +1,4 @@
-"""Choice of the allocation's nodes that have ranks."""
+"""Choice of the nodes that run ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """Sets the launcher's nodes; the others are spares, or lost or excluded."""
+    """Sets the nodes of the launcher; other nodes are spare, lost or excluded."""
 
     run: RunDir
     spec: JobSpec
@@ -28,7 +28,7 @@ class NodeChoice:
     control: AllocatedNodes | None
 
     def leave_out_excluded(self) -> None:
-        """Start on nodes that are not excluded, if the allocation has enough of them."""
+        """Use only nodes that are not excluded, if the allocation has enough of them."""
         excluded = History.from_events(self.run.read_events()).excluded
         nodes = Allocation(tuple(self.launcher.hosts), tuple(self.launcher.spares))
         hosts = list(nodes.usable(excluded))
@@ -37,7 +37,7 @@ class NodeChoice:
             self.launcher.hosts, self.launcher.spares = hosts, spares
 
     def allocation(self, history: History, lost: Mapping[str, str]) -> Allocation:
-        """Return the state of the allocation; ask the scheduler only if nodes are to be excluded."""
+        """Return the state of the allocation; query the scheduler only if nodes must be excluded."""
         found = suspect_nodes(self.spec.policy, history) if self.control is not None else {}
         return Allocation(
             in_use=tuple(self.launcher.hosts),
@@ -50,7 +50,7 @@ class NodeChoice:
         )
 
     def change(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
-        """Continue on the decided nodes of the allocation, and return lost nodes to the scheduler."""
+        """Continue on the chosen nodes of the allocation, and release lost nodes."""
         before, hosts = self.launcher.hosts, list(decision.hosts)
         gone = {**lost, **decision.exclude}
         self.run.log_event(

@@ -1,4 +1,4 @@
-"""Targets of notifications: an address that receives JSON, or a shell command."""
+"""Targets of notifications: a URL that receives JSON, or a shell command."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hpctrain.spec.notify import is_address
 
 log = logging.getLogger(__name__)
 
-#: Seconds for a command, seconds for an address to answer, attempts per message, and seconds between them.
+#: Time limits in seconds for a command and for a request, attempts per message, and seconds between attempts.
 _TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
-#: Maximum number of messages waiting for a target; further ones are dropped.
+#: Maximum number of messages queued for a target; further messages are dropped.
 _MAX_WAITING = 50
 
 
 class NotificationTarget:
-    """An address or a shell command with its own thread, so that a hanging target does not delay others."""
+    """A URL or a shell command with a separate thread, so that a hanging target does not delay others."""
 
     def __init__(self, target: str, environ: Mapping[str, str]) -> None:
         self._target, self._environ = target, environ
@@ -39,7 +39,7 @@ class NotificationTarget:
         self._thread.start()
 
     def enqueue(self, message: Mapping[str, Any]) -> None:
-        """Send a message soon; drop it if too many wait."""
+        """Queue a message for sending; drop it if the queue is full."""
         if self._messages.qsize() < _MAX_WAITING:
             self._messages.put(message)
         else:
@@ -54,7 +54,7 @@ class NotificationTarget:
         self._thread.join(max(0.05, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning(
-                "a notification was not delivered before the supervisor ended: the target is too slow"
+                "a notification was not delivered before the supervisor exited: the target is too slow"
             )
             if (process := self._running) is not None:
                 _kill(process)
@@ -70,7 +70,7 @@ class NotificationTarget:
                     post_json(self._target, message)
                 else:
                     run_notification_command(self._target, message, self._environ, self._set_process)
-            except Exception as error:  # noqa: BLE001 (no target may end the supervisor)
+            except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
                 log.warning(
                     "a %s notification was not delivered: %s: %s",
                     message["occasion"],
@@ -82,7 +82,7 @@ class NotificationTarget:
 
 
 class _DeadlineConnection(http.client.HTTPConnection):
-    """A connection with a time limit on the whole answer; a socket's timeout restarts with each byte."""
+    """A connection with a time limit for the complete response; a socket timeout restarts with each byte."""
 
     def getresponse(self) -> http.client.HTTPResponse:
         limit_s, begun = _ANSWER_LIMIT_S, time.monotonic()
@@ -100,7 +100,7 @@ class _DeadlineConnection(http.client.HTTPConnection):
 
 
 class _DeadlineTlsConnection(_DeadlineConnection, http.client.HTTPSConnection):
-    """The same over TLS."""
+    """A connection over TLS with the same time limit."""
 
 
 def _shut_down(connection: socket.socket) -> None:
@@ -118,7 +118,7 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: a message goes only to the given address."""
+    """Treats a redirect as an error: messages are sent only to the given URL."""
 
     def http_error_302(self, *_: Any, **__: Any) -> None:
         return None
@@ -130,7 +130,7 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
     """POST a message as JSON.
 
     Raises:
-        OSError: it was refused. The error contains neither the address nor text from the server.
+        OSError: the request failed. The error contains neither the URL nor output of the server.
     """
     opener = urllib.request.build_opener(_Connections, _NoRedirects)
     data = json.dumps(message).encode()
@@ -141,7 +141,7 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
                 return
         except urllib.error.HTTPError as error:
             error.close()
-            failure = OSError(f"the address returned status {error.code}")
+            failure = OSError(f"the server returned status {error.code}")
         except http.client.HTTPException as error:
             failure = OSError(f"the response is not HTTP ({type(error).__name__})")
         except OSError as error:
@@ -159,11 +159,11 @@ def run_notification_command(
 ) -> None:
     """Run a shell command in the run folder.
 
-    The message is on its standard input, the main fields also in environment variables. `set_process`
-    receives the process as soon as it starts.
+    The command receives the message on standard input, and the main fields also in environment variables.
+    `set_process` is called with the process immediately after the start.
 
     Raises:
-        OSError: it failed, or took too long.
+        OSError: the command failed or took too long.
     """
     variables = {
         "HPCTRAIN_OCCASION": str(message["occasion"]),

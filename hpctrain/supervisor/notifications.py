@@ -1,4 +1,4 @@
-"""Notifications about a run that has ended, failed or stalled, sent in parallel to the supervisor's work."""
+"""Notifications about a run that has ended, failed or stalled, sent by a separate thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.supervisor.workers.stall_detection import StallDetector
 log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
-#: Time to deliver pending messages when the job ends: the longest that one target may take for one message.
+#: Time to deliver pending messages when the job ends: the maximum time per target and message.
 _LAST_LIMIT_S = 35.0
 _MAX_CAUSE = 500
 _KILL_LIMIT_S = 3.0
@@ -30,7 +30,7 @@ _KILL_LIMIT_S = 3.0
 
 @contextmanager
 def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
-    """Notify the targets of the run's specification about events inside the block.
+    """Notify the targets in the run's specification about events during the block.
 
     Args:
         run: the run folder.
@@ -39,7 +39,7 @@ def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None
     try:
         notify = load_spec(run.spec).notify
     except SpecError:
-        notify = NotifyConfig()  # Other code reports an invalid specification.
+        notify = NotifyConfig()  # Invalid specifications are reported elsewhere.
     if not notify.targets:
         yield
         return
@@ -57,7 +57,7 @@ class Notifier:
     """Reads the run's records and sends notifications about them."""
 
     def __init__(self, run: RunDir, notify: NotifyConfig, environ: Mapping[str, str]) -> None:
-        """Skip what has already been recorded."""
+        """Skip existing records."""
         self._run, self._notify = run, notify
         self._targets = [NotificationTarget(target, environ) for target in notify.targets]
         self._events, self._logged_bytes = RecordTail(run.events, is_event), file_size(run.metrics)
@@ -73,7 +73,7 @@ class Notifier:
         self._stall = StallDetector(notify.stall_s)
 
     def run(self) -> None:
-        """Send notifications until the block has ended and all are delivered, or the time limit is over."""
+        """Send notifications until the block has ended and all are delivered, or until the time limit."""
         while not self.ended.wait(_POLL_INTERVAL_S):
             self._check_with_retries()
         self._check_with_retries()
@@ -110,7 +110,7 @@ class Notifier:
             self._send("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
 
     def _check_disk(self) -> None:
-        """Report a full disk, once. The run cannot write an event for it."""
+        """Report a full disk once. The run cannot record an event for this."""
         if not self._disk_reported and (full := full_disk(self._run)) is not None:
             self._disk_reported = True
             self._send("stall", {"cause": f"{full}: nothing can be saved until space is freed"})
@@ -127,7 +127,7 @@ class Notifier:
 
 
 def notification_kind(event: Mapping[str, Any]) -> str | None:
-    """Return the kind of notification for an event; None if it needs none."""
+    """Return the kind of notification for an event; None without a notification."""
     match event.get("kind"):
         case "finished":
             return "finish"
@@ -139,7 +139,7 @@ def notification_kind(event: Mapping[str, Any]) -> str | None:
 
 
 def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message; chat services show `text` or, under their name for it, `content`."""
+    """Return the message; chat services show either `text` or `content`."""
     cause = str(event.get("cause") or "")[:_MAX_CAUSE]
     if occasion == "finish":
         words = f"Run {run.run_id} has ended: {event.get('state')}"

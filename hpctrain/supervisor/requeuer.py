@@ -1,4 +1,4 @@
-"""Release of an allocation and request for another: a requeue, or a successor job."""
+"""Release of an allocation and request for a new allocation: a requeue, or a successor job."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from hpctrain.supervisor.policy.outcome import Continue, Exit
 
 log = logging.getLogger(__name__)
 
-#: After a requeue, wait this long for Slurm to end this process, so that the batch script does not exit
-#: first.
+#: Maximum time to wait for Slurm to end this process after a requeue: the batch script must not exit first.
 _REQUEUE_LIMIT_S = 60.0
-#: Retry an unreachable controller for this long: the state is saved and can wait.
+#: Time to retry an unreachable controller; the state is already saved.
 _UNREACHABLE_TIMEOUT_S, _PAUSE_S = 3600.0, 5.0
 
 
@@ -42,7 +41,7 @@ class RequeueRefused:
 
     cause: str
     is_transient: bool
-    """True if the only problem is that the controller is unreachable."""
+    """True if the only problem is an unreachable controller."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class Requeuer:
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, left_out: Collection[str]
     ) -> Continue | Exit | RequeueRefused:
-        """Release the allocation and request another.
+        """Release the allocation and request a new allocation.
 
         Args:
             attempt: the attempt to continue.
             intent: the intent for the job.
-            kind: how the attempt ended.
+            kind: kind of the end of the attempt.
             left_out: nodes to exclude.
             seconds: duration of the attempt.
         """
@@ -74,7 +73,7 @@ class Requeuer:
             if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
             log.warning("cannot reach the controller; retrying in %.0f s", _PAUSE_S)
-            # Any signal means that Slurm ends this job, so there is no more time to wait.
+            # Any signal means that Slurm is ending this job, so there is no more time to wait.
             with suppress(queue.Empty):
                 self.events.get(timeout=_PAUSE_S)
 
@@ -104,7 +103,7 @@ class Requeuer:
         return RequeueRefused("; ".join(refusals), may_pass)
 
     def _requeue(self, left_out: Collection[str]) -> Continue | Exit:
-        """Put the job back into the queue.
+        """Requeue the job.
 
         Raises:
             SchedulerError: the scheduler refused.
@@ -116,7 +115,7 @@ class Requeuer:
         return Exit(EXIT_CONTINUE)
 
     def requeue_orphaned(self) -> None:
-        """Continue the run in another job although Slurm is about to end this process."""
+        """Continue the run in another job, although Slurm is about to end this process."""
         attempt = max(self.run.attempts(), default=0)
         methods: list[Callable[[], object]] = [self.job_control.requeue]
         if self.job_control.successors is not None:
@@ -124,7 +123,7 @@ class Requeuer:
         for method in methods:
             try:
                 method()
-                log.warning("the batch script was killed: the run continues in another job")
+                log.warning("the batch script was killed: the run will continue in another job")
                 return
             except SchedulerError as error:
                 log.warning("the batch script was killed: %s", error)
@@ -150,7 +149,7 @@ class Requeuer:
             return True
 
     def _exclude(self, left_out: Collection[str]) -> None:
-        """Exclude nodes from the requeued job; on failure, the next start avoids them if it gets them."""
+        """Exclude nodes from the requeued job; on failure, the next attempt avoids these nodes."""
         if not left_out or self.job_control.nodes is None:
             return
         try:
@@ -159,7 +158,7 @@ class Requeuer:
             log.warning("the job may start on %s again: %s", ", ".join(left_out), error)
 
     def _wait_for_the_end(self) -> None:
-        """Wait for Slurm to end this process, which it does to requeue the job."""
+        """Wait for Slurm to end this process, as it does to requeue the job."""
         log.info("requeued; waiting for Slurm to end this job")
         try:
             self.events.get(timeout=_REQUEUE_LIMIT_S)

@@ -1,8 +1,9 @@
 """Simulation of `decide`: many runs on many nodes for a long time, with random faults.
 
-Everything around the decision is a model. Nodes fail as a Poisson process, some of them far more often than
-others. Runs wait for free nodes in order of submission, save at fixed times, and end after enough training.
-The events of a run's record are generated; `History.from_events` and `decide` process them as in a real run.
+Everything except the decision is a model. Nodes fail as a Poisson process, and some nodes fail far more often
+than others. Runs wait for free nodes in order of submission, save at fixed times, and end after a fixed
+amount of training. The simulation generates the events of each run; `History.from_events` and `decide`
+process them as in a real run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from hpctrain.supervisor.scale_up import REQUEUE_HOLD_S, START_S
 
 DAY_S = 86_400.0
 _LEAD_S, _MAX_FAILURES = float(JobSpec.stop_before_limit_s), JobSpec.max_failures
-#: Frequency of each kind of interruption, in percent: faults of machines, of the environment, and of the
-#: user.
+#: Frequency of each kind of interruption, in percent: faults of machines, the environment, and the user.
 _FAULTS = {
     EndKind.NODE_LOST: 20,
     EndKind.GPU: 25,
@@ -43,7 +43,7 @@ _FAULTS = {
     EndKind.OOM: 3,
     EndKind.NOT_STARTED: 2,
 }
-#: Faults that occur preferably on bad nodes.
+#: Faults that occur mostly on bad nodes.
 _NODE_FAULTS = frozenset(
     {EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL, EndKind.HANG}
 )
@@ -59,11 +59,11 @@ class SimulationConfig:
     node_mtbf_days: float = 50.0
     """Mean time between two faults of a good node."""
     bad_nodes: float = 0.01
-    """Share of the nodes that fail a hundred times as often."""
+    """Fraction of the nodes that fail a hundred times as often."""
     preemptions_per_day: float = 0.5
     """Preemptions of each run per day."""
     doomed: float = 0.03
-    """Share of the runs whose script has an error that recurs."""
+    """Fraction of the runs whose script has a recurring error."""
     repair_days: float = 1.0
     time_limit_days: float = 2.0
     save_every_s: float = 1800.0
@@ -76,25 +76,25 @@ class SimulationConfig:
 
 @dataclass
 class SimulatedRun:
-    """One of the simulated runs."""
+    """A simulated run."""
 
     name: str
     nodes: int
     min_nodes: int
     spares: int
     needs_s: float
-    """Training time on all its nodes until it is complete."""
+    """Training time on all nodes until completion."""
     fails_after_s: float | None
-    """Training time after which a faulty script raises; None for a good one."""
+    """Training time after which a faulty script raises an exception; None for a correct script."""
     trained_s: float = 0.0
     """Training time that the newest checkpoint contains."""
     hosts: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
     job_ends: float = 0.0
     begun: float = 0.0
-    """Time at which the current attempt began to train."""
+    """Time at which the current attempt started to train."""
     number: int = 0
-    """Number of the start; events of earlier starts are void."""
+    """Number of the launch; events of earlier launches are ignored."""
     events: list[dict[str, Any]] = field(default_factory=list)
     starts_since_save: int = 0
     state: str = "waits"
@@ -119,10 +119,10 @@ class SimulationResult:
     trained_s: float = 0.0
     """Node-seconds of training that was kept."""
     lost_s: float = 0.0
-    """Node-seconds of training that was repeated, and of starts."""
+    """Node-seconds of repeated training and of launches."""
 
     def states(self) -> Counter[str]:
-        """Return how many runs are in each state."""
+        """Return the number of runs in each state."""
         return Counter(run.state for run in self.runs)
 
 
@@ -181,7 +181,7 @@ class Simulation:
             left -= nodes * days
 
     def _start_waiting(self) -> None:
-        """Start waiting runs, first come, first served; a run that fits overtakes one that does not."""
+        """Start pending runs in order of submission; runs that do not fit are skipped."""
         for run in list(self._waiting):
             left_out = History.from_events(run.events).excluded
             fit = sorted(self._free - left_out)
@@ -194,7 +194,7 @@ class Simulation:
                 self._start(run)
 
     def _start(self, run: SimulatedRun) -> None:
-        """Start the ranks, and draw the event that will end them."""
+        """Start the ranks, and draw the event that ends them."""
         run.state, run.number = "trains", run.number + 1
         run.starts_since_save += 1
         most = self.report.most_starts_without_progress
@@ -248,7 +248,7 @@ class Simulation:
         )
 
     def _keep(self, run: SimulatedRun, seconds: float, *, whole: bool = False) -> None:
-        """Count the training since the start of the ranks, as far as a checkpoint contains it."""
+        """Count the training since the launch of the ranks that a checkpoint contains."""
         trained = max(0.0, seconds) * run.speed
         saves = self._config.save_every_s
         kept = trained if whole else (run.trained_s + trained) // saves * saves - run.trained_s

@@ -1,4 +1,4 @@
-"""The end of a run, as recorded for the user."""
+"""Record of the end of a run for the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.text import format_number
 
 log = logging.getLogger(__name__)
 
-#: Number of metrics.jsonl records searched for a loss; those of a validation may have none.
+#: Number of metrics.jsonl records to search for a loss; validation records may have none.
 _RECORDS_SEARCHED = 100
 
 
@@ -28,7 +28,7 @@ def finish_run(
     cause: str | None = None,
     note: str | None = None,
 ) -> Exit:
-    """Record the end of a run, with its last attempt. The cause of a failure includes trouble of the disk."""
+    """Record the end of a run, with its last attempt. The cause of a failure includes disk problems."""
     if state == "FAILED":
         cause = "; ".join(filter(None, [cause, run.storage.pending_reason])) or None
     exit_code = RunFailed.exit_code if state == "FAILED" else 0
@@ -40,18 +40,18 @@ def finish_run(
 
 
 def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
-    """Return a note on suspicious signs in a completed run; None without any."""
+    """Return a note on anomalies in a completed run; None without anomalies."""
     return " ".join(filter(None, [_ranks_never_met(spec, result), _loss_not_finite(run)])) or None
 
 
 def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
     if result is None or result.world_size == 1 or result.store_used or spec.independent_ranks:
         return None
-    if spec.torchrun is not None:  # The ranks then use the store of an agent.
+    if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
         return None
     return (
         f"none of the {result.world_size} ranks created a process group. "
-        "If they were meant to train together, each trained alone."
+        "If they were supposed to train together, each rank trained alone."
     )
 
 

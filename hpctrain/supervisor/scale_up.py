@@ -1,4 +1,4 @@
-"""Scale-up of an elastic run on fewer nodes than its maximum: when to requeue for more."""
+"""Scale-up of an elastic run that uses fewer nodes than its maximum, by a requeue."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hpctrain.text import pluralize
 
 log = logging.getLogger(__name__)
 
-#: Required gain over the cost of the pause: the wait in the queue is unknown.
+#: Required ratio of the gain to the cost of the pause: the wait in the queue is unknown.
 _MARGIN = 1.1
-#: Assumed time left of a job without a time limit.
+#: Assumed remaining time of a job without a time limit.
 _HORIZON_S = 86_400.0
-#: Slurm holds a requeued job for two minutes; the ranks then start in about one.
+#: Slurm delays a requeued job by two minutes; the ranks then start in about one minute.
 REQUEUE_HOLD_S, START_S = 120.0, 60.0
 #: Longest interval between two searches for free nodes.
 _POLL_INTERVAL_S = 60.0
 
 
 def should_scale_up(nodes: int, nodes_then: int, left_s: float, pause_s: float) -> bool:
-    """True if a pause and then more nodes train more in the remaining time than the current nodes.
+    """Return true if more nodes after a pause train more in the remaining time than the current nodes.
 
     Args:
         nodes: nodes that train now.
         nodes_then: nodes after the pause.
-        left_s: seconds left of the job's time.
+        left_s: remaining seconds of the job.
         pause_s: seconds without training.
     """
     return nodes_then * (left_s - pause_s) > _MARGIN * nodes * left_s
@@ -80,7 +80,7 @@ class ScaleUpMonitor:
                 log.warning("cannot determine whether more nodes are available: %s", error)
 
     def _try_scale_up(self, nodes: AllocatedNodes) -> bool:
-        """Requeue the run if more nodes are worth it. Returns True if the monitor can stop."""
+        """Requeue the run if more nodes are worth the pause. Returns True if the monitor can stop."""
         excluded = History.from_events(self.run.read_events()).excluded
         then = min(self.spec.nodes, self.num_nodes + nodes.num_free(excluded))
         left_s = self.job_control.seconds_left()
@@ -89,10 +89,10 @@ class ScaleUpMonitor:
             return False
         if self._stopped.is_set():
             return True
-        log.info("requeueing to grow from %s to %d", pluralize(self.num_nodes, "node"), then)
-        # Record the reason before the ranks record their stop.
+        log.info("requeueing to scale up from %s to %d", pluralize(self.num_nodes, "node"), then)
+        # Record the reason before the ranks record the stop.
         self.run.log_event("grow", self.attempt, nodes_before=self.num_nodes, nodes=then)
-        # The signal is that of a preemption: without this file, the ranks expect to be killed soon.
+        # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
         with suppress(OSError):
             write_atomic(self.run.requeue_request, f"{self.attempt}\n", durable=False)
         try:

@@ -1,4 +1,4 @@
-"""Time that each signal leaves the ranks to save, if known."""
+"""Grace time of the ranks for saving after each signal, if known."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives the ranks their grace times: `SIGTERM=30,SIGUSR2=120`.
+    """Return the variable with the grace times of the ranks: `SIGTERM=30,SIGUSR2=120`.
 
     Empty if the user sets the variable. A requeue at the user's request has no limit under Slurm; without
-    Slurm, the supervisor sets one.
+    Slurm, the supervisor sets a limit.
     """
     if STOP_GRACE_VARIABLE in spec.env:
         return {}
@@ -47,6 +47,6 @@ def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
         partition = environ.get("SLURM_JOB_PARTITION", "")
         answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], outer)
     except SchedulerError as error:
-        log.warning("%s The time that ranks have for saving is unknown.", error)
+        log.warning("%s The grace time of the ranks is unknown.", error)
         return None
     return parse_partition(answer).grace_time_s or config.kill_wait_s

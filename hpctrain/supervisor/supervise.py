@@ -1,4 +1,4 @@
-"""The supervisor: starts the workers, finds out how they ended, and decides what follows."""
+"""The supervisor: starts the workers, diagnoses their end, and decides on the next action."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _RELEASES_NODES = frozenset({Action.REQUEUE, Action.CANCEL, Action.FAIL})
 
 @dataclass(frozen=True)
 class FinishedAttempt:
-    """An attempt that is over, and the reason."""
+    """An ended attempt, and the reason."""
 
     number: int
     diagnosis: Diagnosis
     intent: JobIntent
     """Intent of the user and the scheduler for the job."""
     result: AttemptResult | None = None
-    """None if the workers were not started, or by another supervisor."""
+    """None if the workers were not started, or were started by another supervisor."""
     seconds: float = 0.0
 
     @property
@@ -79,10 +79,10 @@ class Supervisor:
         self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
-        """Start the workers as often as needed. Returns the exit code of the job.
+        """Start the workers as many times as needed. Returns the exit code of the job.
 
         Args:
-            deaths: number of supervisors of this job that were killed before.
+            deaths: number of earlier supervisors of this job that were killed.
         """
         for number in self._job_control.on_signal:
             signal.signal(number, self._on_signal)
@@ -108,7 +108,7 @@ class Supervisor:
             last = ended.kind
 
     def _check_nodes(self, attempt: int, last: EndKind | None) -> FinishedAttempt | None:
-        """Check the nodes if that is due. Returns None if the workers can start on them."""
+        """Check the nodes if necessary. Returns None if the workers can start on these nodes."""
         if not node_check_is_due(self._spec, last):
             return None
         found = self._node_check.run_check(attempt)
@@ -121,16 +121,16 @@ class Supervisor:
         return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
-        """Start the workers, monitor them to their end, and find its cause."""
+        """Start the workers, monitor them until they exit, and find the cause."""
         with ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)):
             result = self._attempt_runner.start(attempt)
-        # The ranks of the next attempt kill orphans on the other hosts.
+        # The ranks of the next attempt kill orphaned processes on the other hosts.
         kill_orphans(str(self._run.path), attempt + 1)
         diagnosis = self._failure_analyzer.analyze(result, self._launcher.hosts)
         return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.monitor.signals), result)
 
     def _take_over(self) -> Continue | Exit:
-        """Continue after a killed supervisor, whose ranks may still run."""
+        """Continue after the previous supervisor was killed; its ranks may still be running."""
         if not (attempts := self._run.attempts()):
             return Continue()
         attempt = attempts[-1]
@@ -139,7 +139,7 @@ class Supervisor:
         kill_orphans(str(self._run.path), attempt + 1)
         stop = self._failure_analyzer.recorded_stop(attempt)
         end = self._failure_analyzer.record_supervisor_death(attempt)
-        # If the supervisor was killed after the ranks had left, complete what it had recorded.
+        # If the supervisor was killed after the ranks had exited, complete its record.
         end = end if stop is None else AttemptEnd(stop)
         ended = FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
         return self._carry_out(self._decide(ended), ended)
@@ -150,7 +150,7 @@ class Supervisor:
         return decision
 
     def _situation(self, ended: FinishedAttempt) -> RunSituation:
-        """Return the state of the run; query the controller only if the decision needs it."""
+        """Return the state of the run; query the controller only if required for the decision."""
         history, policy = History.from_events(self._run.read_events()), self._spec.policy
         known = RunSituation(
             policy if self._job_control.nodes is not None else policy.without_exclusions(),
@@ -193,7 +193,7 @@ class Supervisor:
                 return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
 
     def _requeue(self, ended: FinishedAttempt) -> Continue | Exit:
-        """Continue in another allocation: by a requeue, or in a successor job."""
+        """Continue in another allocation, by a requeue or in a successor job."""
         excluded = History.from_events(self._run.read_events()).excluded
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, excluded)
         if isinstance(moved, RequeueRefused):
@@ -201,7 +201,7 @@ class Supervisor:
         return moved
 
     def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:
-        """Continue the run in another job: the batch script was killed, and Slurm ends this one."""
+        """Continue the run in another job: the batch script was killed, and Slurm is ending this job."""
         threading.Thread(target=self._requeuer.requeue_orphaned, name="hpctrain-orphaned").start()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

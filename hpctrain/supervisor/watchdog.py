@@ -1,8 +1,8 @@
-"""Parent process of the supervisor in a Slurm job; it restarts a killed supervisor.
+"""Parent process of the supervisor in a Slurm job, which restarts a killed supervisor.
 
-A supervisor killed from outside, for example by the OOM killer, would take the job with it. It therefore runs
-as the child of a process that only waits. If that parent is killed instead, the job ends. The supervisor then
-uses the time that Slurm leaves it to requeue the job.
+If the supervisor were the main process, killing it (such as by the OOM killer) would end the job. The
+supervisor therefore runs as the child of a process that only waits. If that parent is killed instead, the job
+ends. The supervisor then uses the remaining time to requeue the job.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import FrameType
 
 from hpctrain.cluster.parent_death import die_with_parent
 
-#: Number of times a supervisor may be killed in one job.
+#: Maximum number of killed supervisors in a job.
 _MAX_DEATHS = 3
-#: Signal that reports to a supervisor that its parent is gone.
+#: Signal that notifies a supervisor of the exit of its parent.
 ORPHANED_SIGNAL = signal.SIGHUP
 
 
 def run_under_watchdog(environ: Mapping[str, str]) -> int:
-    """Fork and continue in the child as the supervisor. Returns how many supervisors were killed before it.
+    """Fork and continue in the child as the supervisor. Returns the number of killed earlier supervisors.
 
     Under Slurm, the calling process never returns: it waits, forwards signals, and exits with the status of
     the last supervisor. Without Slurm, nothing is forked.

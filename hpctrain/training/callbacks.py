@@ -1,4 +1,4 @@
-"""Callbacks at certain points of a training, and early stopping."""
+"""Callbacks at fixed points of a training, and early stopping."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class TrainerHandle(Protocol):
 
 
 class Callback:
-    """Base class of callbacks: override what you need.
+    """Base class of callbacks: override the methods you need.
 
     Every rank calls every method, at the same step and with the same metrics. `trainer.end()` ends the
-    training: at once after a validation, else after a step or two more. Checkpoints keep the result of
-    `state_dict`.
+    training: immediately after a validation, otherwise one or two steps later. Checkpoints contain the result
+    of `state_dict`.
     """
 
     def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:
-        """Run after the newest checkpoint, if any, is loaded; `trainer.step` steps are done."""
+        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed."""
 
     def on_step_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
-        """Receive the metrics of step `trainer.step`, one step later, so that no step waits for them."""
+        """Receive the metrics of step `trainer.step`, one step later, to avoid delays."""
 
     def on_validation_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
-        """Run after the validation that follows step `trainer.step`."""
+        """Called after the validation that follows step `trainer.step`."""
 
     def on_fit_end(self, trainer: TrainerHandle, module: Module) -> None:
-        """Run at the end of the training, but not at a stop that another job continues."""
+        """Called at the end of the training, but not at a stop that another job continues."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: plain values and tensors, the same on all ranks."""
+        """Return the state for a checkpoint: plain values and tensors, identical on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,11 +54,11 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Callback that ends a training whose metric no longer improves.
+    """Callback that ends the training if a metric no longer improves.
 
     Attributes:
         best: the best value so far; None before the first validation.
-        waited: validations since then.
+        waited: number of validations since the best value.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        """End after `patience` validations in a row without a better value.
+        """End after `patience` consecutive validations without a better value.
 
         Args:
             metric: a name that `validation_step` returns.
-            patience: validations to wait, at least 1.
-            mode: "min" if low values are better, "max" if high ones are.
+            patience: number of validations to wait, at least 1.
+            mode: "min" if lower values are better, "max" if higher values are better.
             min_delta: minimum improvement that counts.
 
         Raises:
-            UserError: an argument is out of its range.
+            UserError: an argument is out of range.
         """
         if not isinstance(metric, str) or not metric:
             raise UserError(
-                f"EarlyStopping has metric={metric!r}; it must be the name of a metric that "
-                "validation_step returns."
+                f"EarlyStopping has metric={metric!r}; it must be the name of a metric returned by "
+                "validation_step."
             )
         if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
@@ -95,7 +95,7 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:  # noqa: ARG002
-        """End a training at once that had ended before, unless the patience is larger now."""
+        """End the resumed training immediately if it had already ended, unless the patience was increased."""
         self._end_if_due(trainer)
 
     def on_validation_end(
@@ -122,7 +122,9 @@ class EarlyStopping(Callback):
     def missing_metric_error(self, given: Set[str]) -> UserError:
         """Return the error for a validation without the monitored metric."""
         names = ", ".join(sorted(given))
-        return UserError(f"EarlyStopping monitors {self.metric!r}, but validation returned only: {names}.")
+        return UserError(
+            f"EarlyStopping monitors {self.metric!r}, but the validation returned only: {names}."
+        )
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):
@@ -139,7 +141,7 @@ class EarlyStopping(Callback):
 
 
 class CallbackList:
-    """All callbacks of a training, in their order."""
+    """All callbacks of a training, in order."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
         # The trainer is a `Session` in a custom loop, without callbacks.
@@ -150,31 +152,31 @@ class CallbackList:
 
     @property
     def wants_steps(self) -> bool:
-        """True if a callback overrides `on_step_end`."""
+        """Return true if a callback overrides `on_step_end`."""
         return any(map(_wants_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
-        """Check that each callback can work.
+        """Check that the requirements of each callback are met.
 
         Args:
-            validates: True if there will be validations.
+            validates: true if there will be validations.
 
         Raises:
-            UserError: a callback needs a validation, but there is none.
+            UserError: a callback requires a validation, but there is none.
         """
         for each in self._callbacks:
             if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
                     f"EarlyStopping monitors {each.metric!r}, but there is no validation: fit() received no "
-                    "validation set, or validate_every is None. Provide both, or remove EarlyStopping."
+                    "validation set, or validate_every is None. Set both, or remove EarlyStopping."
                 )
 
     def check_names(self, given: Set[str], accepted: Set[str]) -> None:
         """Check that a validation returns the metrics that the callbacks monitor.
 
         Args:
-            given: the names that it returned.
-            accepted: `given`, and the names that they may get next to training metrics.
+            given: the names that the validation returned.
+            accepted: `given`, and the names with the prefix that distinguishes them from training metrics.
 
         Raises:
             UserError: a metric is missing.
@@ -185,7 +187,7 @@ class CallbackList:
 
     @property
     def ending(self) -> str | None:
-        """This rank's reason to end the training, or None."""
+        """Reason of this rank to end the training, or None."""
         ending: str | None = self._trainer.ending
         return ending
 
@@ -212,13 +214,13 @@ class CallbackList:
             callback.on_fit_end(self._trainer, self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by class name, with a number if a class occurs several times."""
+        """Return the states by class name, with a number for repeated classes."""
         return {
             name: callback.state_dict() for name, callback in zip(self._names(), self._callbacks, strict=True)
         }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore each callback's state; new callbacks have none."""
+        """Restore the state of each callback; new callbacks have no state."""
         for name, callback in zip(self._names(), self._callbacks, strict=True):
             if name in states:
                 callback.load_state_dict(states[name])

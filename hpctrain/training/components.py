@@ -1,4 +1,4 @@
-"""Components that the loop of a training shares with its validation, its messages and its checkpoints."""
+"""Components shared by the training loop, validation, messages and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hpctrain.training.training_state import TrainingState
 
 @dataclass(frozen=True)
 class Components:
-    """Shared components of one training; made by `build_training_loop`."""
+    """Shared components of a training, created by `build_training_loop`."""
 
     settings: TrainerConfig
     context: DistributedContext
     stop: StopFlag
-    """This rank's stop flag."""
+    """Stop flag of this rank."""
     module: Module
     strategy: Strategy
     source: StepSource
@@ -37,7 +37,7 @@ class Components:
     compute_timer: ComputeTimer
 
     def end_if_requested(self) -> None:
-        """Finish the training if a callback of any rank requests it. All ranks must call this."""
+        """Finish the training if a callback of any rank requests the end. All ranks must call this."""
         if self.state.finished or not self.callbacks:
             return
         reason = next(filter(None, self.context.all_gather(self.callbacks.ending)), None)

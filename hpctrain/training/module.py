@@ -1,4 +1,4 @@
-"""Base class for a user's model with a training step."""
+"""Base class of a model with a training step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Module(nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """Return the loss, as the mean over the samples of `batch`: a scalar tensor.
 
-        A mapping may contain more scalars than `"loss"`, also means over the batch; each is averaged over the
-        global batch and logged. The names must be the same on every rank and in every step. With
-        `"num_tokens"`, the loss is treated as the mean over that many tokens, independent of the samples.
+        A mapping may contain other scalars in addition to `"loss"`, as means over the batch. Each scalar is
+        averaged over the global batch and logged. The names must be the same on every rank and in every step.
+        With `"num_tokens"`, the loss is treated as the mean over this number of tokens, independent of the
+        samples.
 
-        With a third parameter, `optimizer_idx`, it is called once per optimizer, and returns the loss for
-        that optimizer; parameters of the others take no gradient during the call. If it returns None, that
-        optimizer skips the step.
+        With a third parameter, `optimizer_idx`, this method is called once per optimizer and returns the loss
+        for that optimizer. Parameters of other optimizers receive no gradient during the call. If the result
+        is None, that optimizer skips the step.
 
         Args:
             batch: this rank's share of the global batch, collated, on this rank's device.
@@ -33,10 +34,11 @@ class Module(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no training_step(self, batch, batch_idx).")
 
     def training_step_end(self, outputs: Any) -> torch.Tensor | Mapping[str, torch.Tensor]:
-        """Return the loss, or a mapping with it, from the result of `training_step`; unchanged by default.
+        """Convert the result of `training_step` to the loss, or to a mapping with it; unchanged by default.
 
-        With the strategy `ddp2`, `outputs` are those of all ranks of the node as one batch: tensors joined
-        along their first dimension, which counts samples. With any other strategy they are this rank's.
+        With the strategy `ddp2`, `outputs` are the outputs of all ranks of the node as one batch: tensors
+        joined along their first dimension, which counts samples. With other strategies, `outputs` is the
+        output of this rank.
         """
         loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
         return loss
@@ -44,12 +46,12 @@ class Module(nn.Module):
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means over the samples of `batch`: a scalar, logged as `val_loss`, or a mapping of scalars.
 
-        One rank processes each sample of the validation set, once; means are weighted by sample counts.
+        Each sample of the validation set is processed once, by one rank; means are weighted by sample counts.
         """
         raise NotImplementedError(f"{type(self).__name__} has no validation_step(self, batch, batch_idx).")
 
     def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
-        """Do the same as `validation_step`, for `Trainer.test`; a scalar is logged as `test_loss`."""
+        """Return means for `Trainer.test`, as in `validation_step`; a scalar is logged as `test_loss`."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
@@ -59,28 +61,28 @@ class Module(nn.Module):
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a pair (optimizer, scheduler), or {"optimizer": …, "lr_scheduler": …}.
 
-        Several optimizers, in a list or tuple, have disjoint parameters. All of them step, each after its own
-        pass if `training_step` takes `optimizer_idx`. With schedules, return ([optimizers], [schedulers]). A
-        scheduler advances with every optimizer step.
+        Several optimizers, in a list or tuple, must have disjoint parameters. All optimizers step, each after
+        a separate pass if `training_step` accepts `optimizer_idx`. With schedules, return ([optimizers],
+        [schedulers]). A scheduler advances with every optimizer step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(self).")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add values to the empty dict `checkpoint` that the module's `state_dict` lacks.
 
-        Allowed are tensors, numbers, text, None, and lists, tuples and dicts of them. Every rank calls this
-        at the saved step; the values must be the same on all ranks.
+        Supported values are tensors, numbers, strings, None, and lists, tuples and dicts of these. Every rank
+        calls this at the saved step; the values must be the same on all ranks.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the values that `on_save_checkpoint` put into `checkpoint`.
 
-        Every rank calls this after the state of module and optimizers is loaded, unless there are no values.
+        Called on every rank after the state of module and optimizers is loaded, unless there are no values.
         """
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:
-    """Return a step's output as a mapping of scalar tensors; a single tensor gets the name `only`.
+    """Return the output of a step as a mapping of scalar tensors; a single tensor has the name `only`.
 
     Raises:
         UserError: a value is not a number, or has more than one element.
@@ -109,7 +111,7 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
 
 
 def takes_optimizer_idx(module: Module) -> bool:
-    """True if the module's training step takes `optimizer_idx`, for one optimizer at a time.
+    """Return true if the module's training step accepts `optimizer_idx`, for one optimizer at a time.
 
     Raises:
         UserError: the module uses manual optimization.
@@ -117,7 +119,7 @@ def takes_optimizer_idx(module: Module) -> bool:
     if getattr(module, "automatic_optimization", True) is False:
         raise UserError(
             f"{type(module).__name__}.automatic_optimization is False, which is not supported. With several "
-            "optimizers, give training_step a third parameter, optimizer_idx, and return that optimizer's "
-            "loss."
+            "optimizers, add a third parameter, optimizer_idx, to training_step, and return the loss for "
+            "that optimizer."
         )
     return "optimizer_idx" in inspect.signature(type(module).training_step).parameters

@@ -1,4 +1,4 @@
-"""Names of settings in other trainers: accepted aliases, and explanations for the rest."""
+"""Names of settings in other trainers: accepted aliases, and explanations for other names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hpctrain.errors import UserError
 from hpctrain.text import suggest
 
-#: Former names, and names of Lightning, Hugging Face and torch with the same meaning and values as ours.
+#: Former names, and names in Lightning, Hugging Face and torch with the same meaning and values.
 ALIASES = {
     "best_metric": "monitor",
     "best_mode": "mode",
@@ -49,7 +49,7 @@ _RANKS = "is decided by the launcher. Use devices to train without a launcher"
 _DATA = "is not a Trainer setting: pass the data sets to fit()"
 _RESUME = (
     "is not needed: a run resumes from its newest checkpoint. "
-    "To start from another one, use `hpctrain checkpoints import`"
+    "To start from another checkpoint, use `hpctrain checkpoints import`"
 )
 _CPU = "is not a setting: set CUDA_VISIBLE_DEVICES= to train on CPUs"
 _DEVICE_KINDS = "is not supported: hpctrain trains on GPUs and CPUs"
@@ -64,7 +64,7 @@ _BACKEND = "is chosen automatically: NCCL on GPUs, gloo on CPUs"
 _RECOMPUTE = "is not a setting: recompute takes names of submodules, e.g. recompute=['blocks.*']"
 _PRECISION = "is not a setting: use precision='16-mixed' or precision='bf16-mixed'"
 
-#: Names with another meaning or type, and what to do instead.
+#: Names with a different meaning or type, and their replacements.
 EXPLAINED = {
     "accelerator": f"{_RANKS}, and set CUDA_VISIBLE_DEVICES= to train on CPUs",
     "accumulate_grad_batches": _BATCH,
@@ -79,7 +79,7 @@ EXPLAINED = {
     "auto_scale_batch_size": _MICRO,
     "auto_select_gpus": "is not a setting: use devices='auto'",
     "automatic_optimization": "is not supported: training_step returns the loss",
-    "barebones": "is not a setting: leave out loggers and callbacks",
+    "barebones": "is not a setting: remove loggers and callbacks",
     "batch_size": _BATCH,
     "benchmark": "is set with torch.backends.cudnn.benchmark",
     "bf16": _PRECISION,
@@ -87,8 +87,8 @@ EXPLAINED = {
     "check_val_every_n_epoch": "is called validate_every here: a number of steps or 'epoch'",
     "checkpoint_callback": "is not a setting: checkpoint_every=None saves only at the end",
     "ckpt_path": _RESUME,
-    "data_collator": "is called collate_fn here",
-    "data_seed": "is not separate: use seed",
+    "data_collator": "is called collate_fn in hpctrain",
+    "data_seed": "is not a separate setting: use seed",
     "dataloader_drop_last": "is not a setting: every sample is used in each epoch",
     "dataloader_persistent_workers": _LOADER,
     "dataloader_pin_memory": _LOADER,
@@ -99,7 +99,7 @@ EXPLAINED = {
     "detect_anomaly": "is set with torch.autograd.set_detect_anomaly(True)",
     "deterministic": "is set with torch.use_deterministic_algorithms(True)",
     "disable_tqdm": _PROGRESS,
-    "distributed_backend": "is called strategy here, e.g. strategy='ddp'",
+    "distributed_backend": "is called strategy in hpctrain, such as strategy='ddp'",
     "do_eval": _METHODS,
     "do_predict": _METHODS,
     "do_train": _METHODS,
@@ -111,7 +111,7 @@ EXPLAINED = {
     "eval_accumulation_steps": "is not a setting: metrics are means over the batches",
     "eval_dataset": _DATA,
     "eval_delay": "is called validate_every here: a number of steps or 'epoch'",
-    "eval_on_start": "is called sanity_val_batches here: a number of batches",
+    "eval_on_start": "is called sanity_val_batches in hpctrain: a number of batches",
     "eval_strategy": "is called validate_every here: a number of steps or 'epoch'",
     "evaluation_strategy": "is called validate_every here: a number of steps or 'epoch'",
     "fast_dev_run": "is not a setting: use max_steps=1",
@@ -183,7 +183,7 @@ EXPLAINED = {
     "save_on_each_node": "is not a setting: checkpoints are in the run folder or in local_checkpoints",
     "save_only_model": "is not a setting: use `hpctrain checkpoints export`",
     "save_safetensors": "is not a setting: use `hpctrain checkpoints export`",
-    "save_strategy": "is called checkpoint_every here: a number of steps or 'auto'",
+    "save_strategy": "is called checkpoint_every in hpctrain: a number of steps or 'auto'",
     "stochastic_weight_avg": "is not supported: use torch.optim.swa_utils in the module",
     "sync_batchnorm": "is not a setting: in the module, call torch.nn.SyncBatchNorm.convert_sync_batchnorm",
     "terminate_on_nan": "is not a setting: `hpctrain status` reports a NaN loss",
@@ -196,7 +196,7 @@ EXPLAINED = {
     "train_dataloader": _DATA,
     "train_dataloaders": _DATA,
     "train_dataset": _DATA,
-    "truncated_bptt_steps": "is not supported: training_step must compute the whole loss",
+    "truncated_bptt_steps": "is not supported: training_step must compute the complete loss",
     "use_amp": _PRECISION,
     "use_cpu": _CPU,
     "use_distributed_sampler": "is not a setting: hpctrain divides the data set among the ranks itself",
@@ -213,7 +213,7 @@ def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[s
     """Return the settings under hpctrain's names.
 
     Raises:
-        UserError: a setting is unknown, or is given under two names.
+        UserError: a setting is unknown, or set under two names.
     """
     known = list(known)
     result: dict[str, object] = {}
@@ -223,7 +223,7 @@ def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[s
         if setting in spelled:
             raise UserError(
                 f"{spelled[setting]}={result[setting]!r} and {name}={value!r} are the same setting. "
-                "Set only one."
+                "Set only one of them."
             )
         if setting not in known:
             if name in EXPLAINED:

@@ -1,4 +1,4 @@
-"""Trainer with the same result if a training is stopped and resumed at any step."""
+"""Trainer whose result is the same if a training is stopped and resumed at any step."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from hpctrain.training.strategies import Strategy, find_strategy, register_strat
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
-#: Run folders set by the environment in which this process has trained.
+#: Run folders from the environment that this process has already used for a training.
 _TRAINED: set[str] = set()
 
 
 class Trainer(TrainerConfig):
     """Trainer of a `Module`, with the same result on any number of ranks.
 
-    Make the trainer before the module: it seeds the random generators that initialise the weights.
+    Create the trainer before the module: it seeds the random generators that initialize the weights.
 
     Attributes:
         ranks: this process's ranks.
@@ -59,10 +59,10 @@ class Trainer(TrainerConfig):
         return self.ranks.is_main
 
     def fit(self, module: Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        """Train `module`, from the run's newest checkpoint if there is one. All ranks must call this.
+        """Train `module`, starting from the newest checkpoint of the run, if any. All ranks must call this.
 
         Args:
-            module: the model; it has the trained weights afterwards, on every rank.
+            module: the model; contains the trained weights afterwards, on every rank.
             train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`; tensors
                 or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; or a stream,
                 an `IterableDataset`.
@@ -70,8 +70,8 @@ class Trainer(TrainerConfig):
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.
-            UserError: a data set is empty, or neither map-style nor a stream; or this is the second training
-                of a process in the run folder.
+            UserError: a data set is empty, or neither map-style nor a stream; or the process has already
+                trained in the run folder.
         """
         folder = self.run_dir or os.environ.get(RUN_DIR_VARIABLE)
         with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
@@ -88,7 +88,7 @@ class Trainer(TrainerConfig):
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.single_process)):
             self._fit_in_processes(devices, module, train_dataset, val_dataset)
             return
-        # Install handlers only after the rendezvous: until then a stop signal ends the process at once,
+        # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
         # because the ranks cannot agree on a stop yet.
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
         with capture_stop_signals() as stop:
@@ -111,7 +111,7 @@ class Trainer(TrainerConfig):
                 training.step = self.step
 
     def end(self, reason: str = "a callback called end()") -> None:
-        """End the training before its last step. Called by a `Callback`; one rank that calls it is enough."""
+        """End the training before its last step. Called by a `Callback`; a call on one rank is sufficient."""
         self.ending = reason
 
     def validate(self, module: Module, dataset: Any) -> dict[str, float]:
@@ -135,8 +135,8 @@ class Trainer(TrainerConfig):
     def predict(self, module: Module, dataset: Any) -> list[Any]:
         """Return the outputs of `predict_step` for all batches of `dataset`. All ranks must call this.
 
-        Every rank gets all outputs, so they must fit into its memory; tensors are on the CPU. For a map-style
-        data set, batches are in its order, with any number of ranks.
+        Every rank receives all outputs, which must fit into its memory; tensors are on the CPU. For a
+        map-style data set, batches are in the order of the data set, with any number of ranks.
 
         Raises:
             UserError: the data set is empty.
@@ -146,7 +146,7 @@ class Trainer(TrainerConfig):
 
     @contextmanager
     def _evaluation(self, module: Module, dataset: Any) -> Iterator[Evaluation]:
-        # Without a launcher, one device is enough; no processes are started.
+        # Without a launcher, one device is sufficient; no processes are started.
         devices = self._own_devices()[:1]
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
         evaluation = Evaluation(self, module, context, dataset, os.environ)
@@ -192,7 +192,7 @@ class Trainer(TrainerConfig):
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
 
     def _find_run(self) -> RunDir | None:
-        """Return `run_dir`, or else the run folder, which can hold only one training.
+        """Return `run_dir`, otherwise the run folder, which can contain only one training.
 
         Raises:
             UserError: this process has already trained in the run folder.
@@ -205,8 +205,7 @@ class Trainer(TrainerConfig):
         if own in _TRAINED:
             raise UserError(
                 f"fit() was already called in this process, and {own} ({RUN_DIR_VARIABLE}) "
-                "holds its checkpoints. "
-                "Give one of the trainers its own folder: Trainer(run_dir=…)."
+                "contains its checkpoints. Set a separate folder for one of the trainers: Trainer(run_dir=…)."
             )
         _TRAINED.add(own)
         return RunDir(Path(own).absolute())
@@ -221,12 +220,12 @@ def _run_rank(
     val_dataset: Any,
 ) -> SpawnResult:
     """Run one rank in a process that another process's trainer started."""
-    # The script may have registered these classes, but it does not run in this process.
+    # The script may have registered these classes, but the script does not run in this process.
     register_strategy(trainer.strategy)(strategy)
     if isinstance(trainer.algorithm, str):
         register_algorithm(trainer.algorithm)(algorithm)
     trainer.ranks = detect(os.environ)
-    # The device is already chosen, and a warning about it would be wrong.
+    # The device is already chosen, so a warning would be wrong.
     trainer.devices = None
     # The marker belongs to the call in the parent process.
     trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, train_dataset, val_dataset)

@@ -1,4 +1,4 @@
-"""Settings of a training, validated when they are set."""
+"""Settings of a training, with validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.training.base.precision import canonical_precision
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.setting_names import canonical_settings
 
-#: In-memory folder of a node, on Linux.
+#: In-memory folder on Linux nodes.
 _SHARED_MEMORY = Path("/dev/shm")
 
 #: Settings that are integers of at least 1; all but `global_batch_size` may be None.
@@ -37,7 +37,7 @@ _COUNTS = (
 
 
 class _AcceptsAliases(type):
-    """Metaclass of settings that may be given under the names of other trainers."""
+    """Metaclass of settings that accepts the names of other trainers."""
 
     def __call__(cls, **given: Any) -> Any:
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
@@ -46,11 +46,11 @@ class _AcceptsAliases(type):
 
 @dataclass(kw_only=True)
 class TrainerConfig(metaclass=_AcceptsAliases):
-    """The settings of a `Trainer`. `resolve_strategy` checks those of its strategy and algorithm.
+    """The settings of a `Trainer`. `resolve_strategy` checks the settings of strategy and algorithm.
 
     Raises:
-        UserError: a setting is out of its range or unknown, or neither or both of `max_steps` and
-            `max_epochs` are given.
+        UserError: a setting is out of range or unknown, or neither or both of `max_steps` and `max_epochs`
+            are set.
     """
 
     max_steps: int | None = None
@@ -63,23 +63,23 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """Maximum samples per forward and backward pass of a rank.
 
     The rank accumulates gradients over its share of a batch, so the gradient is the same. `auto` finds the
-    largest size that fits into GPU memory; None takes the whole share.
+    largest size that fits into GPU memory; None uses the complete share.
     """
     strategy: str = "auto"
-    """Name of the parallel strategy, from docs/strategies.md. `auto` uses the job's choice, or else `ddp`."""
+    """Parallel strategy, from docs/strategies.md. `auto` uses the strategy of the job, otherwise `ddp`."""
     algorithm: str | Any = "allreduce"
     """Gradient synchronization of `ddp`.
 
     `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`, `decentralized`,
-    `low_precision_decentralized`, `async`, `local_sgd`; one with arguments; or an `Algorithm`.
+    `low_precision_decentralized`, `async`, `local_sgd`; a name with arguments; or an `Algorithm`.
     """
     bucket_cap_mb: float | None = None
     """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`.
 
-    None is torch's default: 25, after a first bucket of 1.
+    None uses torch's default: 25, after a first bucket of 1.
     """
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same way; torch does not check it.
+    """Assert that every step uses the same parameters in the same way; torch does not check this.
 
     With `ddp`, `ddp_spawn`, `ddp2` and `zero1`, buckets then follow the order in which gradients become
     ready.
@@ -87,41 +87,41 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     find_unused_parameters: bool = False
     """Allow steps that do not use all parameters.
 
-    `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod` then search for unused ones in every step, which takes
-    time. The other strategies need no search.
+    `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod` then search for unused parameters in every step, which
+    takes time. The other strategies need no search.
     """
     devices: Devices | None = None
     """Devices for training without a launcher; ignored if Slurm or another launcher assigned them.
 
-    A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free ones. Several devices
-    start a process each, except with `dp`. None is one device, and `auto` with `ddp_spawn` and `dp`.
+    A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free devices. Each of several
+    devices has a process, except with `dp`. None means one device, or `auto` with `ddp_spawn` and `dp`.
     """
     precision: str = "32"
     """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
 
-    The mixed ones compute the forward pass in bfloat16 or float16, with weights in float32. `bf16-true` uses
-    bfloat16 for weights and everything else.
+    The mixed formats compute the forward pass in bfloat16 or float16, with weights in float32. `bf16-true`
+    uses bfloat16 for weights and all computations.
     """
     gradient_clip_norm: float | None = None
-    """Maximum norm over all gradients; larger ones are scaled down.
+    """Maximum norm of all gradients; larger gradients are scaled down.
 
     The norm before clipping is logged as `grad_norm`.
     """
     gradient_clip_value: float | None = None
-    """Maximum absolute value of each gradient element; larger ones are clipped."""
+    """Maximum absolute value of each gradient element; larger values are clipped."""
     lr_reference_batch_size: int | None = None
     """Batch size that the learning rate was tuned for; the rate is scaled to `global_batch_size`."""
     lr_scaling: Literal["linear", "sqrt"] = "linear"
-    """Scale the rate by the ratio of the batch sizes, as fits SGD, or by its square root, as fits Adam."""
+    """Scale the rate by the ratio of the batch sizes, as for SGD, or by its square root, as for Adam."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises: from the configured rate if it is scaled up, else from 0."""
+    """Steps of the learning-rate warm-up: from the configured rate if it is scaled up, otherwise from 0."""
     recompute: Sequence[str] = ()
     """Submodules whose activations the backward pass recomputes.
 
     Names as in `named_modules`, such as `blocks.*`.
     """
     compile: bool | Mapping[str, Any] = False
-    """Compile the module's steps with `torch.compile`; a mapping gives its arguments."""
+    """Compile the module's steps with `torch.compile`; a mapping contains arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
     """Steps between checkpoints; a stop and the end of training always save.
 
@@ -134,20 +134,20 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     keep_every: int | None = None
     """Also keep checkpoints whose step is a multiple of this."""
     keep_best: int = 0
-    """Also keep this many of the best checkpoints by `monitor`; each validated state is then saved."""
+    """Number of best checkpoints by `monitor` to keep in addition; each validated state is then saved."""
     monitor: str = "val_loss"
     """Metric for `keep_best`: a name that `validation_step` or `training_step` returns."""
     mode: Literal["min", "max"] = "min"
-    """`min` if a low `monitor` is better, `max` if a high one is."""
+    """`min` if lower values of `monitor` are better, `max` if higher values are better."""
     local_checkpoints: str | os.PathLike[str] | None = None
-    """Local tier: a fast folder on each node for checkpoints; `auto` takes /dev/shm, or else TMPDIR.
+    """Local tier: a fast folder on each node for checkpoints; `auto` uses /dev/shm, otherwise TMPDIR.
 
-    Checkpoints are copied from there to the run folder in the background.
+    Checkpoints are copied to the run folder in the background.
     """
     validate_every: int | Literal["epoch"] | None = "epoch"
-    """Steps between validations, or `epoch` for the end of each epoch; training also ends with one."""
+    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
     sanity_val_batches: int = 1
-    """Batches per rank to validate before the first step, so that an error in validation shows at once."""
+    """Batches per rank to validate before the first step, to detect errors in the validation immediately."""
     callbacks: Sequence[Callback] = ()
     """Callbacks, such as `EarlyStopping`."""
     log_every: int = 1
@@ -159,7 +159,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     record_samples: bool = False
     """Write the indices of all trained samples to `samples/`."""
     run_dir: str | os.PathLike[str] | None = None
-    """Output folder; the run folder by default. Without either, nothing is written."""
+    """Output folder; the run folder by default. Without a folder, nothing is written."""
     num_workers: int = 0
     """Data workers per rank; 0 loads in the rank itself."""
     prefetch_factor: int = 2
@@ -169,10 +169,10 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     seed_samples: bool = True
     """Seed the global random generators for each fetched sample.
 
-    Random transforms then depend on the sample alone. Costs some microseconds per sample.
+    Random transforms then depend only on the sample. Takes some microseconds per sample.
     """
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Function that makes a batch of samples; torch's default if None."""
+    """Function that combines samples into a batch; torch's default if None."""
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):
@@ -204,8 +204,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             self.recompute = (self.recompute,)
         if self.recompute and self.compile is not False:
             raise UserError(
-                f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile decides "
-                "itself what to recompute in the backward pass. Set only one of them."
+                f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile "
+                "chooses the recomputation in the backward pass itself. Set only one of them."
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed!r}; it must be an integer that fits in 64 bits.")

@@ -19,25 +19,25 @@ from hpctrain.training.optim.optimizer_setup import (
 
 
 class Stateful(Protocol):
-    """Object with a state that a checkpoint can keep."""
+    """Object with a state that a checkpoint can contain."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class TrainingState:
-    """The module and everything that changes with it from step to step.
+    """The module and all other state that changes from step to step.
 
     Attributes:
         step: completed optimizer steps.
-        epoch: epoch of the last completed step, from 0.
-        finished: True if that step was the training's last.
-        micro_batches: world size, and the size found for it; None without a search.
+        epoch: epoch of the last completed step, counted from 0.
+        finished: True if that step was the last step of the training.
+        micro_batches: world size, and the micro-batch size found for this world size; None without a search.
         remarks: parts of a loaded checkpoint that could not be restored, as sentences.
-        scaler: float16 loss scaler; None with other precisions.
+        scaler: float16 loss scaler; None for other precisions.
         callbacks: the user's callbacks, or None.
         algorithm: algorithm that synchronizes the replicas; None without replicas.
-        validated_step: the step after which `validation` was measured, or 0.
+        validated_step: the step of `validation`, or 0.
         validation: latest results of validation.
         latest: latest logged scalars.
     """
@@ -57,7 +57,7 @@ class TrainingState:
         self.latest: dict[str, float] = {}
 
     def tree(self) -> dict[str, Any]:
-        """Return everything a checkpoint keeps, as nested containers of plain values and tensors."""
+        """Return the content of a checkpoint, as nested containers of plain values and tensors."""
         own: dict[str, Any] = {}
         self.module.on_save_checkpoint(own)
         return {
@@ -78,22 +78,22 @@ class TrainingState:
         }
 
     def template(self) -> dict[str, Any]:
-        """Return `tree` with parameters in place of the optimizer state, which is sharded in the same way."""
+        """Return `tree` with parameters in place of the optimizer state, which has the same sharding."""
         return {**self.tree(), "optimizers": [_parameters(optimizer) for optimizer in self.optimizers]}
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Restore what `tree` returned.
+        """Restore the result of `tree`.
 
         Raises:
             UserError: the checkpoint belongs to another model, data set or batch size.
         """
         tree = loaded.state
-        # An imported checkpoint has no sample order, so training starts with its own.
+        # An imported checkpoint has no sample order, so training starts a new order.
         if tree["plan"] is not None and tree["plan"] != self.source.identity():
             raise UserError(
                 f"{loaded.path} was trained with {tree['plan']}, but this script uses "
-                f"{self.source.identity()}. The order of samples depends on these. Restore the old values, "
-                "or start a new run in a new folder."
+                f"{self.source.identity()}. The order of samples depends on these values. Restore the old "
+                "values, or start a new run in a new folder."
             )
         ignored = ignored_hyperparameters(self.optimizers, tree["optimizers"])
         try:
@@ -128,11 +128,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _load_each(what: str, things: Sequence[Stateful], states: Sequence[dict[str, Any]] | None) -> None:
-    """Load the state of each of `things`; None if the checkpoint has none."""
+    """Load the state of each of `things`; None if the checkpoint has no state."""
     if states is None:
         return
     if len(things) != len(states):
-        raise ValueError(f"it has {len(states)} {what}s, the script has {len(things)}.")
+        raise ValueError(f"the checkpoint has {len(states)} {what}s, the script has {len(things)}.")
     for thing, state in zip(things, states, strict=True):
         if isinstance(thing, torch.optim.Optimizer):
             check_optimizer_class(thing, state)

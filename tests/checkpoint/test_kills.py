@@ -150,7 +150,10 @@ def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
             finally:
                 strace.kill()
         hung = outcomes(before)[:2]
-        words = ("the disk has accepted no data for 0.3 s", "the disk is still hanging on an earlier save")
+        words = (
+            "the disk has not accepted any data for 0.3 s",
+            "the disk is still blocked by an earlier save",
+        )
         assert all(any(some in outcome for some in words) for outcome in hung), hung
         wait_for(lambda: outcomes(-1) == ["saved"], 30, "a checkpoint once the disk goes on")
     finally:

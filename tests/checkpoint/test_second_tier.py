@@ -177,7 +177,7 @@ def load_without_node_1(folder: Path) -> None:
     loaded, broken = store.load_newest()
     assert loaded.step == 1
     (report,) = broken
-    assert "__1_0.distcp is on none of the current nodes" in report
+    assert "__1_0.distcp is missing on all current nodes" in report
     for step in (2, 3):
         rank_checkpoints.begin(store, step)
     assert store.close() == []
@@ -301,7 +301,7 @@ def planted(folder: Path, how: str) -> None:
         ("link", "is a symbolic link, not a folder. Remove it"),
         ("file", "is a file, not a folder. Remove it"),
         ("mode", "has mode 0750, not 0700: other users can access it. Remove it"),
-        ("owner", "belongs to user 65534, not to user 0. Have its owner remove it"),
+        ("owner", "belongs to user 65534, not to user 0. Ask its owner to remove it"),
         ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
     ],
 )

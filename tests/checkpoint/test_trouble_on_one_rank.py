@@ -146,7 +146,7 @@ def test_copying_continues_after_old_checkpoints_could_not_be_listed(tmp_path):
 def save_after_copying_has_ended(folder: Path) -> None:
     store = open_on_own_node(folder)
     if dist.get_rank() == 1:
-        store._tier._copier._coordinator._lost_reason = "the ranks lost contact"
+        store._tier._copier._coordinator._lost_reason = "the ranks lost their connection"
     (saved,) = save_in_background(store, 1)
     assert saved.path.parent == rank_checkpoints.shared_folder(folder)
     assert "copying from" in saved.notes[0]

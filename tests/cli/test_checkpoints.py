@@ -172,7 +172,7 @@ def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
         (["b.onnx"], "ends in '.onnx'"),
         (["b.safetensors", "--all"], "can store only tensors"),
         (["nowhere/b.pt"], "nowhere"),
-        (["b.pt", "--step", "4", "--best"], "Give only one of them"),
+        (["b.pt", "--step", "4", "--best"], "Use only one of these options"),
     ):
         answer = command("export", run, *words)
         assert answer.exit_code in (1, 2)
@@ -208,7 +208,7 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
     said = command("import", "new", "plain.pt")
     assert said.exit_code == 0, said.stderr
     assert "removed the prefix 'module.' (added by DistributedDataParallel)" in said.stdout
-    assert "no optimizer state: it starts fresh" in said.stdout
+    assert "no optimizer state: the optimizer starts from scratch" in said.stdout
     loaded = load_on_cpu(RunDir(Path("new")).checkpoint(0))
     assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
     Path("train.py").write_text("pass")
@@ -254,7 +254,7 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
     said = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
     assert said.exit_code == 0, said.stderr
     assert f"step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
-    assert "hyper_parameters" in said.stdout.split("left out: ")[1].splitlines()[0]
+    assert "hyper_parameters" in said.stdout.split("omitted: ")[1].splitlines()[0]
     assert "the position in the data" in said.stdout
     state = load_on_cpu(RunDir(Path("new")).checkpoint(5)).state
     moments = trainer.optimizers[0].state_dict()["state"]
@@ -279,7 +279,7 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
         (["new", "text.safetensors"], "is not a safetensors file"),
         (["new", "hello.pt"], "was not written by torch.save: "),
         (["new", "empty.pt"], "was not written by torch.save: EOFError"),
-        ([".", "old.pt"], "not a run folder, and it is not empty"),
+        ([".", "old.pt"], "neither a run folder nor empty"),
         (["new", "tensor.pt"], "contains a Tensor"),
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
         (["run", "old.pt"], "has a checkpoint of step 6, but old.pt would become step 4"),

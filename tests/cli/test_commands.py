@@ -31,10 +31,10 @@ def test_help_names_every_command(hpctrain):
         (["submit", "--backend", "slrm", "train.py"], "must be auto, slurm or local"),
         (["submit", "--template", "dpd", "train.py"], "Did you mean 'ddp'"),
         (["submit", "--gpus-per-node", "two", "train.py"], "'two', but must be a number, such as 8"),
-        (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be a whole number"),
+        (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be an integer"),
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
         (["submit", "--profile", "x", "train.py"], "Unknown profile 'x'"),
-        (["submit", "--explain", "--dry-run", "train.py"], "Give only one of them"),
+        (["submit", "--explain", "--dry-run", "train.py"], "Use only one of these options"),
         (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
         (["init", "train.py"], "already exists"),
         (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
@@ -55,7 +55,7 @@ def test_help_names_every_command(hpctrain):
         (["submit", "x" * 300], "File name too long"),
         (["status", "x" * 300], "File name too long"),
         (["list", "--runs-dir", "x" * 300], "File name too long"),
-        (["submit", "--dry-run", "--json", "train.py"], "Give only one of them"),
+        (["submit", "--dry-run", "--json", "train.py"], "Use only one of these options"),
         (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "9999 ranks requested"),
         (["logs", "nothing"], "no run 'nothing'"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(hpctrain, tmp_path):
 def test_slurm_that_does_not_answer_ends_with_3(hpctrain):
     done = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
     assert done.returncode == 3
-    assert "Slurm does not respond here" in done.stderr
+    assert "Slurm does not respond on this machine" in done.stderr
 
 
 def test_a_dry_run_executes_nothing_of_the_project(hpctrain, tmp_path):
@@ -159,7 +159,7 @@ def test_the_whole_way(hpctrain, tmp_path):
         "r"
     ]
     assert "has already finished" in hpctrain("cancel", "r").stdout
-    assert "only a running run" in hpctrain("requeue", "r").stderr
+    assert "only running runs" in hpctrain("requeue", "r").stderr
 
     again = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")
     facts = json.loads(again.stdout)

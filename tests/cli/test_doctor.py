@@ -63,12 +63,15 @@ def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(h
     assert "runs will use this machine" in done.stdout
     assert "problem  torch" in done.stdout
     assert "cannot be imported: ImportError: libcudart.so.13 is missing" in done.stdout
-    assert "→ No rank could start." in done.stdout
+    assert "→ No rank can start." in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 problem")
     refused = hpctrain("doctor", "--write", "site.yaml", env=broken_torch)
     assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
         2,
-        "Error: Cannot write a site profile: there is no Slurm here. Run this command on a login node.",
+        (
+            "Error: Cannot write a site profile: Slurm is not available on this machine. Run this command "
+            "on a login node."
+        ),
     )
 
 

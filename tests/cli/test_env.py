@@ -84,7 +84,7 @@ def test_eval_of_a_refusal_fails(tmp_path):
 def test_one_form_at_a_time(hpctrain):
     done = hpctrain("env", "--json", "--shell")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Give only one of them" in done.stderr
+    assert "Use only one of these options" in done.stderr
 
 
 @pytest.mark.parametrize(

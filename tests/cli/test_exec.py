@@ -133,7 +133,7 @@ def test_peers_that_do_not_come_end_it_in_time_and_in_words(hpctrain, tmp_path):
     done = hpctrain("exec", "--timeout", "0.3", "touch", "started", env=step)
     assert done.returncode not in (0, None)
     assert "rank 0" in done.stderr
-    assert done.stderr.endswith("If ranks merely start late, wait longer than 0.3 s (--timeout).\n")
+    assert done.stderr.endswith("If ranks start late, increase --timeout (0.3 s).\n")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "started").exists()
 

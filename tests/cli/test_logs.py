@@ -92,7 +92,7 @@ def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
     assert "    raise ImportError('shadowed')\nImportError: shadowed\nlog: " in errors
     nothing = hpctrain("logs", "r")
     assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert "Run r is FAILED: its ranks wrote no output. `hpctrain logs --errors` shows" in nothing.stderr
+    assert "Run r is FAILED: its ranks wrote no output. Use `hpctrain logs --errors`" in nothing.stderr
     assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
 
 
@@ -106,7 +106,7 @@ def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, 
     nothing = hpctrain("logs", "r/task-0")
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert (
-        "task-0 is RUNNING: its ranks have not written any output yet. `hpctrain logs -f` waits"
+        "task-0 is RUNNING: its ranks have not written any output yet. Use `hpctrain logs -f`"
         in nothing.stderr
     )
     waiting = hpctrain("logs", "r/task-1")
@@ -257,7 +257,9 @@ def test_the_cause_comes_first_with_the_users_frames_and_its_victims_in_a_line(h
     done = hpctrain("submit", *TWO_RANKS, "--max-failures", "1", "--follow", "cause.py")
     assert done.returncode == 4
     (victim,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
-    assert victim.startswith("hpctrain: this rank ended because rank 1 on local-0 (KeyError) failed: Runtime")
+    assert victim.startswith(
+        "hpctrain: this rank exited because rank 1 on local-0 (KeyError) failed: Runtime"
+    )
     assert "Traceback" not in done.stdout
     lines = [line.strip() for line in done.stderr.splitlines()]
     first = lines.index("Traceback (most recent call last):")

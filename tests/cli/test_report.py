@@ -76,7 +76,7 @@ def test_a_comparison_has_to_be_told_where_to_go(hpctrain, run, tmp_path):
     assert done.returncode == 2
     assert "--output comparison.html" in done.stderr
     assert hpctrain("report", "digits", "digits", "-o", "both.html").returncode == 0
-    assert "2 runs side by side" in (tmp_path / "both.html").read_text()
+    assert "Comparison of 2 runs" in (tmp_path / "both.html").read_text()
     assert len(json.loads(hpctrain("report", "digits", "digits", "--json").stdout)) == 2
 
 
@@ -107,9 +107,9 @@ def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
     assert [document["run_id"] for document in documents] == ["a/task-0", "a/task-1"]
     assert {document["state"] for document in documents} == {"COMPLETED"}
     assert hpctrain("report", "a").stdout == "Report written to a/report.html\n"
-    assert "2 runs side by side" in RunDir(tmp_path / "a").report.read_text()
+    assert "Comparison of 2 runs" in RunDir(tmp_path / "a").report.read_text()
     done = hpctrain("report", "a", "a/task-1")
-    assert (done.returncode, "Comparing 3 runs needs an output file" in done.stderr) == (2, True)
+    assert (done.returncode, "Comparing 3 runs requires an output file" in done.stderr) == (2, True)
     assert hpctrain("report", "a/task-1").returncode == 0
     assert RunDir(tmp_path / "a").task(1).report.exists()
 

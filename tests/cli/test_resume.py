@@ -63,7 +63,7 @@ def test_resume_refuses_a_complete_run_without_changes(workdir: Path) -> None:
     run = RunDir(workdir / "runs/a")
     run.metrics.write_text(json.dumps({"step": 40, "last_step": 40, "loss": 0.5}) + "\n")
     for options in ((), ("--json",)):
-        assert "Run a is complete (step 40 of 40). Nothing to resume; raise max_steps" in refusal(
+        assert "Run a is complete (step 40 of 40). To train longer, increase max_steps" in refusal(
             "resume", "a", *options
         )
     assert run.attempts() == [0]

@@ -167,7 +167,7 @@ def test_a_batch_script_that_was_submitted_from_a_step_is_no_rank_of_that_step()
     job = variables("srun-in-sbatch")
     assert (job["ENVIRONMENT"], detect(job).rank) == ("BATCH", 0)
     del job["SLURM_UMASK"]
-    assert "SLURM_STEP_* are left over" in refusal(job)
+    assert "SLURM_STEP_* are inherited" in refusal(job)
     assert detect({**job, ENVIRONMENT_VARIABLE: "slurm"}).rank == 0
     assert detect({**job, ENVIRONMENT_VARIABLE: "local"}).world_size == 1
     # What hpctrain starts without srun, in a batch script.
@@ -280,7 +280,7 @@ def test_torchrun_in_each_task_is_refused_too_where_the_host_knows_its_full_name
 def test_a_rank_of_a_launcher_that_is_not_known_is_not_taken_for_a_process_alone(variable):
     text = refusal({variable: "3"})
     assert f"{variable} is 3, but rank is 0" in text
-    assert "Make it set RANK, WORLD_SIZE, LOCAL_RANK" in text
+    assert "Configure the launcher to set RANK, WORLD_SIZE, LOCAL_RANK" in text
     assert "HPCTRAIN_ENVIRONMENT=torchrun" not in text
     assert detect({variable: "3", **TORCHRUN}).rank == 3
     assert detect({variable: "3", ENVIRONMENT_VARIABLE: "local"}).world_size == 1
@@ -324,7 +324,7 @@ def test_any_environment_can_be_chosen():
 def test_an_unknown_environment_is_told_the_nearest():
     assert "Did you mean 'slurm'?" in refusal({ENVIRONMENT_VARIABLE: "slrum"})
     assert "Known: torchrun, horovod, openmpi" in refusal({ENVIRONMENT_VARIABLE: "xyz"})
-    assert "not set here" in refusal({ENVIRONMENT_VARIABLE: "torchrun"})
+    assert "are not set" in refusal({ENVIRONMENT_VARIABLE: "torchrun"})
 
 
 # Contradictions within one environment
@@ -365,7 +365,7 @@ def test_contradictions_of_slurm_are_refused_with_both_values(change, words):
         ("openmpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, ["OMPI_COMM_WORLD_LOCAL_SIZE is not set"]),
         ("openmpi-three-hosts", {"OMPI_MCA_orte_num_nodes": "9"}, ["num_nodes 9", "OMPI_MCA_orte_num_nodes"]),
         ("mpich", {"MPI_LOCALRANKID": "3"}, ["local_rank 3", "MPI_LOCALRANKID", "local_world_size 3"]),
-        ("mpich", {"PMI_SIZE": "2"}, ["do not determine which node this is"]),
+        ("mpich", {"PMI_SIZE": "2"}, ["do not determine the number of this node"]),
         ("horovodrun", {"HOROVOD_LOCAL_RANK": "x"}, ["HOROVOD_LOCAL_RANK", "'x'"]),
         ("submitit-local", {"SUBMITIT_LOCAL_GLOBALID": "5"}, ["rank 5", "SUBMITIT_LOCAL_GLOBALID"]),
     ],
@@ -384,7 +384,7 @@ def test_contradictions_of_other_launchers_are_refused(name, change, words):
         ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ["num_nodes 1", "world_size 4", "local_world_size 2"]),
         ({"LOCAL_WORLD_SIZE": "0"}, ["local_rank 1", "local_world_size 0"]),
         ({"MASTER_PORT": "http"}, ["MASTER_PORT", "'http'"]),
-        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "1 to 65535", "unset it"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "1 to 65535", "unset the variable"]),
         ({"MASTER_PORT": "-3"}, ["MASTER_PORT is -3"]),
         ({"MASTER_PORT": "0"}, ["port 0 (MASTER_PORT)", "world size 4 (WORLD_SIZE)"]),
     ],

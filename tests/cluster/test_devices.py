@@ -77,7 +77,7 @@ def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
         ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "local rank, of 4 visible"),
         # One visible: Slurm's, or the only one.
         ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the only GPU bound to this task by Slurm, of 4"),
-        ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only one visible"),
+        ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only visible GPU"),
         # Several of its own: --gpus-per-task=2.
         ((1, 2), 2, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the first of 2 bound to this task by Slurm, of 4"),
         # Several in common: --gpu-bind=closest.
@@ -99,7 +99,7 @@ def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
             "no driver reports a GPU, although CUDA_VISIBLE_DEVICES=0,1",
         ),
         # CUDA shows one part of a GPU, whatever is listed.
-        ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only one visible"),
+        ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only visible GPU"),
     ],
 )
 def test_plan(place, visible, variables, index, words):

@@ -242,8 +242,8 @@ class TestDifferencesFromSlurm:
 @pytest.mark.parametrize(
     ("hostlist", "place", "problem"),
     [
-        ("n[1-", 2, "a '[' without its ']'"),
-        ("n1]", 3, "a ']' without its '['"),
+        ("n[1-", 2, "a '[' without a matching ']'"),
+        ("n1]", 3, "a ']' without a matching '['"),
         ("n[1[2]]", 4, "a '[' inside brackets"),
         ("n[a-b]", 3, "'a-b' is neither a number nor a range"),
         ("n1,n[4,3-1]", 8, "'3-1' runs backwards"),
@@ -366,13 +366,13 @@ def test_names_with_ever_more_zeros_are_compressed():
 
 @pytest.mark.parametrize("name", ["", "a,b", "a b", "n[1-2]", "n1\n", "é"])
 def test_what_is_no_name_is_not_compressed(name):
-    with pytest.raises(UserError, match="cannot be in a node list") as caught:
+    with pytest.raises(UserError, match="is not a valid name in a node list") as caught:
         compress_hostlist(["n1", name])
     assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, 4, ["n1", "n2"], b"n[1-2]"])
 def test_what_is_no_text_is_refused(value):
-    with pytest.raises(UserError, match=r"A node list must be text .* but this is .*, of type") as caught:
+    with pytest.raises(UserError, match=r"A node list must be a string .* but this is .*, of type") as caught:
         expand_hostlist(value)
     assert repr(value) in str(caught.value)

@@ -433,7 +433,7 @@ except HpctrainError as error:
             assert {end.result().port for end in ends} == {number}
         said = main.communicate(timeout=LIMIT_S)[0]
     if hard < 30:
-        assert said.startswith("HpctrainError This process needs 30 connections")
+        assert said.startswith("HpctrainError This process requires 30 connections")
         assert "only open 20 files" in said
     else:
         assert said == ""

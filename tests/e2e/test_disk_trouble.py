@@ -103,7 +103,7 @@ def test_a_disk_that_turns_read_only_is_reported_and_survived(small_disk):
 def test_checkpoints_that_vanish_are_said_and_the_run_goes_on(tmp_path):
     run = RunDir(tmp_path / "run")
     said = train(run, 40, {11: "hide"})
-    assert "has vanished, along with its checkpoints." in said
+    assert "has vanished, together with its checkpoints." in said
     assert any("has vanished" in cause for cause in failures(run))
     assert_complete(run, 40)
 

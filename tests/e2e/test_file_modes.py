@@ -128,7 +128,7 @@ def test_another_user_can_neither_lock_nor_read_what_is_private_but_reads_the_re
             assert run.events("started")
             status = submitted.status()
         assert status.state is RunState.UNKNOWN
-        assert "who alone can read the state" in status.words
+        assert "and only that user can read the state" in status.words
     finally:
         run.hpctrain("cancel", str(run.path))
         run.wait()

@@ -135,5 +135,5 @@ def test_a_cancelled_run_whose_supervisor_could_not_record_that(slurm, tmp_path)
     ends_of = [(attempt["end"], attempt["followed_by"]) for attempt in report["attempts"]]
     assert ends_of == [("cancelled", "submission"), ("completed", None)]
     told = run.hpctrain("report", str(run.path), "--format", "md").stdout
-    assert "It was cancelled and resubmitted once." in told
+    assert "The run was cancelled and resubmitted once." in told
     assert "lost job" not in told

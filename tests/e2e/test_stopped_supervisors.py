@@ -158,6 +158,6 @@ def test_a_stopped_local_supervisor_that_is_killed_leaves_nothing(tmp_path):
         assert_no_process_left(run.path, 30)
         status = run.status()
         assert status["state"] == "FAILED"
-        assert "ended without reporting a result" in status["cause"]
+        assert "exited without reporting a result" in status["cause"]
         submit(run.path, {}, LOCAL, step_s=0.0)
         assert run.wait() == 0

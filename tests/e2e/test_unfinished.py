@@ -40,7 +40,7 @@ def test_a_script_that_leaves_without_python_has_failed(tmp_path):
     run = end_of(tmp_path, "os._exit")
     state, cause = finished(run)
     assert state == "FAILED"
-    assert "exit code 0 before Trainer.fit() returned, after step " in cause
+    assert "code 0 before Trainer.fit() returned, after step " in cause
     assert " of 10: To end training early" in cause
     assert [event["class"] for event in run.events("failure")] == ["unfinished"]
     assert run.events("restart") == []
@@ -53,7 +53,7 @@ def test_a_script_that_ends_in_its_training_has_failed(tmp_path, how):
     run = end_of(tmp_path, how, tasks=2)
     state, cause = finished(run)
     assert state == "FAILED"
-    assert "exit code 0 before " in cause
+    assert "code 0 before " in cause
     assert {event["class"] for event in run.events("failure")} == {"unfinished"}
     assert ("rank 1 " in cause) or how != "os._exit of rank 1"
 
@@ -105,4 +105,4 @@ def test_a_script_that_leaves_without_python_on_slurm_has_failed(slurm, tmp_path
         *("--run-dir", str(run.path), str(SCRIPT), "os._exit"),
     )
     assert run.wait() == 4
-    assert "exit code 0 before Trainer.fit() returned, after step " in finished(run)[1]
+    assert "code 0 before Trainer.fit() returned, after step " in finished(run)[1]

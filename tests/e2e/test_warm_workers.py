@@ -114,9 +114,7 @@ def test_nobody_waits_where_the_script_sets_variables_before_its_imports(tmp_pat
     run = submit(tmp_path, {}, LOCAL, text)
     log = run.dir.supervisor_log
     wait_for(
-        lambda: (
-            log.exists() and "no standby workers: the script itself sets OMP_NUM_THREADS" in log.read_text()
-        ),
+        lambda: log.exists() and "no standby workers: the script sets OMP_NUM_THREADS" in log.read_text(),
         60,
         "the reason why nobody waits",
     )

@@ -71,7 +71,7 @@ def test_the_demo_reaches_97_percent(tmp_path: Path) -> None:
 
 def test_gpt_alone_writes_something(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
-    assert "nats a byte\nthe model writes:\n\ndef main(" in output
+    assert "nats per byte\nthe model writes:\n\ndef main(" in output
 
 
 @pytest.mark.long

@@ -169,7 +169,7 @@ def test_the_script_of_an_array_can_be_started_by_hand(prepared, monkeypatch):
     ("first", "then", "words"),
     [
         ({}, {"array": "0-1"}, "is a single run and cannot continue as a job array"),
-        ({"array": "0-1"}, {}, "contains a job array. Give the tasks to resume"),
+        ({"array": "0-1"}, {}, "contains a job array. Name the tasks to resume"),
         ({"array": "0-1"}, {"run_dir": "r/task-1"}, r"a task of a job array. .* --run-dir \S+/r --array 1\."),
     ],
 )

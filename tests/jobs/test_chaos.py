@@ -50,7 +50,7 @@ def test_runs_of_others_and_runs_that_do_not_run_are_left_alone(tmp_path, monkey
     with pytest.raises(SpecError, match="is UNKNOWN; faults can only be injected into a running run"):
         check_disturbable(run)
     (tmp_path / "task-4").mkdir()
-    with pytest.raises(SpecError, match=r"is a job array. Name one of its tasks, such as .*/task-4"):
+    with pytest.raises(SpecError, match=r"is a job array. Name a task, such as .*/task-4"):
         check_disturbable(run)
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(SpecError, match="belongs to user"):

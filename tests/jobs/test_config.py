@@ -232,7 +232,7 @@ def test_a_file_may_be_empty(places, text):
             3,
             r".profile a.: unknown option 'nodse'. Did you mean 'nodes'",
         ),
-        ("\ncpus_per_task: many\n", 2, "cpus_per_task is 'many', but must be a whole number"),
+        ("\ncpus_per_task: many\n", 2, "cpus_per_task is 'many', but must be an integer"),
         ("gpu_request_style: grse\n", 1, "gpu_request_style is 'grse', but must be gres or gpus-per-node"),
         ("qos: ''\n", 1, "qos is empty"),
         ("run_dir: ''\n", 1, "run_dir is empty"),
@@ -271,7 +271,7 @@ def test_what_is_no_text_is_named(places, content, words):
     [
         ("nodes", "not of the form KEY=VALUE"),
         ("nodse=2", "unknown option 'nodse'. Did you mean 'nodes'"),
-        ("cpus_per_task=x", "--set cpus_per_task is 'x', but must be a whole number\\."),
+        ("cpus_per_task=x", "--set cpus_per_task is 'x', but must be an integer\\."),
         ("profile=x", "on the command line only, as --profile"),
         ("env=A", "not of the form env.NAME=VALUE"),
         ("env.=A", "not of the form env.NAME=VALUE"),
@@ -290,7 +290,7 @@ def test_a_wrong_assignment_is_named(places, assignment, words):
         ({"profile": "x", "config": "empty.yaml"}, "Known: fast"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml': No such file"),
         ({"config": "."}, "Cannot read .*: Is a directory"),
-        ({"cpus_per_task": "x"}, "--cpus-per-task is 'x', but must be a whole number\\."),
+        ({"cpus_per_task": "x"}, "--cpus-per-task is 'x', but must be an integer\\."),
     ],
 )
 def test_wrong_options_are_named(places, options, words):

@@ -298,7 +298,7 @@ def test_auto_takes_what_the_site_has(tmp_path, known, image, runtime):
         {"container_image": image}, backend="slurm", known=known, cwd=tmp_path, environ={}
     )
     assert found.runtime == runtime
-    with pytest.raises(SpecError, match="No container runtime found here"):
+    with pytest.raises(SpecError, match="No container runtime found on this machine"):
         build_container(
             {"container_image": "x"}, backend="slurm", known=("enroot",), cwd=tmp_path, environ={}
         )

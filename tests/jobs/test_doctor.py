@@ -206,7 +206,7 @@ def test_partitions_in_a_line_each():
         "default time 00:01:00, at most 2 nodes, for accounts physics; preemption: CANCEL, 0 s grace"
     )
     assert first.mend.startswith(
-        "1 of 6 nodes is out of service. A preempted run saves if it can do so within KillWait"
+        "1 of 6 nodes is out of service. A preempted run saves if possible within KillWait"
     )
     assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
     assert third.mend == "The partition does not currently accept or start jobs (State=DOWN)."
@@ -232,7 +232,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
 def test_a_folder_of_each_node_is_a_problem_where_runs_go_elsewhere():
     (place, *_) = folder_checks.check_runs_folder(Path("/dev/shm"), environment(), other_machines=True)
     assert place.standing == "problem"
-    assert "give --run-dir" in place.mend
+    assert "use --run-dir" in place.mend
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem():
@@ -436,5 +436,5 @@ def test_a_profile_has_what_lasts_and_replaces_only_a_profile(tmp_path):
     path.write_text("a: [")
     with pytest.raises(SpecError, match="Cannot read"):
         write_profile_file(DoctorReport((), SITE), path)
-    with pytest.raises(UserError, match="no Slurm here"):
+    with pytest.raises(UserError, match="Slurm is not available"):
         write_profile_file(DoctorReport((), None), tmp_path / "other.yaml")

@@ -90,14 +90,12 @@ def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
     job.wait()
     log = job.run.dir.slurm_log
     log.write_text("ImportError: shadowed\n")
-    instead = (
-        f"of run {job.run.run_id} wrote no log. Output of the job itself ({log}):\nImportError: shadowed\n"
-    )
+    instead = f"of run {job.run.run_id} wrote no log. Output of the job ({log}):\nImportError: shadowed\n"
     assert job.stdout() == f"hello from attempt 0\n\nRanks 1-3 {instead}"
     assert job.task(2).stderr() == f"Rank 2 {instead}"
     assert job.task(0).stdout() == "hello from attempt 0\n"
     log.write_text("")
-    assert "The job itself printed no output either." in job.task(2).stdout()
+    assert "The job printed no output either." in job.task(2).stdout()
     job.run.dir.supervisor_log.write_text("step 0 was refused\n")
     assert job.task(2).stdout().endswith("supervisor.log):\nstep 0 was refused\n")
 
@@ -299,7 +297,7 @@ def test_a_job_outlives_its_program(executor, monkeypatch):
 def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
     monkeypatch.setattr(function_runs, "_RESULT_TIMEOUT_S", 0.1)
     job = executor.submit(add, 1)
-    with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* left no result: .*rank-00000\.pkl"):
+    with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* wrote no result: .*rank-00000\.pkl"):
         job.result()
 
 

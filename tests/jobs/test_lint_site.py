@@ -112,7 +112,7 @@ pytestmark = pytest.mark.slurm
             r"account 'art' .* only allows physics \(AllowAccounts\)",
         ),
         ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* denies it \(DenyQos\)"),
-        ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Give --reservation"),
+        ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
         ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
         ({"nodes": 3}, r"3 nodes requested \(--nodes\), but partition preemptible has 2 \(sinfo\)"),
@@ -235,7 +235,8 @@ def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submi
     requeue, preempted = submission(resume_mode="requeue").notes
     assert "only jobs that request it (JobRequeue=0). Runs do (--requeue)" in requeue
     assert preempted.endswith(
-        "within 30 s (KillWait), and ends as FAILED. Submit it again with the same --run-dir to continue it."
+        "within 30 s (KillWait), and ends as FAILED. Submit the run again with the same --run-dir to "
+        "continue."
     )
 
 
@@ -254,7 +255,7 @@ def test_a_run_is_requeued_where_the_site_requeues_only_who_asks(strict):
 
 def test_a_partition_that_is_down_is_told(submission):
     broken = submission(partition="broken")
-    assert broken.notes[0] == "Partition broken is down. The job waits until it is up again."
+    assert broken.notes[0] == "Partition broken is down. The job will wait until the partition is up again."
     assert [line for line in broken.forecast if "start" in line] == []
 
 
@@ -291,18 +292,18 @@ def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
         submission(env=env, mem_per_cpu="1G")
     with pytest.raises(SpecError, match=r"Memory was requested \(SBATCH_MEM_PER_NODE\)"):
         submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
-    with pytest.raises(SpecError, match=r"rejects jobs without a time limit .* Give --time"):
+    with pytest.raises(SpecError, match=r"rejects jobs without a time limit .* Use --time"):
         submission(env=env, time=None)
     chained, ending = (submission(env=env, resume_mode=way).notes[0] for way in ("auto", "requeue"))
     assert chained.startswith("This site does not requeue jobs")
     assert "continues in a successor job" in chained
-    assert "saves and ends. Submit it again" in ending
+    assert "saves and exits. Submit the run again" in ending
 
 
 def test_a_site_that_demands_memory(submission, tmp_path):
     profile = tmp_path / "site.yaml"
     profile.write_text("site: {habits: {needs_memory: true}}\n")
-    with pytest.raises(SpecError, match=r"rejects jobs without a memory request .* Give --mem"):
+    with pytest.raises(SpecError, match=r"rejects jobs without a memory request .* Use --mem"):
         submission(env={"HPCTRAIN_SITE_CONFIG": str(profile)})
 
 

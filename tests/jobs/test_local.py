@@ -119,7 +119,7 @@ def test_an_ended_run_is_continued(prepared):
 
 def test_a_supervisor_that_vanishes_is_a_failure_with_a_log(prepared):
     run = submit_prepared(prepared("vanish"))
-    with pytest.raises(RunFailed, match=r"ended without reporting a result.*slurm\.log"):
+    with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         run.wait(timeout=20)
 
 
@@ -127,7 +127,7 @@ def test_a_supervisor_that_cannot_start_tells_in_the_log(prepared, tmp_path, fak
     submission = prepared()
     script = submission.script.replace(fake_python, "/nowhere/python")
     run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
-    with pytest.raises(RunFailed, match="ended without reporting a result"):
+    with pytest.raises(RunFailed, match="exited without reporting a result"):
         run.wait(timeout=20)
     assert "/nowhere/python" in run.dir.slurm_log.read_text()
 

@@ -26,8 +26,8 @@ def hpctrain(slurm, tmp_path):
 @pytest.mark.parametrize(
     ("setup", "words", "tail"),
     [
-        ("echo why >&2; false", "Slurm reports FAILED before any rank was started", "why"),
-        ("echo so long; exit 0", "Slurm reports COMPLETED, but its batch script ended before", "so long"),
+        ("echo why >&2; false", "Slurm reports FAILED before any rank started", "why"),
+        ("echo so long; exit 0", "Slurm reports COMPLETED, but its batch script exited before", "so long"),
     ],
 )
 def test_what_the_batch_script_said_before_it_died_is_shown(hpctrain, tmp_path, setup, words, tail):

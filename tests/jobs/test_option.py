@@ -44,11 +44,11 @@ def test_a_value_is_read_by_the_options_type(hint, value, taken):
 @pytest.mark.parametrize(
     ("hint", "value", "words"),
     [
-        (int, "two", "a whole number"),
-        (int, 1.5, "a whole number"),
-        (int, True, "a whole number"),
-        (int, "", "a whole number"),
-        (int, "٣", "a whole number"),
+        (int, "two", "an integer"),
+        (int, 1.5, "an integer"),
+        (int, True, "an integer"),
+        (int, "", "an integer"),
+        (int, "٣", "an integer"),
         (str, "", "text"),
         (str, True, "text"),
         (str, None, "text"),

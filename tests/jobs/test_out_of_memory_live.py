@@ -60,9 +60,9 @@ def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
     )
     wait_for(lambda: job.status().state.ended, 30, "the end of the job")
     assert (job.status().state, job.status().job_state) == (RunState.FAILED, "OUT_OF_MEMORY")
-    assert job.status().cause == "Slurm reports OUT_OF_MEMORY before any rank was started"
+    assert job.status().cause == "Slurm reports OUT_OF_MEMORY before any rank started"
     assert "State=OUT_OF_MEMORY" in limited.command("scontrol", "show", "job", job.job_id)
 
     status = run.wait_for_end(timeout=60)
     assert status.state is RunState.FAILED
-    assert f"rank 1 on {limited.box.nodes[0]}: SIGKILL: out of memory: it used more" in str(status.cause)
+    assert f"rank 1 on {limited.box.nodes[0]}: SIGKILL: out of memory: the rank exceeded" in str(status.cause)

@@ -50,7 +50,7 @@ def test_the_number_of_failures_is_the_users(prepared):
         ({"exclusive": True, "sbatch": {"oversubscribe": ""}}, "--exclusive and --oversubscribe"),
         ({"gpus_per_node": "h100"}, "'h100', but must be a number, such as 8, or a type"),
         ({"gpus_per_node": "h100:x"}, "'h100:x', but"),
-        ({"nodes": 1.5}, r"nodes .submit... is 1.5, but must be a whole number"),
+        ({"nodes": 1.5}, r"nodes .submit... is 1.5, but must be an integer"),
         ({"backend": "slrm"}, "'slrm', but must be auto, slurm or local"),
         ({"template": "dpd"}, "Did you mean 'ddp'"),
         ({"template": "./mine"}, "mine. .--template. not found"),
@@ -115,7 +115,9 @@ def test_slurm_by_name_has_to_answer(prepared, tmp_path):
 def test_auto_falls_back_and_says_so(prepared, tmp_path):
     submission = prepared(backend="auto", environ={"PATH": str(tmp_path)})
     assert submission.spec.backend == "local"
-    assert submission.notes == ("Slurm not available (sbatch not found on PATH); running on this machine.",)
+    assert submission.notes == (
+        "Slurm is not available (sbatch not found on PATH). Running on this machine.",
+    )
 
 
 def test_ranks_run_on_the_cpu_of_a_machine_without_gpus(prepared, monkeypatch):

@@ -58,7 +58,7 @@ def test_the_script_says_what_made_it_and_ends_in_the_supervisor(make_spec):
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert f"`hpctrain submit` {hpctrain.__version__} from the template ddp" in lines[1]
-    assert lines[2].startswith("# By hand:  sbatch job.sbatch ")
+    assert lines[2].startswith("# To submit manually:  sbatch job.sbatch ")
     assert lines[-1] == "exec /usr/bin/python3 -m hpctrain.supervisor /home/me/runs/train-1"
     assert "NCCL_DEBUG" in text
     assert "CUDA_VISIBLE_DEVICES" in render(make_spec())
@@ -66,7 +66,7 @@ def test_the_script_says_what_made_it_and_ends_in_the_supervisor(make_spec):
 
 def test_by_hand_means_the_backend_of_the_run(make_spec):
     text = render(make_spec(backend="local"))
-    assert "# By hand:  bash job.sbatch " in text
+    assert "# To submit manually:  bash job.sbatch " in text
     assert "sbatch job.sbatch" not in text.replace(" bash job.sbatch", "")
 
 
@@ -164,7 +164,7 @@ def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
 
 @pytest.mark.ranks
 def test_a_setup_line_that_fails_ends_the_job(prepared):
-    with pytest.raises(RunFailed, match=r"ended without reporting a result.*slurm\.log"):
+    with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=20)
 
 

@@ -137,7 +137,7 @@ def test_a_controller_that_is_gone_is_unknown_and_auto_says_so(prepared, environ
         assert Run(run.dir, gone).status().state is RunState.UNKNOWN
         with pytest.raises(SchedulerError):
             prepared(backend="slurm", environ=gone)
-        assert "Slurm not available" in prepared(backend="auto", environ=gone).notes[0]
+        assert "Slurm is not available" in prepared(backend="auto", environ=gone).notes[0]
     finally:
         run.cancel()
     wait_for(lambda: run.status().state.ended, 45, "the run to be gone")

@@ -58,7 +58,7 @@ def test_a_job_in_the_queue_is_still_going(fake_slurm, prepared):
     with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", stderr="Unable to contact slurm controller", code=1)
-    with pytest.raises(SchedulerError, match="is unknown if run r is still active"):
+    with pytest.raises(SchedulerError, match="whether run r is still active"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("sacct", recorded("17", "FAILED"))

@@ -231,12 +231,12 @@ def test_a_job_that_is_denied_ends_only_after_the_controllers_memory_and_the_run
     """Parsl hangs, others take it for dead at once: a job that vanishes between two looks."""
     status = run.status()
     assert status.state is UNKNOWN
-    assert status.words.startswith("Slurm no longer knows job 17, although it keeps finished jobs for 300 s")
+    assert status.words.startswith("Slurm has no record of job 17, although it keeps finished jobs for 300 s")
     assert status.unknown_s is not None
     assert status.unknown_s < 60
     silence(run, 400)
     assert run.status().state is RunState.FAILED
-    assert run.status().cause == "Slurm no longer knows job 17, and the run has written nothing for 400 s"
+    assert run.status().cause == "Slurm has no record of job 17, and the run has written nothing for 400 s"
     run.dir.metrics.write_text('{"step": 3}\n')
     assert run.status().state is UNKNOWN
 
@@ -335,7 +335,7 @@ def test_the_run_knows_better_than_the_scheduler(run, fake_slurm, finished, view
         assert status.cause == ("new" if finished and state is RunState.FAILED else None)
     else:
         assert status.cause.startswith(f"Slurm reports {view}")
-        assert "before any rank was started" in status.cause
+        assert "before any rank started" in status.cause
 
 
 def test_an_end_written_between_the_two_looks_counts(run, fake_slurm):
@@ -396,7 +396,7 @@ def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word
     assert doubt.message_for(replace(unknown, unknown_s=99.0)) is None
     with pytest.raises(SchedulerError, match=r"after 100 s: the state of run r is unknown for 5000 s"):
         doubt.message_for(unknown)
-    assert doubt.message_for(replace(known, state=RUNNING)) == "its state is known again: RUNNING"
+    assert doubt.message_for(replace(known, state=RUNNING)) == "its state is available again: RUNNING"
     assert doubt.left_s == float("inf")
     now += 500
     assert "this does not affect the run" in doubt.message_for(unknown)

@@ -61,7 +61,7 @@ def failed(slurm: Slurm, run: Run) -> Steps:
 
 def held_and_released(slurm: Slurm, run: Run) -> Steps:
     yield "PENDING"
-    assert run.status().words.startswith("JobHeldUser: held by its user; `scontrol release")
+    assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
     assert run.status().held is False
     slurm.command("scontrol", "release", run.job_id)
     yield "COMPLETED"
@@ -151,7 +151,7 @@ QUICK = {
         options=("--ntasks=1", ":", "--ntasks=2"),
     ),
     "failed": Scenario(
-        *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm reports FAILED before any rank was started"),
+        *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm reports FAILED before any rank started"),
         script="sleep 1; exit 3",
     ),
     # Slurm is content, but a run that is complete says so itself.
@@ -287,7 +287,7 @@ def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
         words |= {status.words for status in query_statuses(run.tasks()[-1:])}
     assert whole.tasks == {"FAILED": 1, "COMPLETED": 19}
     assert whole.state is RunState.FAILED
-    assert whole.cause == "r/task-7: Slurm reports FAILED before any rank was started"
+    assert whole.cause == "r/task-7: Slurm reports FAILED before any rank started"
     assert "JobArrayTaskLimit: the array already runs its maximum number of tasks" in words
 
 

@@ -95,7 +95,7 @@ def test_a_job_that_slurm_has_lost(own, tmp_path):
     else:
         status = run.status()
         assert status.state is RunState.UNKNOWN
-        assert f"Slurm no longer knows job {run.job_id}" in status.words
+        assert f"Slurm has no record of job {run.job_id}" in status.words
 
     # The controller counts from 1 again.
     for number in range(int(run.job_id)):

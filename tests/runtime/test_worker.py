@@ -351,7 +351,7 @@ signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
 os.kill(os.getpid(), signal.SIGTERM)
 """
     assert start(run, text).wait(30) == 75
-    assert "SIGTERM handler has been waiting for other ranks" in log(run)
+    assert "SIGTERM handler of the script has been waiting for other ranks" in log(run)
     assert "in broadcast" in log(run)
 
 

@@ -30,7 +30,7 @@ def _plan(folder: Path, **shape: Any) -> SandboxLayout:
         ({"gpu_type": "a:100"}, "'a:100' is not a valid GPU type"),
         ({"settings": ("JobRequeue",)}, "'JobRequeue' is not a valid slurm.conf line"),
         ({"settings": ("A=b\nC=d",)}, "is not a valid slurm.conf line"),
-        ({"settings": ("NodeName=x CPUs=1",)}, "Use the options of this command for nodes"),
+        ({"settings": ("NodeName=x CPUs=1",)}, "Set nodes with the options of this command"),
     ],
 )
 def test_impossible_shapes_are_refused_with_both_numbers(wrong: dict[str, Any], named: str) -> None:

@@ -183,7 +183,7 @@ def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here(
     assert after(EndKind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
 
 
-LOST = {"n3": "its slurmd does not respond"}
+LOST = {"n3": "the slurmd does not respond"}
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ RUNTIME = ("RuntimeError", "Exception")
             False,
         ),
         (failure(0, error="DiskFull", classes=("DiskFull", "CheckpointError")), EndKind.DISK_FULL, False),
-        (failure(0, "unfinished", "the script ended with exit code 0"), EndKind.UNFINISHED, False),
+        (failure(0, "unfinished", "the script exited with code 0"), EndKind.UNFINISHED, False),
     ],
 )
 def test_which_kind_a_failure_is_of(its, kind, again):

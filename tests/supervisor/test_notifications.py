@@ -158,7 +158,7 @@ def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkey
         assert time.monotonic() - begun < 10
         over.set()
     assert not [one for one in processes() if any(str(tmp_path) in word for word in one.argv)]
-    assert caplog.text.count("was not delivered before the supervisor ended") == 3
+    assert caplog.text.count("was not delivered before the supervisor exited") == 3
     assert "Traceback" not in caplog.text
 
 

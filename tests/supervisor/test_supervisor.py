@@ -238,7 +238,7 @@ def test_ranks_that_met_are_not_remarked(run):
 @pytest.mark.parametrize("end", [StepEnded(1), TaskExit(0, 1)])
 def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
     write_exception(run, 0, "Connection closed by peer")
-    nodes = PretendNodes({"n2": "its slurmd does not respond"}, shrinks=shrinks)
+    nodes = PretendNodes({"n2": "the slurmd does not respond"}, shrinks=shrinks)
     ends = [end] if isinstance(end, StepEnded) else [end, StepEnded(1)]
     assert supervise(run, [ends, DONE], PretendJob(nodes=nodes), min_nodes=1) == 0
     assert nodes.kept == [["n1"]]
@@ -247,7 +247,7 @@ def test_the_run_goes_on_with_the_nodes_that_are_left(run, shrinks, end):
     assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
     shrink = next(event for event in run.read_events() if event["kind"] == "shrink")
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (2, 1, ["n2"])
-    assert shrink["cause"] == "n2: its slurmd does not respond"
+    assert shrink["cause"] == "n2: the slurmd does not respond"
 
 
 def test_too_few_nodes_give_the_allocation_back(run):
@@ -508,7 +508,7 @@ def test_nodes_that_were_left_out_before_are_so_after_a_requeue_that_granted_the
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(run):
-    nodes = PretendNodes({"n2": "its slurmd does not respond"})
+    nodes = PretendNodes({"n2": "the slurmd does not respond"})
     assert supervise(run, [KILLED, DONE], PretendJob(nodes=nodes), spares=["n3", "n4"]) == 0
     assert nodes.kept == [["n1", "n3", "n4"]]
     replaced = next(event for event in run.read_events() if event["kind"] == "replace")
@@ -565,7 +565,7 @@ def test_a_check_that_does_not_come_to_an_end_on_one_node_tells_of_it(run):
     job.nodes = PretendNodes(fits=True)
     assert supervise(run, attempts[:1], job, node_check="always") == 75
     assert kinds(run) == ["failure", "excluded", "requeue"]
-    assert "n2: its check did not finish" in failure_of(run)["cause"]
+    assert "n2: the check did not finish" in failure_of(run)["cause"]
 
 
 @pytest.mark.parametrize("trouble", [[["no sum"], ["no sum"]], []])
@@ -665,7 +665,7 @@ def test_a_last_loss_that_is_not_finite_is_noted(run, losses, note):
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, 1)]
     run.metrics.write_text("".join(lines))
     assert supervise(run, [DONE]) == 0
-    never_met, _, rest = finished(run)["note"].partition("each trained alone.")
+    never_met, _, rest = finished(run)["note"].partition("each rank trained alone.")
     assert (never_met != "", rest.strip()) == (True, note)
 
 
@@ -680,7 +680,7 @@ def test_damaged_files_of_unfinished_trainings_do_not_end_the_supervisor(run, co
     for name in ("attempt-000-rank-x-0.json", "attempt-000-rank-0x-0.json", "attempt-000-rank-99999-0.json"):
         (path.parent / name).write_text("{}")
     assert supervise(run, [DONE]) == 4
-    assert "the script ended with exit code 0 before" in finished(run)["cause"]
+    assert "the script exited with code 0 before" in finished(run)["cause"]
     assert not path.exists()
 
 
@@ -735,7 +735,7 @@ def test_a_training_that_did_not_return_has_failed_for_good(run):
     assert supervise(run, [ends_unfinished(run, DONE, (0, 1))]) == 4
     assert failure_of(run)["class"] == "unfinished"
     cause = finished(run)["cause"]
-    assert cause.startswith("rank 0 on n1: the script ended with exit code 0 before Trainer.fit() returned, ")
+    assert cause.startswith("rank 0 on n1: the script exited with code 0 before Trainer.fit() returned, ")
     assert "before step 1 of 10: To end training early" in cause
     assert run.unfinished_files(0) == []
 
@@ -750,7 +750,7 @@ def test_a_training_that_did_not_return_is_the_cause_of_what_its_peers_say(run):
 
     then = [lose_peer, TaskExit(1, 0), TaskExit(0, 1), StepEnded(1)]
     assert supervise(run, [ends_unfinished(run, then, (0, 1))]) == 4
-    assert finished(run)["cause"].startswith("rank 1 on n2: the script ended with exit code 0")
+    assert finished(run)["cause"].startswith("rank 1 on n2: the script exited with code 0")
 
 
 def test_a_row_of_the_table_has_an_unfinished_training_started_again(run):

@@ -150,7 +150,7 @@ def test_a_node_with_lower_clocks(tmp_path):
         node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
     (advice,) = told(run)
     assert advice.what == "n1 is slow and delays all other nodes. Exclude it with --exclude n1."
-    assert "1230 MHz, those of other nodes at 1600 MHz (1.3 × faster)" in advice.evidence
+    assert "1230 MHz, GPUs of other nodes at 1600 MHz (1.3 × faster)" in advice.evidence
     assert "lowered: temperature (100.0 % of the time)" in advice.evidence
 
 

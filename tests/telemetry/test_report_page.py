@@ -185,7 +185,7 @@ def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     assert not re.search(r"(?<!\\)<", outside)
     rows = [
         line
-        for line in outside.split("## What happened")[1].split("\n## ")[0].splitlines()
+        for line in outside.split("## Timeline")[1].split("\n## ")[0].splitlines()
         if line.startswith("|")
     ]
     assert len(rows) == 2 + len(HOSTILE)
@@ -335,7 +335,7 @@ def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_pat
         write_run(tmp_path / "run", story_.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
     )
     text = " ".join(summarize(facts))
-    assert "with 3 attempts. It was cancelled and resubmitted 2 times." in text
+    assert "with 3 attempts. The run was cancelled and resubmitted 2 times." in text
     for view in (text, markdown_report(facts), render_run_page(facts)):
         assert "There were no interruptions" not in view
 

@@ -152,7 +152,7 @@ def test_a_stream_without_a_state_says_how_many_samples_are_trained_again():
     second = train_leg(make, 3, 100, after=7, state=first.state)
     (remark,) = second.remarks
     assert remark.startswith("train_dataset has no state_dict and load_state_dict")
-    assert remark.endswith("epoch 1 starts over, which repeats 16 samples.")
+    assert remark.endswith("epoch 1 starts over and repeats 16 samples.")
     assert [(step["step"], step["epoch"], step["batch_idx"]) for step in second.steps] == [
         (8, 1, 0), (9, 1, 1), (10, 1, 2), (11, 1, 3), (12, 1, 4),
     ]  # fmt: skip

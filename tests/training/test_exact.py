@@ -99,7 +99,7 @@ def test_other_ranks_and_workers_go_on_with_the_same_samples_rates_and_parameter
 def test_a_stream_without_a_state_says_on_resume_what_is_trained_again(tmp_path):
     train(tmp_path, 3, 5, "data=no-state", ranks=2)
     printed = run_forked(SCRIPT, ["6", "5", "data=no-state"], variables(tmp_path), ranks=3)
-    assert "epoch 0 starts over, which repeats 15 samples." in printed
+    assert "epoch 0 starts over and repeats 15 samples." in printed
 
 
 def test_float16_skips_a_step_that_overflows_on_one_rank_on_all_of_them(tmp_path):

@@ -32,7 +32,7 @@ def test_the_largest_part_that_fits_is_found_in_few_trials(share, limit):
 
 
 def test_where_not_even_one_sample_fits_the_user_is_told():
-    with pytest.raises(hpctrain.UserError, match="even with one sample"):
+    with pytest.raises(hpctrain.UserError, match="even a training step with one sample"):
         largest_that_fits(10, lambda count: False)
 
 
@@ -106,7 +106,7 @@ def test_running_out_of_memory_tells_what_to_do():
     free, _ = torch.cuda.mem_get_info()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Wide(free // 10), torch.rand(64, 4))
-    assert "micro_batch_size='auto' finds the largest that fits" in "".join(caught.value.__notes__)
+    assert "micro_batch_size='auto' finds the largest size that fits" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.gpu

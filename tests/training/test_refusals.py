@@ -31,7 +31,7 @@ def test_a_wrong_metric_is_answered_with_those_that_there_are(tmp_path):
 
     stopping = hpctrain.EarlyStopping("val_los")
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, callbacks=stopping)
-    with pytest.raises(hpctrain.UserError, match=r"'val_los', but validation returned only: val_loss\.$"):
+    with pytest.raises(hpctrain.UserError, match=r"'val_los', but the validation returned only: val_loss\.$"):
         trainer.fit(Model(), samples(), samples())
 
 
@@ -44,7 +44,7 @@ def test_a_metric_that_no_validation_gives_is_said_before_the_first_step(tmp_pat
             return {"f1": super().training_step(batch, batch_idx).detach()}
 
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, **settings)
-    with pytest.raises(hpctrain.UserError, match="nope', but validation returned only: f1"):
+    with pytest.raises(hpctrain.UserError, match="nope', but the validation returned only: f1"):
         trainer.fit(Model(), samples(), samples())
     assert not RunDir(tmp_path).metrics.exists()
 
@@ -89,7 +89,10 @@ def test_a_checkpoint_of_another_optimizer_is_said_to_be_one(tmp_path):
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
     hpctrain.Trainer(max_steps=1, run_dir=tmp_path).fit(Regression(), samples())
-    with pytest.raises(hpctrain.UserError, match=r"its optimizer has .*momentum.*, the script's has .*betas"):
+    with pytest.raises(
+        hpctrain.UserError,
+        match=r"the optimizer in the checkpoint has .*momentum.*, the optimizer of the script has .*betas",
+    ):
         hpctrain.Trainer(max_steps=2, run_dir=tmp_path).fit(WithAdam(), samples())
 
 

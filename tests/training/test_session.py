@@ -72,7 +72,7 @@ def test_a_loop_that_ends_early_saves_or_says_that_it_does_not(tmp_path, capfd, 
                     break
                 s.end()
     run = RunDir(tmp_path)
-    said = "was left early, in step 6" in capfd.readouterr().out
+    said = "ended early, in step 6" in capfd.readouterr().out
     if how == "end":
         steps = [line["step"] for line in read_json_lines(run.metrics)]
         assert 6 <= s.step <= 24

@@ -205,7 +205,7 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; choose from 'ddp'"),
         ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp']; it must be a name, such as 'ddp'"),
         ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; choose from '32', 'bf16-mixed'"),
-        ({"max_steps": 1, "precision": "apex"}, "PyTorch has this built in: use '16-mixed'"),
+        ({"max_steps": 1, "precision": "apex"}, "Use PyTorch's built-in mixed precision instead: '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
         ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
@@ -257,7 +257,7 @@ def test_a_schedule_that_goes_by_a_metric_is_refused_with_a_way_out():
     module = Tiny()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.optimizer = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(hpctrain.UserError, match="in a callback's on_validation_end"):
+    with pytest.raises(hpctrain.UserError, match="in the on_validation_end of a callback"):
         fit(module)
 
 
@@ -305,7 +305,7 @@ def test_a_save_that_fails_is_said_and_training_goes_on_but_the_last_one_is_an_e
 def test_a_second_training_does_not_take_the_first_ones_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
     fit(Tiny())
-    with pytest.raises(hpctrain.UserError, match=r"holds its checkpoints.*Trainer\(run_dir="):
+    with pytest.raises(hpctrain.UserError, match=r"contains its checkpoints.*Trainer\(run_dir="):
         fit(Tiny())
     assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
 

@@ -1,4 +1,4 @@
-"""Export of a checkpoint into one file that can be read without hpctrain."""
+"""Export of a checkpoint to a single file that other programs can read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth")
 
 
 def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False) -> list[str]:
-    """Write the module's weights in the folder `checkpoint`, or the whole state, to `file`.
+    """Write the module's weights from the folder `checkpoint`, or the complete state, to `file`.
 
-    `file` appears only when it is complete; an existing file is replaced.
+    `file` is written atomically; an existing file is replaced.
 
     Returns:
-        Sentences about what was written and what was left out.
+        Messages on the written and the omitted parts.
 
     Raises:
         UserError: `file` does not end in .safetensors, .pt or .pth, or `everything` is requested for a
             .safetensors file.
-        CheckpointError: the checkpoint is broken or cannot be read, or `file` cannot be written.
+        CheckpointError: the checkpoint is damaged or cannot be read, or `file` cannot be written.
         OSError: `file` cannot be written.
     """
     suffix = file.suffix.lower()
@@ -53,7 +53,7 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
     left_out = sorted(set(weights) - set(tensors))
     return [
         f"Wrote {file}: {_count(tensors)} (step {step})",
-        *(f"{name} is not a tensor and was left out; a .pt file can store it" for name in left_out),
+        *(f"{name} is not a tensor and was omitted; a .pt file can store it" for name in left_out),
     ]
 
 
@@ -61,7 +61,7 @@ def load_on_cpu(folder: Path) -> LoadedCheckpoint:
     """Verify and load the checkpoint in `folder` on the CPU of this process, written by any number of ranks.
 
     Raises:
-        CheckpointError: it is broken or cannot be read.
+        CheckpointError: the checkpoint is damaged or cannot be read.
     """
     return load(RankCoordinator(None, 0.0), VerifiedCheckpoint(folder, read_verified(folder)), None)
 
@@ -76,7 +76,7 @@ def _count(weights: dict[str, Any]) -> str:
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` create a temporary file, sync it to disk and rename it to `file`."""
+    """Create a temporary file with `write`, sync it to disk and rename it to `file`."""
     if not file.absolute().parent.is_dir():
         raise UserError(f"{file} cannot be written: the folder {file.parent} does not exist.")
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -85,7 +85,7 @@ def _write(file: Path, write: Callable[[Path], object]) -> None:
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, file)
-    except (RuntimeError, SafetensorError) as error:  # both libraries raise these if the disk is full
+    except (RuntimeError, SafetensorError) as error:  # both libraries raise these errors if the disk is full
         raise CheckpointError(f"{file} was not written: {str(error).partition(chr(10))[0]}") from error
     finally:
         temporary.unlink(missing_ok=True)

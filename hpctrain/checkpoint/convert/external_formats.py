@@ -1,4 +1,4 @@
-"""Formats in which other programs store a training state in one file."""
+"""Single-file formats of other programs for a training state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCHEDULERS = (
     *("scheduler_state_dict", "lr_scheduler_state_dict"),
 )
 _STEPS = ("global_step", "step", "steps", "iteration", "iter", "num_steps")
-#: Prefix that a wrapper adds to each name of the wrapped module → the wrapper.
+#: Prefixes that wrappers add to the names of the wrapped module, by wrapper.
 _WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
@@ -27,10 +27,10 @@ class ExternalState:
     """A training state from the file of another program."""
 
     origin: str
-    """The program that seems to have written it."""
+    """The program that probably wrote the file."""
     weights: dict[str, Any]
     optimizers: list[Any] | None = None
-    """One state_dict each; None if the file has none."""
+    """A state_dict each; None if the file has none."""
     schedulers: list[Any] | None = None
     step: int | None = None
     left_out: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class ExternalState:
         return replace(self, optimizers=None, schedulers=None, left_out=(*self.left_out, *names))
 
     def tree(self) -> dict[str, Any]:
-        """Return the state as the Trainer's checkpoints hold it; parts that the file lacks are empty."""
+        """Return the state in the structure of the Trainer's checkpoints; missing parts are empty."""
         return {
             "module": self.weights,
             "optimizers": self.optimizers,
@@ -61,7 +61,7 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
     """Return the training state in `content`, which was read from a file.
 
     Raises:
-        UserError: it contains no weights.
+        UserError: the content has no weights.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{origin} contains a {type(content).__name__}; expected a dict with a state_dict.")

@@ -31,18 +31,18 @@ def import_checkpoint(
 
     Args:
         file: a bare state_dict, a dict that contains one, a Lightning checkpoint, or a .safetensors file.
-        run: a run that is not active; its folder is created if it does not exist.
-        step: completed optimizer steps; None takes the number in the file, or 0.
+        run: a run that is not active; the folder is created if necessary.
+        step: completed optimizer steps; None uses the number in the file, or 0.
         weights_only: import neither optimizers nor schedulers.
         allow: names of classes that the file may contain in addition to tensors and plain values.
 
     Returns:
-        Sentences about what was imported and what was not.
+        Messages on the imported and the omitted parts.
 
     Raises:
         UserError: the file contains other classes or no weights, or the run has a checkpoint of this or a
             later step.
-        CheckpointError: the checkpoint could not be written, or a value cannot be stored in one.
+        CheckpointError: the checkpoint could not be written, or a value cannot be stored in a checkpoint.
     """
     external = parse_external_state(_read(file, allow), str(file))
     if weights_only:
@@ -53,7 +53,7 @@ def import_checkpoint(
     if newest >= step:
         raise UserError(
             f"{run.checkpoints} already has a checkpoint of step {newest}, but {file} would become step "
-            f"{step}, and runs resume from the newest. Use a higher --step or another run folder."
+            f"{step}, and runs resume from the newest checkpoint. Use a higher --step or another run folder."
         )
     make_folder(run.path)
     store = CheckpointStore(run.checkpoints)
@@ -63,10 +63,10 @@ def import_checkpoint(
 
 
 def _read(file: Path, allow: Sequence[str]) -> Any:
-    """Return the content of the file, on the CPU, without running code from it.
+    """Return the content of the file, on the CPU, without running code from the file.
 
     Raises:
-        UserError: it contains objects of classes that are not allowed, or has another format.
+        UserError: the file contains objects of classes that are not allowed, or has another format.
     """
     if file.suffix.lower() == ".safetensors":
         try:
@@ -81,16 +81,16 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
         except Exception as error:
             if others := _other_classes(file):
                 raise UserError(
-                    f"{file} contains objects of {', '.join(others)}; loading them would run code from the "
-                    "file. If you trust it, allow them: "
-                    f"{' '.join(f'--allow {name}' for name in others)}. Otherwise save only the "
-                    "weights: torch.save({'state_dict': model.state_dict()}, FILE)."
+                    f"{file} contains objects of {', '.join(others)}; loading these objects would run code "
+                    "from the file. If you trust the file, use "
+                    f"{' '.join(f'--allow {name}' for name in others)}. Otherwise save only the weights: "
+                    "torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
             raise UserError(f"{file} was not written by torch.save: {_first_line(error)}.") from error
 
 
 def _other_classes(file: Path) -> list[str]:
-    """Return the names of classes and functions in the file that were not allowed, without loading it."""
+    """Return the names of disallowed classes and functions in the file, without loading it."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # noqa: BLE001 (an unreadable file has no names)
@@ -98,10 +98,10 @@ def _other_classes(file: Path) -> list[str]:
 
 
 def _class(name: str) -> Any:
-    """Import the class that the user calls `name`.
+    """Import the class `name`.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: the class cannot be imported.
     """
     module, _, attribute = name.rpartition(".")
     try:
@@ -113,7 +113,7 @@ def _class(name: str) -> Any:
 
 
 def _import_notes(external: ExternalState) -> Iterator[str]:
-    """Yield sentences about what was imported and what was not."""
+    """Yield messages on the imported and the omitted parts."""
     parts: Mapping[str, list[Any] | None] = {
         "optimizer": external.optimizers,
         "scheduler": external.schedulers,
@@ -122,13 +122,14 @@ def _import_notes(external: ExternalState) -> Iterator[str]:
     yield "imported: " + ", ".join([f"{len(external.weights)} weights and buffers", *taken])
     for name, states in parts.items():
         if not states:
-            yield f"no {name} state: it starts {'fresh' if name == 'optimizer' else 'at its first step'}"
+            start = "from scratch" if name == "optimizer" else "at its first step"
+            yield f"no {name} state: the {name} starts {start}"
     if external.left_out:
-        yield f"left out: {', '.join(external.left_out)}"
+        yield f"omitted: {', '.join(external.left_out)}"
     yield from external.remarks
     yield (
-        "not in the file: the position in the data and the random state. The run uses its own "
-        "sample order, as if it had already trained that many steps of it."
+        "not in the file: the position in the data and the random state. The run uses its own sample "
+        "order, starting after the same number of steps."
     )
 
 

@@ -1,7 +1,7 @@
 """Tables with the location of each tensor: one for `torch.distributed.checkpoint`, one as JSON for hpctrain.
 
-torch's own table, `.metadata`, is a pickle, which may run code when it is read. It is only for readers
-without hpctrain; hpctrain reads `tensors.json`.
+torch's own table, `.metadata`, is a pickle, which may run code when it is read. This table is only for
+readers without hpctrain; hpctrain reads `tensors.json`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StoredChunk:
 
     key: str
     dtype: str
-    """torch's name of the element type, without `torch.`."""
+    """Name of the element type in torch, without `torch.`."""
     tensor_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the complete tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -47,7 +47,7 @@ class StoredChunk:
 
 
 def rank_file_name(rank: int) -> str:
-    """Return torch's name for the first file of a rank."""
+    """Return the file name that torch uses for the first file of a rank."""
     return f"__{rank}_0.distcp"
 
 
@@ -90,12 +90,12 @@ def _metadata(record: dict[str, Any]) -> Metadata:
             places[MetadataIndex(key, offsets, i)] = StorageInfo(file, offset, length)
         properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
         tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
-    # torch's type also allows entries that are no tensors; there are none here.
+    # torch's type also allows entries that are not tensors; these do not occur.
     return Metadata(dict(tensors), storage_data=places, version=CURRENT_DCP_VERSION)
 
 
 class TensorReader(FileSystemReader):
-    """Reader for the tensors of a checkpoint that unpickles nothing."""
+    """Reader for the tensors of a checkpoint, without unpickling."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

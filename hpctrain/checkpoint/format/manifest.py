@@ -1,4 +1,4 @@
-"""The manifest, which makes a folder a checkpoint and is written last. Imports no torch."""
+"""The manifest of a checkpoint, which is written last and marks it as complete. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
 _BLOCK_BYTES = 8 << 20
-#: Precedes the manifest's own checksum, which covers all bytes before this.
+#: Precedes the checksum of the manifest, which covers all bytes before this field.
 _SEAL = b',\n"xxh3_128": "'
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a checkpoint, as it was written."""
+    """A file of a checkpoint, with the size and checksum as written."""
 
     name: str
     bytes: int
@@ -33,8 +33,8 @@ class FileEntry:
         """Compare the file in `folder` with its size and checksum.
 
         Raises:
-            CorruptCheckpoint: it is missing or differs; the message names it.
-            CheckpointError: it cannot be read at the moment.
+            CorruptCheckpoint: the file is missing or differs; the message names it.
+            CheckpointError: the file cannot be read at the moment.
         """
         path = folder / self.name
         try:
@@ -58,11 +58,11 @@ class Manifest:
     step: int
     """Completed optimizer steps."""
     world_size: int
-    """Number of ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     time: float
     """Time of the snapshot, in seconds since the epoch."""
     score: float | None
-    """Value of the metric by which the run keeps its best checkpoints."""
+    """Value of the metric that selects the best checkpoints."""
     files: tuple[FileEntry, ...]
 
     @property
@@ -70,7 +70,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files)
 
     def encode(self) -> bytes:
-        """Return the text of the manifest file; its last line is a checksum of all bytes before it."""
+        """Return the text of the manifest file; the last line is a checksum of all preceding bytes."""
         body = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).removesuffix("\n}").encode("ascii")
         return body + _tail(body)
 
@@ -79,20 +79,20 @@ class Manifest:
         """Parse the output of `encode`; `path` is its source, for messages.
 
         Raises:
-            CorruptCheckpoint: any byte differs from what was written.
-            CheckpointError: it was written by another version.
+            CorruptCheckpoint: any byte differs from the written content.
+            CheckpointError: the manifest was written by another version.
         """
         body, _, _ = content.rpartition(_SEAL)
         if not body or content != body + _tail(body):
             raise CorruptCheckpoint(
-                f"{path} is corrupt: its last line is not the checksum of the lines before it."
+                f"{path} is corrupt: the last line is not the checksum of the preceding lines."
             )
         try:
             record = json.loads(content)
             if record["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {record['format']!r}, but this version of hpctrain reads format "
-                    f"{_FORMAT}. Resume with the version that wrote it."
+                    f"{_FORMAT}. Resume with the version that wrote the checkpoint."
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
             return cls(record["step"], record["world_size"], record["time"], record["score"], files)
@@ -104,7 +104,7 @@ class Manifest:
         """Read the manifest in `folder`.
 
         Raises:
-            CorruptCheckpoint: it is missing, garbled, or belongs to another step.
+            CorruptCheckpoint: the manifest is missing, garbled, or belongs to another step.
             CheckpointError: it cannot be read at the moment, or was written by another version.
         """
         path = folder / MANIFEST_NAME
@@ -112,7 +112,7 @@ class Manifest:
             content = read_regular(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(
-                f"{folder} has no {MANIFEST_NAME}: it was never completely written."
+                f"{folder} has no {MANIFEST_NAME}: it was not written completely."
             ) from None
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -122,7 +122,7 @@ class Manifest:
         return manifest
 
     def shares(self, num_ranks: int) -> list[list[FileEntry]]:
-        """Return the files divided among `num_ranks` ranks, with about the same number of bytes for each."""
+        """Divide the files among `num_ranks` ranks, with about the same number of bytes each."""
         shares: list[list[FileEntry]] = [[] for _ in range(num_ranks)]
         loads = [0] * num_ranks
         for entry in sorted(self.files, key=lambda entry: (-entry.bytes, entry.name)):
@@ -133,7 +133,7 @@ class Manifest:
 
 
 def make_entry(name: str, content: bytes) -> FileEntry:
-    """Return the entry of a file that holds `content`."""
+    """Return the entry of a file with this content."""
     return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
 
 

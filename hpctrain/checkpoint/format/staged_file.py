@@ -1,8 +1,9 @@
-"""The file of a rank, laid out in memory exactly as on disk.
+"""In-memory image of a rank's file, with the same layout as on disk.
 
-It is a sequence of archives, each the output of `torch.save` for one piece of a tensor, which is what
-`torch.distributed.checkpoint` reads. The bytes around the data depend only on its type and shape, so they are
-generated once. A save then only copies tensors to their places and writes one contiguous range of memory.
+The file is a sequence of archives in the format of `torch.distributed.checkpoint`: each archive is the output
+of `torch.save` for a piece of a tensor. The bytes around the data depend only on type and shape, so these
+bytes are generated once. A save then only copies tensors to their positions and writes one contiguous range
+of memory.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 
 from hpctrain.checkpoint.format.write_plan import WriteItem, item_bytes
 
-#: Archives start at multiples of this, so that their data is aligned for every type.
+#: Archives start at multiples of this value, to align their data for every type.
 _ALIGNMENT = 64
 _RECORD = b"archive/data/0"
-#: Room for growth in later saves, such as more digits in the random state.
+#: Reserve for growth in later saves, such as more digits in the random state.
 _SLACK_BYTES = 1 << 20
 #: cudaHostRegisterPortable (CUDA Runtime API, memory management).
 _PORTABLE = 1
@@ -38,7 +39,7 @@ class ByteRange:
 
 
 class StagedFile:
-    """The file of one rank, for pieces of given types and shapes."""
+    """The file of a rank, for pieces of given types and shapes."""
 
     def __init__(self, items: Sequence[WriteItem]) -> None:
         """Compute the layout; `bind_memory` provides the memory.
@@ -70,7 +71,7 @@ class StagedFile:
             self._targets.append(everything[begin:stop].view(item.dtype).view(item.sizes))
 
     def fill(self, data: Sequence[torch.Tensor]) -> _CopyDone:
-        """Copy the data of all pieces to their places.
+        """Copy the data of all pieces to their positions.
 
         Copies from a GPU are queued on the current stream and may still be in progress on return.
 
@@ -78,14 +79,14 @@ class StagedFile:
             An object to `synchronize()` with before the content is read.
         """
         if data:
-            # One call for all, because a state may have thousands of small tensors.
+            # A single call for all tensors, because a state may have thousands of small tensors.
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, list(data), non_blocking=True)
         return _CopyDone({source.device for source in data if source.is_cuda})
 
 
 class _CopyDone:
-    """Completion of all copies from some GPUs."""
+    """Completion of all copies from the GPUs."""
 
     def __init__(self, gpus: Iterable[torch.device]) -> None:
         self._events = []
@@ -101,15 +102,15 @@ class _CopyDone:
 
 
 def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
-    """Allocate memory for images, with all pages touched so that no save has to fault them in.
+    """Allocate memory for images, with all pages touched to avoid page faults in saves.
 
     Args:
         num_bytes: size of the content in bytes.
-        gpu: pin the memory, so that this and any other GPU can copy into it asynchronously.
+        gpu: pin the memory for asynchronous copies from all GPUs.
     """
     num_bytes += _SLACK_BYTES
-    # Private, so that no limit on shared memory applies. Not inherited by children: otherwise each fork, such
-    # as that of a data worker, would make the next save copy every page.
+    # Private, to avoid limits on shared memory. Not inherited by children: otherwise, after each fork, such
+    # as of a data worker, the next save would copy every page.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     with _suppress_os_error():
@@ -117,8 +118,8 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     everything.zero_()
     if gpu is not None:
-        # Registered, because torch's own pinned memory is rounded up to powers of two. A new thread's current
-        # device is the first GPU, on which each rank of the node would otherwise create a context.
+        # Registered, because torch's own pinned memory is rounded up to powers of two. The current device of
+        # a new thread is the first GPU, on which each rank of the node would otherwise create a context.
         with torch.cuda.device(gpu):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             address = everything.data_ptr()
@@ -129,7 +130,7 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
 
 @contextmanager
 def _suppress_os_error() -> Iterator[None]:
-    """Suppress OSError: a kernel without huge pages refuses the hint, which does no harm."""
+    """Suppress OSError: a kernel without huge pages rejects the hint, which is harmless."""
     try:
         yield
     except OSError:
@@ -137,7 +138,7 @@ def _suppress_os_error() -> Iterator[None]:
 
 
 class _Envelope:
-    """Stream for `torch.save` that keeps the bytes before and after the tensor's data."""
+    """Stream for `torch.save` that stores the bytes before and after the tensor's data."""
 
     def __init__(self, num_bytes: int) -> None:
         self.head, self.tail = bytearray(), bytearray()
@@ -180,7 +181,7 @@ class _Envelope:
 def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return the bytes that `torch.save` writes before and after the data of a contiguous tensor.
 
-    Checksums inside the archive are left out, as torch allows, because they would depend on the data.
+    Checksums in the archive are omitted, as torch allows, because they would depend on the data.
     """
     tensor = torch.empty(sizes, dtype=dtype)  # never touched, so it takes no memory
     stream = _Envelope(tensor.nbytes)

@@ -1,7 +1,7 @@
 """Splitting of a nested state into tensors and plain values, which are stored as JSON.
 
-Nothing is pickled: a save refuses a value that JSON cannot represent exactly, and names its path. Floats are
-exact, because JSON stores the shortest text that reads back to the same number.
+Nothing is pickled. A save rejects a value that JSON cannot represent exactly, and names its path. Floats are
+exact, because JSON stores the shortest decimal representation that yields the same number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from hpctrain.errors import CheckpointError
 
-#: Key prefix of the tensors of the state; `rank_key` gives the prefix of one rank's own tensors.
+#: Key prefix for the tensors of the state; `rank_key` returns the prefix for the rank's own tensors.
 STATE_KEY = "state"
 
 _TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
 
 
 def rank_key(rank: int) -> str:
-    """Return the key prefix of a rank's own tensors."""
+    """Return the key prefix for the tensors of a single rank."""
     return f"rank-{rank:05d}/"
 
 

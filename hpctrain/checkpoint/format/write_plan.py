@@ -1,8 +1,8 @@
 """The write plan: the part of each tensor that a rank writes.
 
-Tensors that are replicated on the same ranks are laid end to end, in the order of the tree, and divided into
-one equal range per rank. Each rank computes its own range without communication, and all ranks write about
-the same amount. A tensor is cut only if the end of a range falls into it.
+Tensors that are replicated on the same ranks are concatenated, in the order of the tree, and divided into one
+equal range per rank. Each rank computes its range without communication, and all ranks write about the same
+amount. A tensor is split only at the end of a range.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hpctrain.errors import CheckpointError
 from hpctrain.torch_compat import ShardedTensor
 
-#: Smaller tensors are not cut, in bytes: opening another piece would cost more than it saves.
+#: Minimum size in bytes of tensors to split: for smaller tensors, another piece costs more than it saves.
 _CUT_FROM_BYTES = 1 << 20
 
 
@@ -27,14 +27,14 @@ class WriteItem(NamedTuple):
     key: str
     dtype: torch.dtype
     tensor_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the complete tensor."""
     offsets: tuple[int, ...]
-    """Position of the piece in the whole tensor."""
+    """Position of the piece in the complete tensor."""
     sizes: tuple[int, ...]
 
 
 class _LocalPart(NamedTuple):
-    """This rank's part of a tensor, and the ranks that hold the same part."""
+    """This rank's part of a tensor, and the ranks with the same part."""
 
     key: str
     tensor_shape: tuple[int, ...]
@@ -52,13 +52,13 @@ def plan_writes(
     """Yield the pieces that this rank writes, with their data, in an order that depends only on shapes.
 
     Args:
-        tensors: by key; plain ones are equal on all ranks.
+        tensors: by key; plain tensors are equal on all ranks.
         rank: this rank.
         world_size: number of ranks.
-        rank_of: maps a global rank to the rank in the group that saves.
+        rank_of: maps a global rank to the rank in the saving group.
 
     Raises:
-        CheckpointError: a tensor is of a kind that cannot be stored.
+        CheckpointError: a tensor has a kind that cannot be stored.
     """
     groups: dict[tuple[int, ...], list[_LocalPart]] = {}
     everyone = tuple(range(world_size))
@@ -70,7 +70,7 @@ def plan_writes(
 
 
 def slice_item(item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of a piece of `tensor`, which this rank holds whole."""
+    """Return the data of a piece of `tensor`, which is complete on this rank."""
     data = tensor.detach()
     if item.sizes == item.tensor_shape:
         return data
@@ -87,7 +87,7 @@ def _split_among_holders(
     begin = 0
     for part in parts:
         data, nbytes = part.data, part.data.nbytes
-        # Rows are slices along the first dimension with a size above 1.
+        # Rows are slices along the first dimension of size above 1.
         dim = next((d for d, size in enumerate(data.shape) if size > 1), None)
         rows = 1 if dim is None or nbytes < _CUT_FROM_BYTES else data.shape[dim]
 

@@ -1,7 +1,7 @@
-"""Disk operations that may hang: they run in threads, and all ranks wait for them with a limit.
+"""Disk operations that may hang: they run in threads, and all ranks wait with a time limit.
 
-A call that creates, renames or syncs a file can hang in the kernel indefinitely, and no signal ends it.
-Therefore no rank makes such a call in a thread for which other ranks or the training wait.
+A call that creates, renames or syncs a file can hang in the kernel indefinitely, regardless of signals.
+Therefore, no rank makes such a call in a thread that blocks other ranks or the training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_except
 T = TypeVar("T")
 
 _MIN_ROUND_S, _MAX_ROUND_S = 0.001, 0.2
-#: Limit on the wait for a hanging disk once a save is being given up, in seconds.
+#: Limit on the wait for a hanging disk while a save is being aborted, in seconds.
 _ABORT_TIMEOUT_S = 5.0
 
 
@@ -25,11 +25,11 @@ class IoTask(Generic[T]):
     """A disk operation.
 
     Attributes:
-        result: the return value, once it has succeeded.
+        result: the return value after success.
         error: the error, or None.
-        last_progress: time of the last disk progress, by the monotonic clock.
-        ended: set once nothing more will be done.
-        stop: set by others to request an early end, which not all work supports.
+        last_progress: time of the last disk progress, on the monotonic clock.
+        ended: set at the end of all work.
+        stop: set by others to request an early end; not all work supports this.
     """
 
     def __init__(self, work: Callable[[], T] | None = None) -> None:
@@ -41,7 +41,7 @@ class IoTask(Generic[T]):
         self.ended, self.stop = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Run the work; store its result or problem."""
+        """Run the work; store the result or the error."""
         self.last_progress = time.monotonic()
         try:
             self.result = self.work()
@@ -51,11 +51,11 @@ class IoTask(Generic[T]):
             self.ended.set()
 
     def work(self) -> T | None:
-        """Do the work; subclasses may override this."""
+        """Perform the work; subclasses may override this."""
         return self._work() if self._work else None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; return False if the disk hangs.
+        """Wait for the end; return False if the disk hangs.
 
         Args:
             timeout_s: longest time without disk progress, in seconds.
@@ -66,17 +66,17 @@ class IoTask(Generic[T]):
         return True
 
     def is_timed_out(self, timeout_s: float) -> bool:
-        """True if it is unfinished without disk progress for `timeout_s` seconds; then sets `error`."""
+        """Return true if it is unfinished without disk progress for `timeout_s` seconds, and set `error`."""
         if self.ended.is_set() or time.monotonic() - self.last_progress < timeout_s:
             return False
-        self.error = f"the disk has accepted no data for {timeout_s:g} s"
+        self.error = f"the disk has not accepted any data for {timeout_s:g} s"
         return True
 
 
 class IoThread:
-    """Queue of tasks that run one after the other, in a thread that exists only while there are any.
+    """Queue of tasks that run one after the other, in a thread that exists only while tasks are queued.
 
-    A task that is queued while an earlier one hangs, such as its cleanup, therefore runs after it.
+    A task that is queued while an earlier task hangs, such as its cleanup, therefore runs later.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class IoThread:
         self._is_busy = False
 
     def submit(self, work: Callable[[], T]) -> IoTask[T]:
-        """Queue `work` and return at once."""
+        """Queue `work` and return immediately."""
         task = IoTask(work)
         with self._lock:
             self._queue.append(task)
@@ -113,15 +113,15 @@ def wait_on_all_ranks(
     timeout_s: float,
     failure: str,
 ) -> bool:
-    """Wait until no rank has unfinished work; return True if any rank asked to give up.
+    """Wait until no rank has unfinished work; return True if any rank requested an abort.
 
-    The ranks exchange their status several times a second. If one fails or asks to give up, the others stop
-    early. All ranks must call this.
+    The ranks exchange their status several times a second. If a rank fails or requests an abort, the others
+    stop early. All ranks must call this.
 
     Args:
         coordinator: the ranks.
-        task: this rank's running task; None if it has none.
-        abort: makes all ranks give up when set on any of them.
+        task: the running task of this rank, or None.
+        abort: if set on any rank, all ranks abort.
         timeout_s: longest time without disk progress, in seconds.
         failure: description of a failure, as the start of a sentence.
     """

@@ -1,8 +1,8 @@
 """A folder of checkpoints: commit, deletion and cleanup. Imports no torch.
 
-A checkpoint is written into a hidden folder, which readers ignore; the rename to its final name is the
-commit. Deletion first renames it to another hidden name. Every folder with the name of a step was therefore
-complete when it got that name.
+A checkpoint is written into a hidden folder, which readers ignore. The rename to the final name is the
+commit. Deletion starts with a rename to another hidden name. Every folder with the name of a step was
+therefore complete at the time of the rename.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
 _CHECKPOINT_NAME = re.compile(r"step-\d{8,}(\.broken-\d+)?")
-#: A hidden folder of another machine counts as abandoned after this time without a change, in seconds.
+#: A hidden folder of another machine is considered abandoned after this time without a change, in seconds.
 ABANDONED_AFTER_S = 600.0
 
 
 def temporary_name(step: int, machine: str, token: str) -> str:
-    """Return the name of the hidden folder in which the checkpoint of a step is written.
+    """Return the name of the hidden folder for writing the checkpoint of a step.
 
     Args:
         step: completed optimizer steps.
@@ -47,7 +47,7 @@ def temporary_name(step: int, machine: str, token: str) -> str:
 
 
 def is_checkpoint_entry(name: str) -> bool:
-    """True if an entry in a folder of checkpoints was written by hpctrain, complete or not."""
+    """Return true if hpctrain wrote an entry in a folder of checkpoints, complete or not."""
     return name.startswith((_SAVING, _DELETING)) or _CHECKPOINT_NAME.fullmatch(name) is not None
 
 
@@ -63,22 +63,22 @@ def boot_identity() -> str:
 
 @dataclass(frozen=True)
 class CheckpointDir:
-    """A folder of checkpoints, from the view of the process that creates and renames folders in it."""
+    """A folder of checkpoints, for the process that creates and renames its subfolders."""
 
     folder: Path
     durable: bool = True
     """True if commits must survive a power failure."""
     records: tuple[Path, ...] = ()
-    """Files to sync to disk before a commit, so that their records of the checkpoint are not lost."""
+    """Files with records of the checkpoint, to sync to disk before a commit."""
 
     @contextmanager
     def temporary_folder(self, name: str) -> Iterator[Path]:
         """Create the hidden folder `name`; on exit, remove it unless it was committed.
 
-        While it is open, a lock shows that its writer is alive.
+        In the meantime, a lock shows that the writer is alive.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: the folder cannot be created.
         """
         path = self.folder / name
         make_folder(self.folder)
@@ -87,7 +87,7 @@ class CheckpointDir:
         try:
             with suppress(
                 OSError
-            ):  # without locks, each of two parallel attempts could treat the other as abandoned
+            ):  # without locks, two parallel attempts could treat each other as abandoned
                 lock = lock_folder(path)
             self._remove_stale(path)
             yield path
@@ -99,7 +99,7 @@ class CheckpointDir:
     def commit(self, path: Path, step: int, files: Mapping[str, bytes]) -> bool:
         """Write the remaining files into the hidden folder `path` and rename it to its final name.
 
-        Its large files must already be on disk.
+        The large files must already be on disk.
 
         Args:
             path: the hidden folder.
@@ -107,7 +107,7 @@ class CheckpointDir:
             files: the content of the remaining files by name; the manifest is written last.
 
         Returns:
-            False if a checkpoint of this step already exists; it is left unchanged.
+            False if a checkpoint of this step already exists, which remains unchanged.
 
         Raises:
             OSError: nothing was committed.
@@ -121,7 +121,7 @@ class CheckpointDir:
         if self.durable:
             fsync_path(path)
             for record in self.records:
-                with suppress(OSError):  # a checkpoint without its metrics is better than none
+                with suppress(OSError):  # a checkpoint without metrics is better than no checkpoint
                     fsync_path(record)
         final = self.folder / checkpoint_folder_name(step)
         if final.exists():
@@ -133,17 +133,17 @@ class CheckpointDir:
         return True
 
     def steps(self) -> list[int]:
-        """Return the steps with a folder here, ascending; their contents are not checked."""
+        """Return the steps that have a folder, ascending; the contents are not checked."""
         return list_checkpoint_steps(self.folder)
 
     def prune(self, newest: int, retention: Retention) -> list[str]:
-        """Delete the checkpoints before `newest` that no rule keeps.
+        """Delete the checkpoints before `newest` that no rule retains.
 
         Deletes nothing if the files of `newest` do not have the sizes in its manifest. Checkpoints without a
-        readable manifest are not deleted and do not count among those kept.
+        readable manifest are not deleted and not counted.
 
         Returns:
-            A sentence for each checkpoint that could not be deleted.
+            A message for each checkpoint that could not be deleted.
 
         Raises:
             OSError: the folder cannot be read.
@@ -155,7 +155,7 @@ class CheckpointDir:
                 if size != entry.bytes:
                     raise CorruptCheckpoint(f"{entry.name} has {size} bytes, not {entry.bytes}")
         except (OSError, CheckpointError) as error:
-            return [f"No old checkpoint was deleted, because the new one may be damaged: {error}"]
+            return [f"No old checkpoint was deleted, because the new checkpoint may be damaged: {error}"]
         scores: dict[int, float | None] = {}
         for step in list_checkpoint_steps(self.folder):
             with suppress(CheckpointError):
@@ -177,7 +177,7 @@ class CheckpointDir:
 
         Raises:
             CheckpointError: the manifest cannot be read.
-            OSError: it cannot be written; the old one is unchanged.
+            OSError: the manifest cannot be written and is unchanged.
         """
         folder = self.folder / checkpoint_folder_name(step)
         content = replace(Manifest.read(folder), score=score).encode()
@@ -187,7 +187,7 @@ class CheckpointDir:
         """Delete the checkpoint of a step.
 
         Raises:
-            OSError: it still exists, or a part of it under a hidden name.
+            OSError: the checkpoint still exists, or a part of it under a hidden name.
         """
         hidden = self.folder / f"{_DELETING}{checkpoint_folder_name(step)}-{new_save_token()}"
         (self.folder / checkpoint_folder_name(step)).rename(hidden)
@@ -199,10 +199,10 @@ class CheckpointDir:
             self.delete(step)
 
     def quarantine(self, step: int) -> Path:
-        """Rename a broken checkpoint, so that it no longer counts and can still be inspected.
+        """Rename a damaged checkpoint: it is ignored, but can be inspected.
 
         Raises:
-            OSError: it cannot be renamed.
+            OSError: the checkpoint cannot be renamed.
         """
         folder = self.folder / checkpoint_folder_name(step)
         taken = {entry.name for entry in self.folder.iterdir()}
@@ -210,8 +210,8 @@ class CheckpointDir:
         return folder.rename(folder.with_name(f"{folder.name}.broken-{free}"))
 
     def _remove_stale(self, own: Path) -> None:
-        """Remove the remains of killed saves and deletions, as far as possible."""
-        now = own.stat().st_mtime  # by the clock of the file system
+        """Remove remaining files of killed saves and deletions, as far as possible."""
+        now = own.stat().st_mtime  # on the clock of the file system
         for path in self.folder.glob(f"{_DELETING}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_SAVING}*"):
@@ -220,7 +220,7 @@ class CheckpointDir:
 
 
 def _is_abandoned(path: Path, now: float) -> bool:
-    """True if the writer of a save's hidden folder cannot be alive any more."""
+    """Return true if the writer of a hidden folder is no longer alive."""
     try:
         if path.name.split("-")[-2] == boot_identity():
             return not is_locked(path)

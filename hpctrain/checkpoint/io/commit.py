@@ -1,4 +1,4 @@
-"""Two-phase commit of a checkpoint by all ranks: all write, then it is renamed to its final name."""
+"""Two-phase commit of a checkpoint by all ranks: all ranks write, then the folder is renamed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from hpctrain.errors import CheckpointError
 LayoutT = TypeVar("LayoutT")
 T = TypeVar("T")
 
-#: Limit on the wait for the cleanup after a save, in seconds; the cleanup itself always runs.
+#: Limit on the wait for the cleanup after a save, in seconds; the cleanup always runs.
 _CLEANUP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class CommitTarget:
-    """A folder in which the ranks save together, from the view of one rank."""
+    """A folder in which the ranks save together, for a single rank."""
 
     coordinator: RankCoordinator
     directory: CheckpointDir
     is_leader: bool
-    """True if this rank creates and renames folders; there is one such rank per folder."""
+    """True if this rank leads: one rank per folder creates and renames subfolders."""
     node_local: bool = False
-    """True if not all ranks see the same folder."""
+    """True if the ranks do not all see the same folder."""
     machine: str | None = None
-    """`boot_identity()` of the rank that leads here; None means that of rank 0."""
+    """`boot_identity()` of the leading rank; None means rank 0."""
     io_timeout_s: float = 300.0
-    """Longest time without disk progress, in seconds."""
+    """Maximum time without disk progress, in seconds."""
     io_thread: IoThread = field(default_factory=IoThread)
-    """Queue of this rank's operations in the folder."""
+    """Queue of operations of this rank in the folder."""
 
     def run_on_leaders(self, work: Callable[[], T], failure: str, abort: threading.Event) -> T | None:
-        """Run `work` on the ranks that lead and wait for it on all; return None on the other ranks.
+        """Run `work` on the leading ranks, and wait on all ranks; return None on other ranks.
 
         Args:
-            work: the operation. If a disk hangs, it may still complete after this has raised.
+            work: the operation. If a disk hangs, the operation may complete after an exception.
             failure: description of a failure, as the start of a sentence.
-            abort: when set on any rank, all ranks limit their wait for a hanging disk to a few seconds.
+            abort: if set on any rank, all ranks limit the wait for a hanging disk to a few seconds.
 
         Raises:
             CheckpointError: on all ranks.
@@ -57,13 +57,13 @@ class CommitTarget:
         return task.result if task else None
 
     def clean_up(self, work: Callable[[], object]) -> None:
-        """Run a cleanup on this rank; wait for it only briefly if the disk hangs."""
+        """Run a cleanup on this rank, with a short wait if the disk hangs."""
         self.io_thread.submit(work).wait(min(self.io_timeout_s, _CLEANUP_TIMEOUT_S))
 
 
 @dataclass
 class RankWrite(Generic[LayoutT]):
-    """The contribution of one rank to a checkpoint."""
+    """Contribution of a rank to a checkpoint."""
 
     files: Sequence[FileWrite]
     finalize: Callable[[list[tuple[list[FileEntry], LayoutT]]], Mapping[str, bytes]]
@@ -75,16 +75,16 @@ class RankWrite(Generic[LayoutT]):
     ready: Any = None
     """Object to `synchronize()` with before the parts are read, or None."""
     abort: threading.Event = field(default_factory=threading.Event)
-    """Makes all ranks give up when set on any of them."""
+    """If set on any rank, all ranks abort."""
     writer: FileWriter | None = None
-    """Set by `write_and_commit`. If the disk hangs, it may still be running after that has returned."""
+    """Set by `write_and_commit`. If the disk hangs, this may still run after the return."""
 
 
 def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Manifest:
     """Write a checkpoint and commit it. All ranks must call this.
 
-    Two saves cannot mix. Each save has a new folder name, which rank 0 sends together with the step; every
-    rank compares that step with its own. Each rank has only one save in flight.
+    Saves cannot mix. Each save has a new folder name, which rank 0 sends with the step. Every rank compares
+    this step with its own step. Each rank has only one save in flight.
 
     Raises:
         CheckpointError: on all ranks. Nothing was committed, and existing checkpoints are unchanged. If the
@@ -122,7 +122,7 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
             files = coordinator.broadcast(dict(files), failure)
 
         def commit() -> Manifest:
-            if target.node_local:  # it may contain parts that an earlier attempt wrote for this step
+            if target.node_local:  # the folder may contain parts of this step from an earlier attempt
                 directory.discard(step)
             if not directory.commit(directory.folder / name, step, files) and target.node_local:
                 raise CheckpointError(
@@ -137,7 +137,7 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
         except CheckpointError:
             if (
                 target.node_local and target.is_leader
-            ):  # some nodes have committed their part, others have not
+            ):  # some nodes have committed their part, but others have not
                 target.clean_up(lambda: directory.discard(step))
             raise
     finally:
@@ -156,7 +156,7 @@ def shared_manifest(
 
 
 def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
-    """Return a description of the difference between this rank's save and that of rank 0."""
+    """Describe the difference between the saves of this rank and rank 0."""
     if of_main == own:
         return None
     if of_main[0] != own[0]:

@@ -1,8 +1,7 @@
 """Communication between the ranks that save together.
 
-They use a process group of their own, because saves run in the background and their messages must not mix
-with those of the training. Every wait has a limit. When a rank is lost, all later communication fails at
-once.
+A separate process group is used: saves run in the background, and their messages must not mix with those of
+the training. Every wait has a limit. After the loss of a rank, all communication fails immediately.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from hpctrain.errors import CheckpointError, DiskFull, Unauthenticated
 
 T = TypeVar("T")
 
-#: Start of the text of an OSError that a full disk or a quota causes.
+#: Start of the message of an OSError caused by a full disk or a quota.
 _FULL = re.compile(rf"\[Errno (?:{errno.ENOSPC}|{errno.EDQUOT})\]")
 
 
 class PeerLost(CheckpointError):
-    """Error for a lost rank: no checkpoint can be coordinated until all ranks are started again."""
+    """Error for a lost rank: saving is impossible until all ranks are restarted."""
 
 
 class RankCoordinator:
-    """The ranks that save together, from the view of one rank. Every method but `rank_of` is a collective.
+    """The ranks that save together, for a single rank. Every method except `rank_of` is a collective.
 
     See `hpctrain.messages.gather` for the types of values that can be exchanged.
     """
@@ -40,7 +39,7 @@ class RankCoordinator:
 
         Args:
             group: all ranks.
-            limit_s: longest time for which one rank may block the others, in seconds.
+            limit_s: maximum time that a rank may block the others, in seconds.
         """
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -59,11 +58,11 @@ class RankCoordinator:
 
     @property
     def lost_reason(self) -> str | None:
-        """The reason why this rank can no longer communicate; None while it can."""
+        """Reason for the loss of communication; None while the ranks can communicate."""
         return self._lost_reason
 
     def rank_of(self, global_rank: int) -> int:
-        """Return the rank within the saving group for a global rank."""
+        """Return the rank in the saving group for a global rank."""
         return self._members.index(global_rank)
 
     def broadcast(self, value: T, waiting_for: str) -> T:
@@ -107,19 +106,19 @@ class RankCoordinator:
             failure: description of a failure, as the start of a sentence.
 
         Raises:
-            CheckpointError: with the cause on the first rank that has one.
+            CheckpointError: with the cause from the first failed rank.
         """
         result: Any = None
         problem: str | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
+        except Exception as error:  # noqa: BLE001 (reported to and raised on all ranks)
             problem = describe_exception(error)
         self.raise_on_all(problem, failure)
         return result  # type: ignore[no-any-return]
 
     def raise_on_all(self, problem: str | None, failure: str) -> None:
-        """Raise on all ranks if any has a problem.
+        """Raise an error on all ranks if any rank has a problem.
 
         Raises:
             CheckpointError: as for `run_on_all`.
@@ -142,13 +141,13 @@ class RankCoordinator:
         except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
-                f"the ranks lost contact while saving ({waiting_for}; limit {self._limit_s:g} s): {cause}. "
-                "Nothing can be saved until the ranks are restarted."
+                f"the ranks lost their connection while saving ({waiting_for}; limit {self._limit_s:g} s): "
+                f"{cause}. Saving is impossible until the ranks are restarted."
             )
             raise PeerLost(self._lost_reason) from error
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return an exception in one line; CheckpointErrors need no type name."""
+    """Return an exception as one line, without the type name for CheckpointErrors."""
     text = str(error).splitlines()[0] if str(error) else ""
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

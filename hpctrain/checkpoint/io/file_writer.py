@@ -20,12 +20,12 @@ from hpctrain.files import own_file
 
 #: Size of one write and checksum update; both release the GIL.
 _BLOCK_BYTES = 8 << 20
-#: Bytes between two syncs, so that progress on a slow disk is visible.
+#: Bytes between two syncs, to show progress on a slow disk.
 _FLUSH_BYTES = 256 << 20
 
 
 class SaveAborted(CheckpointError):
-    """Error after a rank has asked to give up the save."""
+    """Error after a rank has requested to abort the save."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FileWrite:
 
 
 def bytes_file_write(name: str, content: memoryview) -> FileWrite:
-    """Return a write of `content` to the file `name`."""
+    """Return the write operation of `content` to the file `name`."""
 
     def blocks() -> Iterator[memoryview]:
         for begin in range(0, len(content), _BLOCK_BYTES):
@@ -47,7 +47,7 @@ def bytes_file_write(name: str, content: memoryview) -> FileWrite:
 
 
 def file_copy_write(path: Path) -> FileWrite:
-    """Return a write that copies the file at `path`."""
+    """Return the write operation that copies the file at `path`."""
 
     def blocks() -> Iterator[memoryview]:
         buffer = memoryview(bytearray(_BLOCK_BYTES))
@@ -59,15 +59,15 @@ def file_copy_write(path: Path) -> FileWrite:
 
 
 class FileWriter(IoTask[list[FileEntry]]):
-    """Background writer of files into a folder; its result is the entries of the files."""
+    """Background writer of files into a folder; the result is the list of file entries."""
 
     def __init__(self, folder: Path, files: Sequence[FileWrite], *, durable: bool, ready: Any = None) -> None:
-        """Prepare to write; `start` begins it.
+        """Prepare to write; `start` begins the work.
 
         Args:
             folder: the target folder.
             files: the files to write.
-            durable: sync the files, so that they survive a power failure.
+            durable: sync the files, to survive a power failure.
             ready: object to `synchronize()` with before anything is read, or None.
         """
         super().__init__()
@@ -112,27 +112,27 @@ def write_on_all_ranks(
 ) -> list[FileEntry]:
     """Write the files of all ranks; return when all ranks have finished. All ranks must call this.
 
-    After it returns or raises, no rank writes any more, unless its disk hangs.
+    Afterwards, no rank is writing, unless its disk hangs.
 
     Args:
         coordinator: the ranks.
-        writer: the writer of this rank; this function starts it.
-        abort: makes all ranks give up when set on any of them.
-        timeout_s: longest time without disk progress, in seconds.
+        writer: the writer of this rank, started by this function.
+        abort: if set on any rank, all ranks abort.
+        timeout_s: maximum time without disk progress, in seconds.
         failure: description of a failure, as the start of a sentence.
 
     Raises:
-        CheckpointError: on all ranks, if any could not write.
-        SaveAborted: on all ranks, if any asked to give up.
+        CheckpointError: on all ranks, if any rank could not write.
+        SaveAborted: on all ranks, if any rank requested an abort.
     """
     writer.start()
     try:
         given_up = wait_on_all_ranks(coordinator, writer, abort, timeout_s=timeout_s, failure=failure)
     finally:
-        # It has already ended, unless a rank was lost or the disk hangs.
+        # The writer has already ended, unless a rank was lost or the disk hangs.
         writer.stop.set()
     coordinator.raise_on_all(writer.error, failure)
     if given_up:
-        raise SaveAborted(f"{failure}: it was abandoned.")
+        raise SaveAborted(f"{failure}: the save was aborted.")
     assert writer.result is not None
     return writer.result

@@ -1,4 +1,4 @@
-"""Verifying and loading of checkpoints by all ranks."""
+"""Verification and loading of checkpoints by all ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class LoadedCheckpoint:
     step: int
     path: Path
     state: Any
-    """The `state` that was saved."""
+    """The saved `state`."""
     rank_state: dict[str, torch.Tensor] | None
-    """The `rank_state` that this rank saved; None if another number of ranks wrote the checkpoint."""
+    """The saved `rank_state` of this rank; None if the checkpoint is from another number of ranks."""
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose files were all verified."""
+    """A checkpoint with all files verified."""
 
     folder: Path
     manifest: Manifest
@@ -63,7 +63,7 @@ def list_shared_steps(target: CommitTarget) -> Iterator[int]:
 
 
 def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
-    """Verify the files of a checkpoint that all ranks see, each rank its share. All ranks must call this.
+    """Verify the files of a shared checkpoint; each rank verifies a share. All ranks must call this.
 
     Raises:
         CorruptCheckpoint: on all ranks: the checkpoint is not intact; the message names the cause.
@@ -87,8 +87,8 @@ def check_files(
         coordinator: the ranks.
         folder: the checkpoint.
         own: this rank's share.
-        all_see_it: True if rank 0 sees the same files. It then checks whether a file is broken or is only
-            unreadable on another rank's node.
+        all_see_it: true if rank 0 sees the same files. Rank 0 then checks if a file is damaged or only
+            unreadable on another node.
 
     Raises:
         CorruptCheckpoint: on all ranks.
@@ -116,8 +116,8 @@ def check_files(
 
     check_on_all(coordinator, look_again)
     raise CheckpointError(
-        f"{broken} Rank 0 can read the whole checkpoint, so nothing was changed. "
-        "Check the file system of the other rank's node, then start the run again."
+        f"{broken} Rank 0 can read the complete checkpoint, so nothing was changed. Check the file system "
+        "on the node of the other rank, then start the run again."
     )
 
 
@@ -125,8 +125,8 @@ def check_on_all(coordinator: RankCoordinator, check: Callable[[], T]) -> T:
     """Run `check` on every rank and return its result; if it raises on any rank, raise on all.
 
     Raises:
-        CorruptCheckpoint: if every finding is a broken checkpoint.
-        CheckpointError: if a rank could not complete its check.
+        CorruptCheckpoint: if every finding is a damaged checkpoint.
+        CheckpointError: if a rank could not complete the check.
     """
     result: Any = None
     finding: tuple[bool, str] | None = None
@@ -191,7 +191,7 @@ def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.
 
 @contextlib.contextmanager
 def _suppress_single_process_warning() -> Iterator[None]:
-    """Suppress DCP's warning about a single process, which is intended here."""
+    """Suppress DCP's warning about a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

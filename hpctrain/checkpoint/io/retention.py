@@ -12,20 +12,20 @@ from hpctrain.errors import UserError
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules for the checkpoints to keep; a checkpoint stays if any rule keeps it.
+    """Retention rules; a checkpoint is kept if any rule applies.
 
     Raises:
-        UserError: a rule is out of its range.
+        UserError: a rule is out of range.
     """
 
     last: int = 3
     """Number of newest checkpoints to keep, at least 1."""
     every: int | None = None
-    """Keep the steps that are a multiple of this."""
+    """Keep the steps that are a multiple of this number."""
     best: int = 0
     """Number of checkpoints with the best score to keep."""
     mode: Literal["min", "max"] = "min"
-    """Direction of the score: "min" if lower is better, "max" if higher."""
+    """Direction of the score: "min" if lower is better, "max" if higher is better."""
 
     def __post_init__(self) -> None:
         for name, least in (("last", 1), ("every", 1), ("best", 0)):
@@ -41,7 +41,7 @@ class Retention:
         """Return the steps to keep; the newest is always among them.
 
         Args:
-            scores: step → its score; None and NaN never count as best.
+            scores: step → score; None and NaN never count as best.
         """
         steps = sorted(scores)
         stay = set(steps[-self.last :])
@@ -51,11 +51,11 @@ class Retention:
             step: score for step, score in scores.items() if score is not None and not math.isnan(score)
         }
         sign = 1 if self.mode == "min" else -1
-        # Of equal scores the newer is better, because it has trained longer.
+        # Of equal scores, the newer checkpoint is better, because it was trained longer.
         stay.update(sorted(scored, key=lambda step: (sign * scored[step], -step))[: self.best])
         return stay
 
     def may_skip(self, step: int, score: float | None) -> bool:
-        """True if a checkpoint is kept only while it is among the newest."""
+        """Return true if a checkpoint is kept only while it is among the newest."""
         pinned = self.every is not None and step % self.every == 0
         return not pinned and (score is None or self.best == 0)

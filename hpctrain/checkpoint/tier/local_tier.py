@@ -1,9 +1,9 @@
 """The local tier: a faster folder that receives checkpoints before they are copied to the shared folder.
 
-Each node has its own folder, with the files of its own ranks and a copy of the common manifest. A checkpoint
+Each node has a separate folder, with the files of its ranks and a copy of the common manifest. A checkpoint
 in the tier is valid if the parts on the nodes of the *current* attempt are complete. If every rank sees all
-parts, it is loaded from the tier. Otherwise the parts are first copied to the shared folder, as the
-background copy would have done.
+parts, the checkpoint is loaded from the tier. Otherwise, the parts are first copied to the shared folder, as
+in the background copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 
 class LocalTier:
-    """The local tier of one run, from the view of one rank.
+    """The local tier of a run, for a single rank.
 
     Attributes:
         target: the target of saves in the tier.
@@ -49,7 +49,7 @@ class LocalTier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Use `open` instead; it determines `members`, the ranks that see the same folder, and `machine`."""
+        """Internal; use `open`. It determines `machine` and `members`, the ranks that see the same folder."""
         self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
         leads = coordinator.rank == min(members)
@@ -77,19 +77,19 @@ class LocalTier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> tuple[LocalTier | None, str | None]:
-        """Create the run's own folder in `base` on every node. All ranks must call this.
+        """Create a folder for the run in `base` on every node. All ranks must call this.
 
         Args:
             base: the fast folder; the same path on all nodes.
             shared: the permanent target of checkpoints.
             coordinator: for communication in parallel to the saves.
             limit_bytes: capacity of the run's folder per node; half of its file system if None.
-            on_copied: called with the manifest and the start time of the copy when a checkpoint has reached
-                the shared folder.
-            on_failure: called when a checkpoint could not be copied.
+            on_copied: called with the manifest and the start time of the copy after a copy to the shared
+                folder.
+            on_failure: called if a checkpoint could not be copied.
 
         Returns:
-            The tier, or None and the reason why there is none.
+            The tier, or None and the reason.
         """
         home = shared.directory.folder.resolve()
         # Two runs with the same name in different folders must not share a folder.
@@ -125,10 +125,10 @@ class LocalTier:
         return tier, None
 
     def make_room(self, num_bytes: int) -> None:
-        """Make sure that a save of `num_bytes` bytes per rank fits. All ranks must call this.
+        """Ensure that a save of `num_bytes` bytes per rank fits. All ranks must call this.
 
         Raises:
-            CheckpointError: on all ranks: it does not fit.
+            CheckpointError: on all ranks: the save does not fit.
         """
         self._drop_superseded(keep_newest=True)
         self.target.coordinator.run_on_all(lambda: self._check_room(num_bytes), "nothing was written")
@@ -154,7 +154,7 @@ class LocalTier:
 
         Args:
             step: the step.
-            may_skip: if copying is behind, a newer step may replace this one.
+            may_skip: if copying is slow, a newer step may replace this step.
         """
         begin = self.target.coordinator.is_main and self._copier.request(step, may_skip=may_skip)
         if self.target.coordinator.broadcast(begin, f"step {step} in the local tier"):
@@ -165,8 +165,8 @@ class LocalTier:
         """Wait for the copies; with `clean`, remove the tier. All ranks must call this.
 
         Args:
-            deadline: by the monotonic clock; steps that are not copied by then stay in the tier.
-            clean: remove the run's folder if its newest step has reached the shared folder.
+            deadline: on the monotonic clock; steps not copied by then remain in the tier.
+            clean: remove the run's folder if its newest step has been copied to the shared folder.
 
         Returns:
             Sentences about problems.
@@ -182,7 +182,7 @@ class LocalTier:
         except OSError as error:
             reason = describe_exception(error)
             return [
-                f"{directory.folder} was kept, because it is unknown which checkpoints were copied: {reason}."
+                f"{directory.folder} was kept, because the set of copied checkpoints is unknown: {reason}."
             ]
         if newest > in_shared:
             return [f"Step {newest} exists only in {directory.folder}; it could not be copied to {shared}."]
@@ -213,7 +213,7 @@ class LocalTier:
         return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), found.manifest)
 
     def reset_to(self, verified: VerifiedCheckpoint | None) -> None:
-        """Drop steps that can no longer be loaded; copy the loaded one. All ranks must call this.
+        """Drop steps that can no longer be loaded; copy the loaded step. All ranks must call this.
 
         Args:
             verified: the checkpoint from which the run resumes.
@@ -234,24 +234,24 @@ class LocalTier:
         return coordinator.broadcast(coordinator.is_main and os.path.isfile(path), f"looking for {path}")
 
     def _drop_superseded(self, *, keep_newest: bool) -> None:
-        """Delete all steps except those still to be copied and the newest. All ranks must call this."""
+        """Delete all steps except the newest and those not yet copied. All ranks must call this."""
         needed = self.target.coordinator.broadcast(
             sorted(self._copier.pending_steps), "clearing the local tier"
         )
         if not self.target.is_leader:
             return
-        with suppress(OSError):  # a step that stays only takes up space
+        with suppress(OSError):  # a remaining step only uses space
             for step in self.target.directory.steps()[: -1 if keep_newest else None]:
                 if step not in needed:
                     self.target.directory.discard(step)
 
 
 def _make_run_folder(folder: Path) -> None:
-    """Create the run's folder. Its name is predictable, and other users may be able to write to `base`.
+    """Create the run's folder. The name is predictable, and other users may be able to write to `base`.
 
     Raises:
-        CheckpointError: other users can access or replace it.
-        OSError: it cannot be created.
+        CheckpointError: other users can access or replace the folder.
+        OSError: the folder cannot be created.
     """
     with suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -261,7 +261,7 @@ def _make_run_folder(folder: Path) -> None:
         kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
         problem, remedy = f"is a {kind}, not a folder", "Remove it"
     elif found.st_uid != me:
-        problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Have its owner remove it"
+        problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Ask its owner to remove it"
     elif mode & 0o077:
         problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove it"
     elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:

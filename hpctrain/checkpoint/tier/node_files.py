@@ -15,13 +15,13 @@ from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.files import read_regular
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
-#: Suffix of the files that only the writing rank's node has; every node has a copy of all others.
+#: Suffix of the files that exist only on the node of the writing rank; every node has a copy of other files.
 LARGE_SUFFIX = ".distcp"
 
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """The files of one step that a rank sees in its node's folder."""
+    """The files of a step that a rank sees in the folder of its node."""
 
     manifest: str
     """Checksum of the manifest."""
@@ -31,19 +31,19 @@ class NodeFiles:
 
 @dataclass(frozen=True)
 class NodeCheckpoint:
-    """A checkpoint whose files each exist on some node and were verified."""
+    """A checkpoint whose files exist on the nodes and are verified."""
 
     manifest: Manifest
     small: dict[str, bytes]
     """Content of all files except the large ones."""
     own: Sequence[FileEntry]
-    """The share of the files that this rank has verified."""
+    """Files verified by this rank."""
     all_ranks_see_all: bool
     """True if each rank sees every file."""
 
 
 def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
-    """Return the files that every rank sees in its node's folder, by step. All ranks must call this.
+    """Return the files in the node folders of all ranks, by step. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks: a rank cannot read its folder.
@@ -68,7 +68,7 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
     Args:
         target: the target of saves on the nodes.
         step: the step.
-        node_files: the files that each rank sees of it.
+        node_files: the files of the step that each rank sees.
 
     Raises:
         CorruptCheckpoint: on all ranks: a part is missing or changed.
@@ -88,7 +88,7 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
         seeing = [rank for rank in holders if entry.name in _names(node_files[rank])]
         if not seeing:
             raise CorruptCheckpoint(
-                f"{path} is incomplete: {entry.name} is on none of the current nodes, or is truncated."
+                f"{path} is incomplete: {entry.name} is missing on all current nodes, or is truncated."
             )
         rank = min(seeing, key=lambda rank: loads[rank])
         shares[rank].append(entry)

@@ -21,9 +21,9 @@ class TierCopyFailed(CheckpointError):
 
 
 class TierCopier:
-    """Copier of one step at a time, by all ranks together.
+    """Copier of steps, one at a time, by all ranks together.
 
-    Rank 0 holds the list of steps to copy and sends each next step to the others.
+    Rank 0 has the list of steps to copy and sends each step to the others.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TierCopier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Prepare to copy from `nodes` to `shared`; `coordinator` is separate from that of the saves."""
+        """Prepare to copy from `nodes` to `shared`. The saves use a separate `coordinator`."""
         self._nodes, self._shared = nodes, replace(shared, coordinator=coordinator)
         self._coordinator = coordinator
         self._on_copied, self._on_failure = on_copied, on_failure
@@ -48,12 +48,12 @@ class TierCopier:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason why copying has stopped for good; None while it works."""
+        """Reason if copying has stopped permanently, otherwise None."""
         return self._coordinator.lost_reason
 
     @property
     def pending_steps(self) -> set[int]:
-        """The steps still to be copied, on rank 0."""
+        """Steps not yet copied, on rank 0."""
         with self._lock:
             return self._in_use | {step for step, _ in self._pending}
 
@@ -62,7 +62,7 @@ class TierCopier:
 
         Args:
             step: the step.
-            may_skip: if copying is behind, a newer step may replace this one.
+            may_skip: if copying is slow, a newer step may replace this step.
         """
         with self._lock:
             if not self._is_copying:
@@ -74,9 +74,9 @@ class TierCopier:
             return False
 
     def start(self, step: int) -> None:
-        """Copy this step and those requested during the copy. All ranks must call this."""
+        """Copy this step and steps requested during the copy. All ranks must call this."""
         if self._thread is not None:
-            self._thread.join()  # it has already been asked to end
+            self._thread.join()  # the end has already been requested
         self._thread = threading.Thread(
             target=self._copy_all, args=(step,), name="hpctrain-checkpoint-copying", daemon=True
         )
@@ -86,7 +86,7 @@ class TierCopier:
         """Wait until all copies have ended.
 
         Args:
-            deadline: by the monotonic clock; all ranks then give up.
+            deadline: on the monotonic clock; all ranks then abort.
         """
         if self._thread is None:
             return
@@ -101,7 +101,7 @@ class TierCopier:
         Args:
             step: the step.
             large: the files that this rank copies.
-            small: the content of the others; None to read them on rank 0.
+            small: the content of other files; None reads them on rank 0.
 
         Raises:
             CheckpointError: on all ranks.
@@ -132,16 +132,16 @@ class TierCopier:
             try:
                 step = self._coordinator.broadcast(self._next_step(), "the next step to copy")
             except PeerLost:
-                return  # The next save reports it.
+                return  # The next save reports the error.
 
     def _copy_own(self, step: int) -> Manifest:
-        """Copy the files that the ranks have written themselves. All ranks must call this."""
+        """Copy the files written by the ranks themselves. All ranks must call this."""
         failure = f"step {step} was not copied from {self._nodes.directory.folder}"
         own = self._coordinator.run_on_all(lambda: self._own_large_files(step), failure)
         return self.copy(step, own, None)
 
     def _own_large_files(self, step: int) -> list[str]:
-        """Return the names of the large files that this rank has written itself."""
+        """Return the names of the large files written by this rank."""
         name = f"__{self._coordinator.rank}_0{LARGE_SUFFIX}"
         return [name] if (self._nodes.directory.folder / checkpoint_folder_name(step) / name).exists() else []
 

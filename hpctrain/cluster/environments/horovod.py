@@ -1,7 +1,7 @@
-"""Ranks set by `horovodrun` with gloo. With MPI it starts mpirun, which then sets them.
+"""Ranks set by `horovodrun` with gloo. With MPI, `horovodrun` starts mpirun, which sets the ranks.
 
 HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE count only the nodes that have a process with the same local rank.
-So they number the nodes only if all nodes have the same number of ranks.
+They are therefore valid node numbers only if all nodes have the same number of ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
             "horovodrun",
             _NAMES,
             environ,
-            f"Give every host the same number of slots ({_NUM_NODES} is {num_nodes}), and set the host of "
+            f"Use the same number of slots on every host ({_NUM_NODES} is {num_nodes}), and set the host of "
             "rank 0: MASTER_ADDR=HOST0 horovodrun -H HOST0:N,HOST1:N …",
         )
     sources = {"node_rank": _NODE, "num_nodes": _NUM_NODES, "master_addr": address}

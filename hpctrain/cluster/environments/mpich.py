@@ -1,8 +1,8 @@
 """Ranks set by Hydra, the `mpiexec` of MPICH, Intel MPI and related libraries.
 
-PMI_RANK and PMI_SIZE do not prove it, because `srun --mpi=pmi2` sets them, too, to the values of the step.
-MPI_LOCALRANKID does. Inside a Slurm job Hydra starts a proxy on each node with an srun of one task per node,
-so SLURM_PROCID and related variables describe the proxy, and SLURM_NODEID is the node.
+PMI_RANK and PMI_SIZE do not identify Hydra, because `srun --mpi=pmi2` also sets them, to the values of the
+step. MPI_LOCALRANKID identifies Hydra. In a Slurm job, Hydra starts a proxy on each node with an srun of one
+task per node. SLURM_PROCID and related variables then describe the proxy, and SLURM_NODEID is the node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     """
     if not (environ.get(_NAMES.rank) and environ.get(_NAMES.local_rank)):
         return None
-    # Hydra sets no id of the run. Two runs that start at the same moment in the same folder compute the same
-    # port; their ranks 0 detect each other in the rendezvous.
+    # Hydra sets no run id. Two runs that start at the same time in the same folder compute the same port;
+    # their ranks 0 detect each other in the rendezvous.
     if environ.get("SLURM_STEP_ID"):
         step = "/".join(environ.get(name, "") for name in _STEP)
         key = (step, ", ".join(_STEP))

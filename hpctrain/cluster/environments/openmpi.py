@@ -3,8 +3,8 @@
 It sets the global and local ranks, but little about the nodes. Despite its name OMPI_COMM_WORLD_NODE_RANK is
 not the index of the node, but the index of the process on its node. The index of the node follows from
 Slurm's node list in a Slurm job, otherwise from the number of the daemon that started the process
-(OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0). Neither shows which nodes are used if some are
-idle, so both are valid only if all nodes are used.
+(OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0). Both are valid only if all nodes are used:
+neither shows idle nodes.
 
 Based on Open MPI 4.1. Version 5 sets no OMPI_MCA_orte_* variables, which does not matter on a single node.
 """
@@ -99,7 +99,8 @@ def _nodes_of_slurm_job(environ: Mapping[str, str]) -> LaunchedNodes | None:
 
 def _nodes_by_daemon(environ: Mapping[str, str]) -> LaunchedNodes | None:
     number, address = _daemon_number(environ), _ADDRESS.search(environ.get(_MPIRUN, ""))
-    # mpirun's own children get no variables of the daemons. They are on the first node, which is in use then.
+    # Children of mpirun itself have no variables of the daemons. These processes are on the first node, which
+    # is then in use.
     if number < 0 or address is None or (number and environ.get(_NUM_DAEMONS) != environ.get(_NUM_NODES)):
         return None
     return LaunchedNodes(

@@ -1,11 +1,11 @@
 """Ranks inside a job step started by `srun`.
 
 Only a *step* has ranks. A batch script, an `salloc` shell or an ssh session inside an allocation has many
-SLURM_* variables, too, among them SLURM_PROCID=0 and the task count of the whole job. With these as ranks, a
-process would wait for peers that were never started. SLURM_STEP_ID identifies a step.
+SLURM_* variables, too, among them SLURM_PROCID=0 and the task count of the whole job. If these were used as
+ranks, a process would wait for peers that were never started. SLURM_STEP_ID identifies a step.
 
-Only the step's own variables (SLURM_STEP_…) describe its layout: those of the job differ if the step uses
-only part of it.
+Only the variables of the step (SLURM_STEP_…) describe its layout. The variables of the job differ if the step
+uses only a part of the job.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hpctrain.cluster.ranks import Ranks
 from hpctrain.cluster.step_layout import HOSTS, NUM_TASKS, TASKS, StepLayout, read_layout
 from hpctrain.errors import EnvironmentMismatch
 
-#: Step ids from here up are Slurm's own: batch script, external and interactive step (slurm.h). Slurm 26.05
-#: prints them as negative numbers, and sets them in the batch script as well.
+#: Step ids from this number are reserved by Slurm: batch script, external and interactive step (slurm.h).
+#: Slurm 26.05 prints them as negative numbers, and sets them in the batch script as well.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _SHELLS = {"bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash"}
 
@@ -39,7 +39,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         if rank or lost_job:
             missing = "job (SLURM_JOB_ID)" if lost_job else "job step (SLURM_JOB_ID, SLURM_STEP_ID)"
             raise EnvironmentMismatch(
-                f"rank {rank} (SLURM_PROCID) but no {missing}: some variables that srun sets are missing, "
+                f"rank {rank} (SLURM_PROCID) but no {missing}: variables that srun sets are missing, "
                 "perhaps because a container removed them. Pass on all SLURM_* variables, or set "
                 f"{ENVIRONMENT_VARIABLE}=local for a single process."
             )
@@ -96,7 +96,7 @@ def _key(environ: Mapping[str, str]) -> str:
 
 
 def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Refuse rank 0 in a shell started by `srun --pty --ntasks=4 bash`, whose peers ended immediately.
+    """Reject rank 0 in a shell started by `srun --pty --ntasks=4 bash`, whose peers exited immediately.
 
     Later steps inherit SLURM_PTY_PORT, but are not step 0 of such a job.
     """
@@ -109,13 +109,13 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
             f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the other tasks "
-            "have ended. Request --ntasks=1 there, start the ranks with another srun, or set "
+            "have exited. Use --ntasks=1 for the terminal, start the ranks with another srun, or set "
             f"{ENVIRONMENT_VARIABLE}=local for a single process, =slurm for one of {layout.num_tasks} ranks."
         )
 
 
 def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Refuse rank 0 in a batch script that was submitted from a job step and inherited its variables.
+    """Reject rank 0 in a batch script that was submitted from a job step and inherited its variables.
 
     Slurm replaces the variables of the job, but not those of the step. srun passes SLURM_UMASK to every task,
     while slurmstepd removes it from a batch script. SLURM_STEP_LAUNCHER_PORT exists in tasks of srun, but not
@@ -129,7 +129,7 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
     ):
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
-            "SLURM_UMASK): SLURM_STEP_* are left over from the step that it was submitted from. Start ranks "
+            "SLURM_UMASK): SLURM_STEP_* are inherited from the step that submitted the script. Start ranks "
             f"with srun, or set {ENVIRONMENT_VARIABLE}=local for a single process, =slurm for one of "
             f"{layout.num_tasks} ranks."
         )

@@ -10,9 +10,9 @@ from hpctrain.cluster.mpi_launchers import is_local_address
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 
-# Run id of `torchrun --standalone`. Its MASTER_ADDR, the host's full name, does not identify it.
+# Run id of `torchrun --standalone`. MASTER_ADDR, the full name of the host, does not identify this mode.
 _STANDALONE = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-#: Only torchrun sets this one. The others may come from a container, a shell or an outer job.
+#: Only torchrun sets this variable. The others may be set by a container, a shell or an outer job.
 RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 #: Variables that a compatible launcher must set, in addition to NODE_RANK if there are several nodes.
@@ -73,5 +73,5 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def is_standalone(environ: Mapping[str, str]) -> bool:
-    """True if the run is `torchrun --standalone`, on this host alone."""
+    """True if the run is `torchrun --standalone`, on this host only."""
     return bool(_STANDALONE.fullmatch(environ.get(RUN_ID_VARIABLE, "")))

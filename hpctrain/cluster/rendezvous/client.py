@@ -1,4 +1,4 @@
-"""The rendezvous on ranks other than 0: find rank 0, and wait there for all ranks."""
+"""The rendezvous on ranks other than 0: find rank 0, and wait for all ranks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class MasterEndpoint:
     """Address of rank 0, after all ranks have arrived."""
 
     address: str
-    """The address at which this rank reaches rank 0."""
+    """Address of rank 0 for this rank."""
     port: int
     own_address: str
-    """The address of this host for the hosts of the other ranks."""
+    """Address of this host for other hosts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _ServerConnection:
 
 
 class RendezvousClient:
-    """Searches for rank 0 at all possible addresses of its host and all ports that it may have taken."""
+    """Searches for rank 0 at all possible addresses of its host and all possible ports."""
 
     def __init__(
         self, ranks: Ranks, me: Handshake, ports: Sequence[int], environ: Mapping[str, str], deadline: float
@@ -78,11 +78,11 @@ class RendezvousClient:
         self._stopped = threading.Event()
 
     def wait(self, remind_at: float, remind: Callable[[str], None]) -> MasterEndpoint:
-        """Find rank 0, and wait there for the other ranks.
+        """Find rank 0, and wait for the other ranks.
 
         Args:
-            remind_at: when to report what is missing, on the monotonic clock.
-            remind: receives that report.
+            remind_at: time of a report on missing ranks, on the monotonic clock.
+            remind: receives the report.
 
         Raises:
             RendezvousError: rank 0 was not found in time, or reports a missing or duplicate rank.
@@ -95,7 +95,7 @@ class RendezvousClient:
             own_address = normalize_address(str(server.connection.getsockname()[0]))
         where = f"rank 0 at {_format_endpoint(server.address, server.port)}"
         if words is None:
-            raise RendezvousError(f"{where} answered, but disconnected before all ranks had arrived")
+            raise RendezvousError(f"{where} responded, but disconnected before all ranks had arrived")
         if "address" not in words:
             raise RendezvousError(f"{where} reports: {words.get('failed', words)}")
         return MasterEndpoint(
@@ -105,10 +105,10 @@ class RendezvousClient:
         )
 
     def detect_duplicate_rank0(self) -> None:
-        """As rank 0, connect to rank 0: this reaches this process itself, or a second rank 0.
+        """As rank 0, connect to rank 0, which is either this process or a second rank 0.
 
         Raises:
-            RendezvousError: there is a second rank 0, which now has detected this one, too.
+            RendezvousError: there is a second rank 0, which now has also detected this rank.
         """
         if server := self._find(float("inf"), lambda _: None):
             server.connection.close()
@@ -127,8 +127,8 @@ class RendezvousClient:
         """Return a connection to rank 0; None after the time limit."""
         pause_s = _FIRST_PAUSE_S
         while not self._is_expired():
-            # All addresses of a port first: rank 0 usually has the first port, and an unreachable address
-            # costs time for each port.
+            # All addresses of a port first: rank 0 usually has the first port, and unreachable addresses cost
+            # time for each port.
             for port, address in product(self._ports, self._addresses()):
                 if self._is_expired():
                     break
@@ -152,7 +152,7 @@ class RendezvousClient:
         """Return a connection to rank 0 at this address and port.
 
         Raises:
-            OSError: there is no answer, or the server is not rank 0.
+            OSError: there is no response, or the server is not rank 0.
         """
         left_s = max(0.1, self._deadline - time.monotonic())
         connection = socket.create_connection((address, port), timeout=min(_CONNECT_LIMIT_S, left_s))
@@ -176,7 +176,7 @@ class RendezvousClient:
             server = _ServerConnection(connection, down, address, port)
             words = server.receive(min(_ANSWER_LIMIT_S, left_s))
             if words is None:
-                raise OSError("no answer from rank 0")
+                raise OSError("no response from rank 0")
             if "failed" in words:
                 raise RendezvousError(
                     f"rank 0 at {_format_endpoint(address, port)} reports: {words['failed']}"
@@ -187,9 +187,9 @@ class RendezvousClient:
         return server
 
     def _addresses(self) -> list[str]:
-        """Return the possible addresses of rank 0's host: its resolved name, or else guesses.
+        """Return the possible addresses of rank 0's host: its resolved name, otherwise guesses.
 
-        The server must prove that it is rank 0, so wrong guesses do no harm.
+        The server must prove that it is rank 0, so wrong guesses are harmless.
         """
         if not self._resolved:
             self._resolved = self._resolve(self._ranks.master_addr)
@@ -230,7 +230,7 @@ def _receive_line(connection: socket.socket, limit_s: float) -> bytes | None:
     with contextlib.suppress(OSError):
         while (left_s := deadline - time.monotonic()) > 0 and len(heard) <= MAX_LINE_BYTES:
             connection.settimeout(left_s)
-            # Byte by byte, because the data after the line belong to the next one.
+            # Read byte by byte: data after this line belongs to the next line.
             byte = connection.recv(1)
             if byte == b"\n":
                 return bytes(heard)

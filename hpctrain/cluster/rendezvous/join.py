@@ -1,4 +1,4 @@
-"""The function by which each rank joins the rendezvous."""
+"""Joining of the rendezvous by each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.errors import RendezvousError
 
 #: Time limit for all ranks to find each other.
 RENDEZVOUS_TIMEOUT_S = 30.0
-#: Number of ports that rank 0 tries. It is very unlikely that all of them are taken on one host.
+#: Number of ports that rank 0 tries. It is very unlikely that all of them are in use on a host.
 _NUM_PORTS = 5
 #: Seconds to wait for the end of the check for another rank 0, which may be connecting to a silent address.
 _CHECK_END_S = 0.2
@@ -34,13 +34,13 @@ class RendezvousInfo:
     """The result of the rendezvous."""
 
     address: str
-    """The address at which this rank reaches rank 0: MASTER_ADDR on this rank."""
+    """Address of rank 0 for this rank: MASTER_ADDR."""
     port: int
     """Rank 0's port: MASTER_PORT on every rank."""
     own_address: str | None
-    """The address of this host for the hosts of the other ranks; None if unknown."""
+    """Address of this host for other hosts; None if unknown."""
     reserved_port: ReservedPort | None = None
-    """On rank 0 the listening port; None on other ranks, and if no rendezvous was needed."""
+    """On rank 0, the listening port; None on other ranks or without a rendezvous."""
 
     def gloo_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that make gloo reachable from other hosts; empty if none are needed."""
@@ -60,12 +60,12 @@ def rendezvous(
 
     Args:
         ranks: the ranks of this process.
-        environ: the variables that `ranks` was made from.
-        timeout_s: how long to wait for the other ranks.
-        remind_after_s: when to report on stderr what is missing.
+        environ: the variables from which `ranks` was created.
+        timeout_s: maximum time to wait for the other ranks.
+        remind_after_s: time until a report on missing ranks on stderr.
 
     Raises:
-        RendezvousError: not all ranks arrived; the message lists what was tried.
+        RendezvousError: not all ranks arrived; the message lists the tried addresses.
         HpctrainError: rank 0's process cannot open a connection to each peer.
     """
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
@@ -104,22 +104,22 @@ def rendezvous(
         return RendezvousInfo(address, port.number, address, port)
     except RendezvousError as error:
         raise RendezvousError(
-            f"{name} did not meet its {ranks.world_size - 1} peers; given up after "
+            f"{name} did not meet its {ranks.world_size - 1} peers; timed out after "
             f"{time.monotonic() - begun:.0f} s: {error}"
         ) from None
 
 
 def _ports(ranks: Ranks, environ: Mapping[str, str]) -> list[int]:
-    """Return the possible ports of rank 0: MASTER_PORT, or else those that all ranks compute identically."""
+    """Return the possible ports of rank 0: MASTER_PORT, otherwise the computed ports."""
     if environ.get("MASTER_PORT"):
         return [ranks.master_port]
-    # A single process has no peers, so any port will do.
+    # A single process has no peers, so any port is suitable.
     key = ranks.rendezvous_id if ranks.world_size > 1 else f"process {os.getpid()}"
     return list(islice(port_candidates(key), _NUM_PORTS))
 
 
 def _own_address(ranks: Ranks) -> str | None:
-    """Return the address of this host for other hosts: that on the route to rank 0."""
+    """Return the address of this host for other hosts: its address on the route to rank 0."""
     if ranks.num_nodes == 1:
         return None
     with contextlib.suppress(OSError):
@@ -143,5 +143,5 @@ def _duplicate_rank0_check(client: RendezvousClient, server: RendezvousServer) -
         yield
     finally:
         client.stop()
-        # Otherwise it may connect to the next rendezvous of this process, and seem to be another rank 0.
+        # Otherwise, it may connect to the next rendezvous of this process as an apparent second rank 0.
         thread.join(_CHECK_END_S)

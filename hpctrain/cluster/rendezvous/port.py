@@ -11,24 +11,24 @@ from hpctrain.errors import RendezvousError
 
 
 class ReservedPort:
-    """A port on all addresses of this host, reserved for one rendezvous.
+    """A port on all addresses of this host, reserved for a rendezvous.
 
-    Two sockets are bound to it. One listens. The other holds the port: the kernel lets another socket listen
-    there only with SO_REUSEADDR, as torch's store does. Such sockets do not exclude each other, so a process
-    first binds a Unix socket name that only one process can have.
+    Two sockets are bound to the port. One socket listens. The other reserves the port: the kernel lets
+    another socket listen on this port only with SO_REUSEADDR, as torch's store does. Such sockets do not
+    exclude each other. A process therefore first binds a Unix socket name, which is unique.
     """
 
     def __init__(self, number: int) -> None:
         """Bind and listen.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         self.number = number
         with contextlib.ExitStack() as on_error:
             self._right = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             if sys.platform == "linux":
-                # An abstract name: unique per network namespace, like a port, and gone with its holder.
+                # An abstract name: unique per network namespace, like a port, and released with its holder.
                 self._right.bind(f"\0hpctrain-port-{number}")
             self._hold = on_error.enter_context(_bind(number))
             self.listener = on_error.enter_context(_bind(number))
@@ -63,7 +63,7 @@ def bind_port(candidates: Iterable[int]) -> ReservedPort:
     """Reserve the first of `candidates` that is free.
 
     Raises:
-        RendezvousError: none is free.
+        RendezvousError: no port is free.
     """
     tried = []
     for number in candidates:

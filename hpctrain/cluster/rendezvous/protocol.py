@@ -1,8 +1,8 @@
 """Messages between the ranks before they form a group: one JSON object per line.
 
-First both sides prove that they belong to the same job: by its secret if there is one (HPCTRAIN_SECRET),
-otherwise by ids that any user of the cluster can see. Later lines carry a code, which is checked before
-parsing.
+First, both sides prove that they belong to the same job: with its secret (HPCTRAIN_SECRET) if set, otherwise
+with ids that any user of the cluster can see. Later lines have an authentication code, which is checked
+before parsing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.authentication import NONCE_LENGTH, code, read_secret
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.ranks import Ranks
 
-#: Longer lines are refused.
+#: Longer lines are rejected.
 MAX_LINE_BYTES = 4096
 
 
@@ -42,9 +42,9 @@ class Handshake:
     host: str
     pid: int
     left_s: float = 0.0
-    """Seconds that this rank will still wait."""
+    """Remaining seconds that this rank will wait."""
     reached: str = ""
-    """The address at which it reaches rank 0."""
+    """Address of rank 0 for this rank."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     """Distinguishes this process from others with the same rank."""
 
@@ -78,7 +78,7 @@ def encode_message(words: Mapping[str, Any]) -> bytes:
 
 
 def decode_message(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line, or None if there is none: any program may connect to a port."""
+    """Return the object in a line, or None: any program may connect to a port."""
     try:
         words = json.loads(line)
     except (ValueError, RecursionError):
@@ -87,6 +87,6 @@ def decode_message(line: bytes) -> dict[str, Any] | None:
 
 
 def read_nonce(words: Mapping[str, Any] | None) -> bytes | None:
-    """Return the nonce of a peer; None if there is none."""
+    """Return the nonce of a peer, or None."""
     nonce = (words or {}).get("nonce")
     return nonce.encode() if isinstance(nonce, str) and len(nonce.encode()) == NONCE_LENGTH else None

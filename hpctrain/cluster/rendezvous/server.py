@@ -25,20 +25,20 @@ from hpctrain.cluster.rendezvous.protocol import (
 from hpctrain.errors import RendezvousError, Unauthenticated
 from hpctrain.text import format_ranks
 
-#: A peer that cannot receive one line within this time is considered gone.
+#: A peer that cannot receive a line within this time is considered lost.
 _SEND_LIMIT_S = 2.0
-#: Ranks that are still connecting retry within a second (client.py), and get the reason of the failure.
+#: Ranks that are still connecting retry within a second (client.py), and receive the reason of the failure.
 _LINGER_S = 3.0
-#: Time limit and maximum number of connections that have not introduced themselves. A new one replaces the
-#: oldest; a rank that loses its connection this way retries.
+#: Time limit and maximum number of connections without an introduction. A new connection replaces the oldest;
+#: a rank whose connection is dropped retries.
 _PROOF_LIMIT_S, _MAX_UNIDENTIFIED = 5.0, 256
-#: Interval in which a request of another thread to stop is noticed.
+#: Interval for detecting a stop request of another thread.
 _TICK_S = 0.2
 
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection; it belongs to a rank after it has proved the key and introduced itself."""
+    """A connection, which belongs to a rank after authentication and introduction."""
 
     connection: socket.socket
     address: str
@@ -67,10 +67,10 @@ class RendezvousServer:
         """Listen; see `gather`.
 
         Args:
-            listener: the socket at the port that the other ranks will find.
+            listener: the socket on the port that the other ranks will find.
             me: rank 0's introduction.
             key: the key that the ranks of this job share.
-            deadline: when to give up, on the monotonic clock. Ranks with an earlier deadline advance it.
+            deadline: time limit on the monotonic clock. Ranks with an earlier deadline advance it.
             where: the address of this rank in words, for messages.
         """
         self._where = where
@@ -91,11 +91,11 @@ class RendezvousServer:
         return [rank for rank in range(1, self._me.world_size) if rank not in self._peers]
 
     def gather(self, remind_at: float, remind: Callable[[str], None]) -> str:
-        """Wait for the other ranks, and notify them. Returns the address at which they reach this host.
+        """Wait for the other ranks, and notify them. Returns the address of this host for the other ranks.
 
         Args:
-            remind_at: when to report what is missing, on the monotonic clock.
-            remind: receives that report.
+            remind_at: time of a report on missing ranks, on the monotonic clock.
+            remind: receives the report.
 
         Raises:
             RendezvousError: a rank did not arrive in time, or twice. The connected ranks are notified.
@@ -134,7 +134,7 @@ class RendezvousServer:
             self._refuse(peer)
 
     def _broadcast_failure(self, verdict: str) -> None:
-        """Send the reason of the failure to the connected ranks, and to those that connect soon after."""
+        """Send the reason of the failure to the connected ranks, and to ranks that connect soon after."""
         self._failure, self._failed = verdict, True
         for peer in self._peers.values():
             peer.send(failed=verdict)
@@ -155,7 +155,7 @@ class RendezvousServer:
                     f"{error.strerror}, with {len(self._selector.get_map())} connections; "
                     f"{self._describe_missing()}"
                 ) from error
-            return  # The peer is gone again: accept(2) also reports errors of the network.
+            return  # The peer has disconnected: accept(2) also reports network errors.
         connection.setblocking(False)
         if len(self._unidentified) >= _MAX_UNIDENTIFIED:
             self._refuse(next(iter(self._unidentified)))
@@ -202,11 +202,11 @@ class RendezvousServer:
             self._handshake(peer, handshake)
 
     def _refuse(self, peer: _Peer) -> None:
-        """Close a connection. If it did not belong to a rank, note its origin."""
+        """Close a connection. If it did not belong to a rank, record its origin."""
         if peer in self._unidentified:
             owner = connection_owner(peer.port, self._listener.getsockname()[1])
             whose = f" of {owner}" if owner else ""
-            self._note(f"a program{whose} at {peer.address} connected that does not belong to this job")
+            self._note(f"a program{whose} at {peer.address} that does not belong to this job connected")
         self._disconnect(peer)
 
     def _handshake(self, peer: _Peer, handshake: Handshake) -> None:
@@ -236,7 +236,8 @@ class RendezvousServer:
         if other is not None and other.nonce != handshake.nonce:
             text = (
                 f"two processes claim rank {handshake.rank} of {handshake.world_size}: {other} and "
-                f"{handshake}. Start one process per rank; `hpctrain env` shows the settings of each."
+                f"{handshake}. Start one process per rank; Run `hpctrain env` to show the settings of each "
+                "process."
             )
             peer.send(failed=text)
             raise RendezvousError(text)
@@ -250,7 +251,7 @@ class RendezvousServer:
         return peer.handshake if peer else None
 
     def _disconnect(self, peer: _Peer) -> None:
-        """Close a connection. If it belonged to a rank, that rank is missing again, and may return."""
+        """Close a connection. If it belonged to a rank, that rank is missing again and may reconnect."""
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._unidentified.pop(peer, None)
@@ -264,7 +265,7 @@ class RendezvousServer:
         common = max(elsewhere or reached, key=lambda address: reached[address])
         for peer in self._peers.values():
             assert peer.handshake is not None
-            # One address for all, unless ranks reach this host through different networks.
+            # A single address for all, unless ranks connect through different networks.
             own_way = len(elsewhere) > 1 and peer.handshake.reached in elsewhere
             peer.send(address=peer.handshake.reached if own_way else common, host_address=common)
         return common
@@ -278,7 +279,7 @@ class RendezvousServer:
         return "; ".join([text, *self._notes])
 
     def _note(self, text: str) -> None:
-        # Each text once, up to a limit: a port scan may connect often.
+        # Each message once, up to a limit: a port scan may connect often.
         if len(self._notes) < 10:
             self._notes[text] = None
 

@@ -12,7 +12,7 @@ from hpctrain.spec.job_spec import BackendName
 
 def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
     """Return the backend of that name; `environ` is the environment of its commands."""
-    # Imported only when needed: a dry run has to be quick.
+    # Imported only when needed: dry runs should be fast.
     if name == "slurm":
         from hpctrain.jobs.backends.slurm import SlurmBackend
 
@@ -22,12 +22,12 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
     return LocalBackend(environ)
 
 
-#: Errors of a Slurm that is installed but silent: its login node is no place to train.
+#: Errors of an installed but unresponsive Slurm: training must not start on its login node.
 _SILENT = ("did not respond within", "Unable to contact slurm controller")
 
 
 def is_unreachable(trouble: str) -> bool:
-    """True if the error means that Slurm is set up here but does not answer."""
+    """Return true if the error means that Slurm is set up on this machine but does not respond."""
     return any(words in trouble for words in _SILENT)
 
 
@@ -37,12 +37,12 @@ def choose_backend(
     """Return the backend for a submission, and notes for the user about the choice.
 
     Args:
-        asked: `slurm`, `local`, or `auto`, which takes Slurm if it answers.
+        asked: `slurm`, `local`, or `auto`, which selects Slurm if it responds.
         environ: environment variables for Slurm's commands.
-        dry_run: nothing will be submitted, so Slurm need not respond if it was requested by name.
+        dry_run: nothing will be submitted, so an unresponsive Slurm is accepted if requested by name.
 
     Raises:
-        SchedulerError: Slurm was requested by name and does not answer, or it is set up here and silent.
+        SchedulerError: Slurm does not respond, but was requested by name or is set up on this machine.
     """
     if asked == "local":
         return open_backend("local", environ), []
@@ -56,12 +56,12 @@ def choose_backend(
         return slurm, []
     if asked == "slurm":
         raise SchedulerError(
-            f"Slurm does not respond here: {trouble}. Submit from a login node of the cluster, "
+            f"Slurm does not respond on this machine: {trouble}. Submit from a login node of the cluster, "
             "or use --backend local to run on this machine."
         )
     if is_unreachable(trouble):
         raise SchedulerError(
-            f"Slurm is set up here but does not respond: {trouble}. Try again later, "
+            f"Slurm is set up on this machine but does not respond: {trouble}. Try again later, "
             "or use --backend local to run on this machine."
         )
-    return open_backend("local", environ), [f"Slurm not available ({trouble}); running on this machine."]
+    return open_backend("local", environ), [f"Slurm is not available ({trouble}). Running on this machine."]

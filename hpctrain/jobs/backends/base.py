@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 
 class SubmissionUnconfirmed(SchedulerError):
-    """The scheduler may or may not have accepted the job, so the run folder has to stay."""
+    """The scheduler may have accepted the job, so the run folder must not be removed."""
 
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """Findings about a job that passed every check."""
+    """Notes and forecast for a job that passed every check."""
 
     notes: tuple[str, ...] = ()
     """Notes for the user, one line each."""
     get_forecast: Callable[[], tuple[str, ...]] = tuple
     """Return the expected start and cost; may wait for the scheduler's answer."""
     refusal: Callable[[], str] = str
-    """Return the scheduler's reason for refusing the job; empty if it would accept it or gives no answer."""
+    """Return the scheduler's reason for a rejection; empty if there is no rejection or no answer."""
 
 
 class Backend(Protocol):
-    """One way to run jobs. Job ids have the backend's own format."""
+    """Interface of a backend. The format of job ids depends on the backend."""
 
     name: ClassVar[BackendName]
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
-        """Check the request against what exists. Nothing is changed.
+        """Check the request against the available resources. Nothing is changed.
 
         Args:
             spec: the job as requested.
-            script: the batch script, as it would be submitted.
+            script: the batch script for the submission.
             profile: facts about the site from option files.
 
         Raises:
@@ -58,7 +58,7 @@ class Backend(Protocol):
             lock: file descriptor of the run's lock, held by the caller.
 
         Raises:
-            SubmissionUnconfirmed: the scheduler did not answer, and may have accepted the job.
+            SubmissionUnconfirmed: the scheduler did not respond, and may have accepted the job.
             SchedulerError: the scheduler refused or cannot be reached.
         """
 
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Return the scheduler's view of each job; do not raise if it is unreachable."""
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
-        """Ask jobs to end for good.
+        """Ask jobs to end permanently.
 
         Raises:
             SchedulerError: the scheduler refused or cannot be reached.

@@ -24,9 +24,9 @@ from hpctrain.slurm.states import JobStateView, RunState
 from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.text import pluralize
 
-#: Each rank is a process with PyTorch: more than this only overloads a laptop.
+#: Each rank is a process with PyTorch: more ranks than this would overload a laptop.
 _RANKS_PER_CPU, _MIN_RANKS = 4, 32
-#: Seconds until the supervisor's process id is in the lock; it is written within milliseconds.
+#: Maximum seconds until the lock contains the supervisor's process id, which takes milliseconds.
 _NUMBER_LIMIT_S = 2.0
 #: A supervisor starts the ranks within a second, unless the job script's setup takes longer.
 _START_LIMIT_S = 5.0
@@ -40,7 +40,7 @@ class LocalBackend:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (no site here)
+    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (there is no site)
         at_once = _tasks_at_once(spec)
         most = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (asked := at_once * spec.world_size) > most:
@@ -52,7 +52,7 @@ class LocalBackend:
         notes = []
         if spec.array:
             how = f"{at_once} at once" if at_once > 1 else f"one after another ({spec.array}%2: two at once)"
-            notes.append(f"This machine has no queue: the tasks of the array run {how}.")
+            notes.append(f"This machine has no queue. The tasks of the array run {how}.")
         if spec.directives:
             options = ", ".join(f"--{key}" for key in spec.directives)
             has = "has" if len(spec.directives) == 1 else "have"
@@ -72,11 +72,13 @@ class LocalBackend:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
                 f"{' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} requested ({options}), "
-                f"but this machine has {here}, shared by its simulated nodes. Request fewer, or use CPU "
+                f"but this machine has {here}, shared by all simulated nodes. Request fewer, or use CPU "
                 f"ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )
         if spec.gpu_type is not None:
-            return [f"The GPU type {spec.gpu_type} has no effect here: any GPU of this machine is used."]
+            return [
+                f"The GPU type {spec.gpu_type} has no effect on this machine: all GPUs are treated the same."
+            ]
         return []
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002
@@ -96,7 +98,7 @@ class LocalBackend:
             raise SchedulerError(f"Could not start the supervisor of the run: {error}.") from error
         # The script ends in an exec, so this is also the supervisor's process id.
         os.pwrite(lock, f"{process.pid}\n".encode(), 0)
-        # A caller that keeps running must not keep a zombie when the run has ended.
+        # A long-running caller must not keep a zombie process after the run has ended.
         threading.Thread(target=process.wait, name=f"reap-{process.pid}", daemon=True).start()
         return str(process.pid)
 
@@ -121,7 +123,9 @@ class LocalBackend:
         try:
             is_going = is_locked(run.lock)
         except PermissionError:
-            words = f"{shlex.quote(str(run.lock))} belongs to another user, who alone can read the state"
+            words = (
+                f"{shlex.quote(str(run.lock))} belongs to another user, and only that user can read the state"
+            )
             return JobStateView(RunState.UNKNOWN, words)
         if is_going:
             return JobStateView(RunState.RUNNING)
@@ -129,22 +133,22 @@ class LocalBackend:
             return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
         return JobStateView(
             RunState.FAILED,
-            f"its supervisor ended without reporting a result; see {shlex.quote(str(run.slurm_log))}",
+            f"its supervisor exited without reporting a result; see {shlex.quote(str(run.slurm_log))}",
         )
 
 
 def _tasks_at_once(spec: JobSpec) -> int:
-    """Return the number of concurrent tasks of an array; without a limit it is one here."""
+    """Return the number of concurrent tasks of an array; one by default."""
     return JobArray.parse(spec.array).throttle or 1 if spec.array else 1
 
 
 def _waits_in_array(run: RunDir) -> bool:
-    """True if the run is a task of an array whose supervisor has not reached it yet."""
+    """Return true if the run is a pending task of an array."""
     return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
 def _await_start(run: RunDir) -> None:
-    """Wait until the supervisor handles signals: earlier, one would end the job script's setup.
+    """Wait until the supervisor handles signals: an earlier signal would end the setup of the job script.
 
     Raises:
         SchedulerError: this takes too long.
@@ -178,11 +182,11 @@ def _supervisor_of(run: RunDir) -> int:
         SchedulerError: no process holds it.
     """
     deadline = time.monotonic() + _NUMBER_LIMIT_S
-    # The process id in the lock is valid only while the lock is held.
+    # The process id in the lock file is valid only while the lock is held.
     while is_locked(run.lock):
         if text := read_regular(run.lock).strip():
             return int(text)
-        # The process that started it is just writing the id.
+        # The parent process is still writing the id.
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)

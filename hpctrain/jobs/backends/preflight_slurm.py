@@ -31,16 +31,16 @@ def preflight_slurm(
     profile: Site,
     answers: SiteAnswers | None = None,
 ) -> PreflightResult:
-    """Check a job against its site, and ask Slurm when it would start.
+    """Check a job against its site, and query the expected start.
 
-    This takes a few short Slurm commands, three of them in parallel; none changes anything. The last one,
+    Runs a few short Slurm commands, three of them in parallel; no command changes anything. The last command,
     `sbatch --test-only`, runs while the job is being prepared.
 
     Args:
         spec: the job as requested.
         script: the batch script.
         environ: environment variables of the submission.
-        profile: the site's own facts, for what Slurm does not report.
+        profile: settings of the site that Slurm does not report.
         answers: Slurm's answers about the site, if already queried.
 
     Raises:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.slurm.site_facts import Site
     from hpctrain.slurm.states import JobStateView
 
-#: Seconds for a probe: a busy or restarting controller answers late, which is not worth the wait.
+#: Time limit of a probe in seconds: a busy or restarting controller may respond too late.
 _PROBE_TIMEOUT_S = 5
 
 
@@ -40,16 +40,16 @@ class SlurmBackend:
         self._trouble: str | None = None
 
     def unavailable_reason(self) -> str | None:
-        """Return briefly why Slurm cannot be used here; None if it answers."""
+        """Return a short reason why Slurm cannot be used on this machine; None if Slurm responds."""
         self._trouble = self._probe()
         return self._trouble
 
     def _probe(self) -> str | None:
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "sbatch not found on PATH"
-        # The caller is about to submit, and then needs all of these answers.
+        # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
-        # Import the checks while Slurm answers.
+        # Import the checks while waiting for Slurm.
         import hpctrain.jobs.backends.preflight_slurm  # noqa: F401
 
         try:
@@ -61,11 +61,11 @@ class SlurmBackend:
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
             warning = (
-                f"Warning: Slurm does not respond here ({self._trouble}). Not checked: the partition and its "
-                "limits, its nodes and GPUs, and if Slurm would accept the job."
+                f"Warning: Slurm does not respond on this machine ({self._trouble}). Not checked: the "
+                "partition and its limits, its nodes and GPUs, and if Slurm would accept the job."
             )
             return PreflightResult((warning,))
-        # Imported here because only a submission needs it.
+        # Imported here because only submissions use it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
 
         return preflight_slurm(spec, script, self._environ, profile, self._answers)
@@ -77,9 +77,9 @@ class SlurmBackend:
         except SchedulerError as error:
             if is_answer_lost(str(error)):
                 raise SubmissionUnconfirmed(
-                    f"It is unknown if the job was submitted: {error}. Check with "
-                    f"`squeue --me --name={shlex.quote(spec.name)}`. If the job is queued, leave it: the run "
-                    f"continues in {str(run.path)!r}. Otherwise, submit again with this --run-dir."
+                    f"Cannot determine whether the job was submitted: {error}. Check with `squeue --me "
+                    f"--name={shlex.quote(spec.name)}`. If the job is queued, keep it: the run will use "
+                    f"{str(run.path)!r}. Otherwise, submit again with the same --run-dir."
                 ) from error
             raise SchedulerError(
                 f"The job was not submitted: {error}. "

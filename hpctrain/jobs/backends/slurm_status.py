@@ -1,9 +1,10 @@
 """Slurm's view of the jobs of runs, from several sources; each is queried once for all jobs.
 
 The order is squeue, sacct, scontrol. squeue is best: it reports the job as it is now, while accounting
-records come late and may describe the submission before a requeue. A job counts as ended only with evidence:
-its state in one of the three, or a controller without a record of the job while the run has been silent for
-longer than the controller remembers jobs. A query without an answer is not evidence.
+records are delayed and may describe the submission before a requeue. A job counts as ended only with
+evidence. The evidence is its state in one of the sources, or a controller without a record of the job. In the
+second case, the run must also have been silent for longer than the controller keeps job records. A query
+without an answer is not evidence.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ REQUEUE_DELAY_S = 2
 
 _DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
 
-#: Errors if the controller cannot be reached: a second command would only wait again.
+#: Errors if the controller cannot be reached: a second command would wait again in vain.
 _UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER_MESSAGE)
 
-#: Job states that a requeue may have followed, which accounting records only later.
+#: Job states that a requeue may have followed; accounting records the requeue only later.
 _REQUEUABLE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
-#: Maximum difference in seconds between hosts' clocks, and between their times of one submission.
+#: Maximum difference in seconds between the hosts' clocks, and between their times of the same submission.
 _CLOCKS_DIFFER_S = 120.0
 
 #: View of an array task that was cancelled while pending.
@@ -79,7 +80,7 @@ def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[Jo
 def _listed(
     jobs: Sequence[JobRecord], ask: _QueryFunction, environ: Mapping[str, str]
 ) -> tuple[dict[JobRecord, JobStateView], str | None]:
-    """Return views of the jobs that a source lists, and the error if it gave no answer."""
+    """Return views of the jobs that a source lists, and the error if the source did not respond."""
     try:
         rows = ask([job.job_id for job in jobs], environ) if jobs else JobTable(())
     except SchedulerError as error:
@@ -92,10 +93,10 @@ def _listed(
 
 
 def _was_removed(job: JobRecord, rows: JobTable) -> bool:
-    """True if a task has never started and is missing from the array that squeue lists.
+    """Return true if a task has never started and is missing from the array that squeue lists.
 
-    All pending tasks share one record, from which Slurm removes a cancelled one (seen in 22.05). It keeps no
-    other record of that task, not even in accounting. A started task has its own record.
+    All pending tasks share one record, from which Slurm removes a cancelled one (seen in 22.05). Slurm keeps
+    no other record of that task, not even in accounting. A started task has a separate record.
     """
     array_id = parent_job_id(job.job_id)
     if array_id == job.job_id or _has_started(job):
@@ -104,7 +105,7 @@ def _was_removed(job: JobRecord, rows: JobTable) -> bool:
 
 
 def _has_started(job: JobRecord) -> bool:
-    """True if the job may have started: it first writes its own log, then the supervisor's."""
+    """Return true if the job may have started: it first writes the job log, then the supervisor's log."""
     for path in (job.run.slurm_log, job.run.supervisor_log):
         with suppress(OSError):
             if path.stat().st_mtime > job.submitted - _CLOCKS_DIFFER_S:
@@ -113,14 +114,14 @@ def _has_started(job: JobRecord) -> bool:
 
 
 def _recorded_ends(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> dict[JobRecord, JobStateView]:
-    """Return ends of jobs on record: in accounting, or from an earlier status query."""
+    """Return recorded ends of jobs, from accounting or an earlier status query."""
     ends = {}
     for job in jobs:
         if (seen := job.observed_state) is not None:
             ends[job] = JobStateView(
                 parse_job_state(seen), f"Slurm reported {seen}", job_state=base_state(seen)
             )
-    # Many clusters have no accounting; ignore its error then.
+    # Many clusters have no accounting; the error is ignored.
     recorded, _ = _listed(jobs, query_sacct, environ)
     return ends | {job: view for job, view in recorded.items() if view.state.ended}
 
@@ -131,12 +132,12 @@ def _by_name(
     ends: Mapping[JobRecord, JobStateView],
     environ: Mapping[str, str],
 ) -> dict[JobRecord, JobStateView]:
-    """Return views of unlisted jobs, by asking the controller if these jobs exist at all.
+    """Return views of unlisted jobs, by querying the controller for them.
 
     Args:
         jobs: the jobs.
-        trouble: why squeue gave no answer, if it gave none.
-        ends: their recorded ends, though they may have been requeued since.
+        trouble: the reason if squeue did not respond.
+        ends: their recorded ends; the jobs may have been requeued since.
         environ: environment variables for Slurm's commands.
     """
     views: dict[JobRecord, JobStateView] = {}
@@ -169,26 +170,26 @@ def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
         job: the job.
         remembered_s: seconds for which the controller remembers an ended job.
     """
-    words = f"Slurm no longer knows job {job.job_id}"
+    words = f"Slurm has no record of job {job.job_id}"
     silent_s = time.time() - max(job.submitted, last_activity(job.run))
     if silent_s > remembered_s:
         return JobStateView(RunState.FAILED, f"{words}, and the run has written nothing for {silent_s:.0f} s")
     return JobStateView(
         RunState.UNKNOWN,
         f"{words}, although it keeps finished jobs for {remembered_s:.0f} s. "
-        "Is this the cluster that the run was submitted to?",
+        "Check that the run was submitted to this cluster.",
     )
 
 
 def _rows_of(job: JobRecord, rows: JobTable) -> list[JobRow]:
-    """Return the job's rows that belong to this run: a reinstalled cluster reuses job ids from 1."""
+    """Return the job's rows that belong to this run: a reinstalled cluster reuses job ids."""
     return [row for row in rows.rows_of(job.job_id) if job.submitted_manually or _belongs_to_job(row, job)]
 
 
 def _belongs_to_job(row: JobRow, job: JobRecord) -> bool:
-    """True if the row's job runs in the folder of the run, or of the run's array.
+    """Return true if the job of the row uses the folder of the run or of the run's array.
 
-    The folder may be mounted or linked elsewhere here, so the same name suffices.
+    The folder may have a different path on this machine, so only the name is compared.
     """
     folder = (job.run.array or job.run).path
     if not row.workdir:
@@ -214,6 +215,6 @@ def _view(row: JobRow) -> JobStateView:
 
 
 def _is_about_to_start(eligible_at: str) -> bool:
-    """True if a job's begin time is too near for its delay to matter."""
+    """Return true if the begin time of a job is too near for the delay to matter."""
     begin = parse_timestamp(eligible_at)
     return begin is not None and begin - time.time() <= SOON_S

@@ -12,7 +12,7 @@ from hpctrain.jobs.submit.container_builder import has_pyxis
 _TOPIC = "Containers"
 _LIMIT_S = 10.0
 
-#: Programs with the argument that prints their version.
+#: Programs, each with the argument that prints the version.
 _PROGRAMS = {"apptainer": "--version", "singularity": "--version", "enroot": "version"}
 
 

@@ -44,7 +44,7 @@ def probe_folder(folder: Path) -> dict[str, object]:
 
 
 def _words(attempt: Callable[[Path], str], place: Path) -> str:
-    """Return why an attempt failed; empty if it succeeded."""
+    """Return the reason for a failed attempt; empty if it succeeded."""
     try:
         return attempt(place)
     except OSError as error:
@@ -69,7 +69,7 @@ def _rename(place: Path) -> str:
     for text in ("old", "new"):
         write_atomic(path, text)
     if path.read_text() != "new":
-        return "a file renamed over another shows the old content"
+        return "a file that replaces another by a rename shows the old content"
     folders = [place / "from", place / "to"]
     folders[0].mkdir()
     os.rename(*folders)
@@ -93,8 +93,8 @@ def _clock_ahead_s(place: Path) -> float:
 
 
 def main() -> None:
-    """Print the facts about the folder named on the command line."""
-    # The default handler would leave the temporary folder behind.
+    """Print the facts about the folder given on the command line."""
+    # The default handler would not remove the temporary folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(json.dumps(probe_folder(Path(sys.argv[1]))))
 

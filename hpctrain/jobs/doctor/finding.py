@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: A problem will stop jobs; a note only explains possible surprises.
+#: A problem prevents jobs from running; a note has information only.
 FindingLevel = Literal["ok", "note", "problem"]
 
 

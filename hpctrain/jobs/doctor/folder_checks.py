@@ -13,15 +13,15 @@ from hpctrain.text import format_size
 _TOPIC = "Runs folder"
 _LIMIT_S = 20.0
 
-#: Clocks that differ by less do not confuse the order of events.
+#: Smaller clock differences do not affect the order of events.
 _CLOCK_TOLERANCE_S = 2.0
-#: Below this, a checkpoint of a medium-sized model fills the file system.
+#: With less space, a checkpoint of a medium-sized model fills the file system.
 _LITTLE_BYTES = 10 << 30
 
-#: Names of the capabilities, and the consequence for runs if one is missing.
+#: Names of the capabilities, and the consequence for runs if a capability is missing.
 _USES = {
-    "lock": ("locking", "two submissions could use the same run folder at once"),
-    "rename": ("rename", "a kill at the wrong moment could leave half a file"),
+    "lock": ("locking", "two submissions could use the same run folder at the same time"),
+    "rename": ("rename", "a kill at the wrong moment could leave an incomplete file"),
     "append": ("append", "lines of events and metrics could be lost"),
 }
 
@@ -32,12 +32,12 @@ def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machine
     All probes use a temporary folder in it, which is removed afterwards.
 
     Args:
-        folder: parent of the run folders; it need not exist yet.
+        folder: parent of the run folders; the folder may not exist yet.
         environ: environment of the probe.
         other_machines: True if runs use machines other than this one.
 
     Raises:
-        ProbeFailed: the file system does not answer.
+        ProbeFailed: the file system does not respond.
     """
     module = "hpctrain.jobs.doctor.filesystem_probe"
     facts = run_python_probe(["-m", module, str(folder)], environ, _LIMIT_S)
@@ -56,8 +56,7 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
             "file system",
             where,
             "problem",
-            "This folder is local to each node. Submit from a folder that all nodes share, or give "
-            "--run-dir.",
+            "This folder is local to each node. Submit from a folder that all nodes share, or use --run-dir.",
         )
     else:
         yield Finding(
@@ -74,7 +73,9 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
         "free space",
         format_size(free),
         "ok" if free >= _LITTLE_BYTES else "note",
-        "" if free >= _LITTLE_BYTES else "Checkpoints need space. Free some, or choose another --run-dir.",
+        ""
+        if free >= _LITTLE_BYTES
+        else "Checkpoints require more space. Free space, or choose another --run-dir.",
     )
 
 
@@ -85,7 +86,7 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
             "writing",
             f"not possible: {facts['write']}",
             "problem",
-            "Submit from a folder that you can write to, or give --run-dir.",
+            "Submit from a folder that you can write to, or use --run-dir.",
         )
         return
     options = set(facts["mount"]["options"]) if facts["mount"] else set()
@@ -96,7 +97,7 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
                 name,
                 trouble,
                 "problem",
-                f"Use another file system for runs (--run-dir): here, {otherwise}.",
+                f"Use another file system for runs (--run-dir). On this file system, {otherwise}.",
             )
         elif key == "lock" and (
             lax := options & {"localflock", "nolock", "local_lock=all", "local_lock=flock"}

@@ -97,7 +97,7 @@ def torch_findings(
                 "torch",
                 f"cannot be imported: {facts}",
                 "problem",
-                "No rank could start. Repair the Python environment in which hpctrain is installed.",
+                "No rank can start. Repair the Python environment in which hpctrain is installed.",
             )
         ]
     return [_torch(facts, gpus_here, gpus_of_site), *_backends(facts)]
@@ -115,7 +115,8 @@ def _shared_memory(place: Path) -> Iterator[Finding]:
         "shared memory",
         f"{format_memory(size)} ({place})",
         "note" if little else "ok",
-        "Data workers may crash (bus error). Give the container more, for example with --shm-size."
+        "Data workers may crash (bus error). Increase the shared memory of the container, for example with "
+        "--shm-size."
         if little
         else "",
     )
@@ -125,13 +126,13 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['rocm']}" if facts["rocm"] else "CPUs"
     value = f"{facts['version']}, built for {build}"
     if facts["usable"]:
-        return Finding(_TOPIC, "torch", f"{value}, uses {facts['num_gpus']} GPUs here")
+        return Finding(_TOPIC, "torch", f"{value}, uses {facts['num_gpus']} GPUs on this machine")
     if gpus_here:
         why = f": {facts['warning']}" if facts["warning"] else ""
         return Finding(
             _TOPIC,
             "torch",
-            f"{value}, cannot use the GPUs here{why}",
+            f"{value}, cannot use the GPUs of this machine{why}",
             "problem",
             "Install a torch build for a CUDA version that this driver supports.",
         )

@@ -1,4 +1,4 @@
-"""Checks of this machine's name and interfaces: how ranks on several machines would connect."""
+"""Checks of this machine's name and interfaces, which ranks on several machines use to connect."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def _name() -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "host name",
-            f"{host} resolves to {', '.join(addresses)} on itself",
+            f"{host} resolves to {', '.join(addresses)} on this machine",
             "note",
-            "Other machines could not reach gloo there. Runs set GLOO_SOCKET_IFNAME to the right interface.",
+            "Other machines could not connect to gloo at this address. Runs set GLOO_SOCKET_IFNAME to the "
+            "right interface.",
         )
     else:
         yield Finding(_TOPIC, "host name", f"{host} resolves to {', '.join(addresses)}")

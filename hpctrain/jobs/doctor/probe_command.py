@@ -16,7 +16,7 @@ _TIMEOUT_S = 2.0
 
 
 class ProbeFailed(HpctrainError):
-    """A probe failed; the message has the reason. Other probes continue."""
+    """A probe failed; the message contains the reason. Other probes continue."""
 
 
 def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> str:
@@ -72,7 +72,7 @@ def run_python_probe(code: Sequence[str], environ: Mapping[str, str], limit_s: f
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Terminate the process, then kill it. Do not wait for one that a dead file server blocks."""
+    """Terminate the process, then kill it. Do not wait for a process that a dead file server blocks."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=_TIMEOUT_S)

@@ -22,11 +22,12 @@ def profile_options(report: DoctorReport) -> dict[str, Any]:
     """Return the content of a configuration file for the site.
 
     Raises:
-        UserError: there is no Slurm site here.
+        UserError: this machine has no Slurm site.
     """
     if report.site is None:
         raise UserError(
-            "Cannot write a site profile: there is no Slurm here. Run this command on a login node."
+            "Cannot write a site profile: Slurm is not available on this machine. Run this command on a "
+            "login node."
         )
     options = (
         {_GPU_DIRECTIVE: report.gpu_request_style} if report.gpu_request_style not in (None, "gres") else {}
@@ -35,10 +36,10 @@ def profile_options(report: DoctorReport) -> dict[str, Any]:
 
 
 def write_profile_file(report: DoctorReport, path: Path) -> None:
-    """Write the profile to `path`, replacing an older one.
+    """Write the profile to `path`, replacing an existing profile.
 
     Raises:
-        UserError: there is no Slurm site here, or the file holds something else.
+        UserError: this machine has no Slurm site, or the file contains other data.
         OSError: it cannot be written.
     """
     import yaml
@@ -75,7 +76,7 @@ def _refuse_other_content(path: Path) -> None:
 
 
 def _without_node_states(site: Site) -> Site:
-    """Return the site without the states of its nodes, which change by the hour."""
+    """Return the site without the states of its nodes, which change often."""
     return replace(
         site, partitions=tuple(replace(one, groups=_merge_by_state(one)) for one in site.partitions)
     )

@@ -43,24 +43,24 @@ class DoctorReport:
     site: Site | None
     """The Slurm site; None if there is none."""
     gpu_request_style: GpuRequestStyle | None = None
-    """The only accepted way to request GPUs, if there is only one."""
+    """The only accepted way to request GPUs; None if there are others."""
 
     @property
     def problems(self) -> list[Finding]:
-        """Findings that will stop jobs."""
+        """Findings that prevent jobs from running."""
         return [finding for finding in self.findings if finding.standing == "problem"]
 
 
 def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorReport:
     """Check the site, this machine and the runs folder.
 
-    Nothing is changed, except for a temporary folder in the runs folder, which is removed. A failed check is
+    The only change is a temporary folder in the runs folder, which is removed afterwards. A failed check is
     reported as a finding.
 
     Args:
         environ: environment of the caller.
         runs: parent of the run folders.
-        profile: the site according to its profile.
+        profile: the site as described by its profile.
     """
     outer = strip_job_env(environ)
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -138,7 +138,7 @@ def _without_slurm(trouble: str) -> Finding:
         "silent",
         trouble,
         "problem",
-        "Slurm is set up here but does not respond. Try again, or ask the administrator.",
+        "Slurm is set up on this machine but does not respond. Try again, or ask the administrator.",
     )
 
 
@@ -152,11 +152,15 @@ def _every_qos(ask: Callable[[Sequence[str]], str], site: Site) -> list[Qos]:
 
 
 def _guarded(look: Callable[[], list[Finding]], topic: str) -> list[Finding]:
-    """Return the findings of a check; a failure becomes a finding."""
+    """Return the findings of a check; a failed check is reported as a finding."""
     try:
         return look()
     except HpctrainError as error:
-        return [Finding(topic, "check", f"failed: {error}", "problem", "Fix this and run the check again.")]
+        return [
+            Finding(
+                topic, "check", f"failed: {error}", "problem", "Fix this problem and run the check again."
+            )
+        ]
 
 
 def _or_error(call: Callable[[], _T]) -> _T | ProbeFailed:

@@ -1,6 +1,6 @@
-"""The site's reaction to job options, probed with `sbatch --test-only`, which submits nothing.
+"""Job options that the site accepts, probed with `sbatch --test-only`, which submits nothing.
 
-A site may refuse or require options in its own plugin, of which Slurm's configuration shows only the name.
+A site may reject or require options in a plugin. Slurm's configuration shows only the name of the plugin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIMIT_S = 20.0
 
 _TIME = ("--time=5",)
 _MEMORY = ("--mem=100M",)
-#: Ways to request a GPU; the first one is preferred if both work.
+#: Ways to request a GPU; the first is preferred if both work.
 _GPU: Mapping[GpuRequestStyle, tuple[str, ...]] = {
     "gres": ("--gres=gpu:1",),
     "gpus-per-node": ("--gpus-per-node=1",),
@@ -33,7 +33,7 @@ class ProbeResults:
     findings: tuple[Finding, ...]
     habits: SiteConventions
     gpu_request_style: GpuRequestStyle | None = None
-    """The only accepted way to request a GPU; None if both or none are accepted."""
+    """The only accepted way to request a GPU; None if both or neither are accepted."""
 
 
 def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
@@ -55,7 +55,7 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
 
 
 def _reason(error: SchedulerError) -> str:
-    """Return the reason of a refusal; only the plugin's own message if there is one."""
+    """Return the reason for a rejection; only the plugin's message if there is one."""
     parts = str(error).removeprefix("sbatch failed: ").split("; ")
     return "; ".join([part for part in parts if "Unspecified error" not in part] or parts)
 
@@ -67,7 +67,7 @@ def _partition_options(partition: Partition | None, site: Site) -> tuple[str, ..
 
 
 def _with_gpus(site: Site) -> Partition | None:
-    """Return the partition for GPU probes: the default one if it has GPUs."""
+    """Return the partition for GPU probes: the default partition if it has GPUs."""
     places = [
         one for one in site.partitions if any(group.num_gpus for group in one.groups) and one.state == "UP"
     ]
@@ -81,18 +81,18 @@ def _judge(refusals: Mapping[str, str], site: Site) -> ProbeResults:
             "a plain job",
             f"refused: {refusals['no memory']}",
             "problem",
-            "Find out which options this site requires, such as --account, and set them in hpctrain.yaml.",
+            "Set the options that this site requires, such as --account, in hpctrain.yaml.",
         )
         return ProbeResults((finding,), site.habits)
     findings = [Finding(_TOPIC, "a plain job", "accepted")]
     needs_memory = "no memory" in refusals and "plain" not in refusals
     refuses_memory = "plain" in refusals and "no memory" not in refusals
-    # If one option is refused anyway, test the other one without it.
+    # If one option is always rejected, test the other option without it.
     without_time = "neither" if refuses_memory else "no time"
     needs_time = without_time in refusals
     findings += [_memory(refusals, refuses_memory, needs_memory, site)]
     findings += [
-        Finding(_TOPIC, "time limit", f"required: {refusals[without_time]}", "note", "Always give --time.")
+        Finding(_TOPIC, "time limit", f"required: {refusals[without_time]}", "note", "Always set --time.")
         if needs_time
         else Finding(_TOPIC, "time limit", "optional")
     ]
@@ -116,16 +116,16 @@ def _memory(refusals: Mapping[str, str], refuses: bool, needs: bool, site: Site)
             _TOPIC, "memory", f"--mem is rejected: {refusals['plain']}", "note", "Do not use --mem."
         )
     if needs:
-        return Finding(_TOPIC, "memory", f"required: {refusals['no memory']}", "note", "Always give --mem.")
+        return Finding(_TOPIC, "memory", f"required: {refusals['no memory']}", "note", "Always set --mem.")
     if slurm is not None and not slurm.hands_out_memory:
         return Finding(_TOPIC, "memory", "--mem only selects nodes with enough memory; usage is not limited")
     if slurm is not None and slurm.default_memory_mib is None:
         return Finding(
             _TOPIC,
             "memory",
-            "a job without --mem gets all memory of its nodes",
+            "a job without --mem requests all memory of its nodes",
             "note",
-            "Always give --mem if jobs share nodes; otherwise yours waits for empty ones.",
+            "Always set --mem if jobs share nodes. Otherwise the job waits for empty nodes.",
         )
     if slurm is None:
         return Finding(_TOPIC, "memory", "--mem is accepted")
@@ -142,7 +142,7 @@ def _gpus(
     ways = [way for way in _GPU if f"{way}{suffix}" not in refusals]
     if not ways:
         words = f"refused: {refusals[f'gres{suffix}']}"
-        mend = "Find out which options GPU jobs require at this site, such as --account or --partition."
+        mend = "Set the options that GPU jobs require at this site, such as --account or --partition."
         return [Finding(_TOPIC, "GPUs", words, "note", mend)], None
     words = " and ".join(f"--{way}" for way in ways)
     if len(ways) == len(_GPU):

@@ -16,9 +16,9 @@ from hpctrain.text import pluralize
 _TOPIC = "Slurm"
 _LIMIT_S = 10.0
 
-#: A shorter grace time is hardly enough to write a checkpoint.
+#: A shorter grace time may be insufficient to write a checkpoint.
 _LITTLE_GRACE_S = 10.0
-#: With a longer timeout a dead node stalls its run for too long.
+#: With a longer timeout, a dead node stalls the run for too long.
 _LONG_SILENCE_S = 600.0
 
 
@@ -33,8 +33,8 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "requeue",
             "only jobs that request it are requeued (JobRequeue=0)",
             "note",
-            "An interrupted run continues in a successor job; with --resume-mode requeue it requests a "
-            "requeue. If a plugin overrides that, set `requeue: false` under `habits:` in the profile.",
+            "An interrupted run continues in a successor job. With --resume-mode requeue, the run requests "
+            "a requeue. If a plugin prevents requeues, set `requeue: false` under `habits:` in the profile.",
         )
     if slurm.requeue_exit:
         yield Finding(
@@ -57,7 +57,7 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         "KillWait",
         f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its limit",
         "note" if little else "ok",
-        "A cancelled run may not be able to save in that time. --stop-before-limit covers the time limit."
+        "A cancelled run may not be able to save in that time. For time limits, --stop-before-limit applies."
         if little
         else "",
     )
@@ -99,7 +99,7 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
             "accounting",
             "disabled, so sacct is not available",
             "note",
-            "Slurm forgets finished jobs after a few minutes; the run folder keeps their record.",
+            "Slurm deletes records of finished jobs after a few minutes. The run folder keeps a record.",
         )
     try:
         run_slurm(["sacct", "--allocations", "--noheader", "--starttime=now"], environ, timeout_s=_LIMIT_S)
@@ -109,7 +109,7 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
             "accounting",
             f"slurmdbd does not respond: {error}",
             "note",
-            "Until it responds, the state of finished jobs comes from the controller and the run folder.",
+            "Until it responds, the state of finished jobs is read from the controller and the run folder.",
         )
     return Finding(_TOPIC, "accounting", "slurmdbd responds")
 
@@ -117,9 +117,7 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
 def partition_findings(site: Site) -> Iterator[Finding]:
     """Yield a finding for each partition."""
     if site.default_partition is None:
-        yield Finding(
-            "Partitions", "default", "none", "note", "Give --partition, or set it in hpctrain.yaml."
-        )
+        yield Finding("Partitions", "default", "none", "note", "Use --partition, or set it in hpctrain.yaml.")
     for partition in site.partitions:
         standing = [*_trouble(partition, site)]
         yield Finding(
@@ -146,7 +144,7 @@ def qos_findings(every: Sequence[Qos]) -> Iterator[Finding]:
 
 def _sharing(slurm: SlurmConfig) -> str:
     if slurm.select == "linear":
-        return "allocated as whole nodes (select/linear)"
+        return "allocated as complete nodes (select/linear)"
     memory = "CPUs, GPUs and memory" if slurm.hands_out_memory else "CPUs and GPUs, but not memory,"
     return f"{memory} are allocated individually (select/{slurm.select})"
 
@@ -208,7 +206,7 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
         return
     kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves if it can do so within KillWait, and continues in a successor job."
+        yield "A preempted run saves if possible within KillWait, and continues in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
         yield "A preempted run is suspended until its nodes are free again, and keeps its GPU memory."
     elif partition.grace_time_s + kill_wait_s < _LITTLE_GRACE_S:

@@ -1,6 +1,6 @@
-"""Functions as jobs, through submitit's interface: an executor submits them, a job returns their results.
+"""Functions as jobs, with submitit's interface: an executor submits functions, a job returns the results.
 
-Only the interface is submitit's. A job is an ordinary run with its own folder and the same supervisor;
+Only the interface is from submitit. A job is an ordinary run with a run folder and a supervisor;
 `hpctrain.jobs.executor.function_runs` submits it and reads its results.
 """
 

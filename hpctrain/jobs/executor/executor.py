@@ -18,9 +18,9 @@ from hpctrain.serialization import FunctionCall
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
 
-#: Hints for options that an executor sets itself, and for parameters that only submitit has.
+#: Hints for options that an executor sets itself, and for parameters specific to submitit.
 _HINTS = {
-    "run_dir": "Every job of an executor has its own run folder. Pass their parent folder as `folder`.",
+    "run_dir": "Every job of an executor has a separate run folder. Pass the parent folder as `folder`.",
     "runs_dir": "Use `folder`.",
     "array": "Use map_array(), submit_array() or batch().",
     "num_gpus": "Use gpus_per_node.",
@@ -32,7 +32,7 @@ _HINTS = {
     "teardown": "Clean up in the function itself: the ranks exit when it returns.",
     "srun_args": "The supervisor starts the ranks with its own options.",
     "use_srun": "The supervisor starts the ranks.",
-    "stderr_to_stdout": "Both streams of a rank go to one log.",
+    "stderr_to_stdout": "Both streams of a rank are written to one log.",
 }
 #: Submitit's name for the number of concurrent tasks of an array.
 _ARRAY_PARALLELISM = "array_parallelism"
@@ -61,16 +61,16 @@ class Executor(submitit.Executor):
         return "hpctrain"
 
     def job(self, run_id: str) -> Job[Any]:
-        """Return the job with that run id or run folder, for a program that did not submit it.
+        """Return the job with that run id or run folder, for programs that did not submit the job.
 
         Raises:
-            RunNotFound: there is none.
+            RunNotFound: there is no such run.
             UserError: it is a job array.
         """
         run = find_run(run_id, self.folder, os.environ)
         if tasks := run.tasks():
             raise UserError(
-                f"{run_id!r} is an array of {len(tasks)} jobs. Choose one, such as {tasks[0].run_id!r}."
+                f"{run_id!r} is an array of {len(tasks)} jobs. Choose a task, such as {tasks[0].run_id!r}."
             )
         return Job.from_run(run)
 
@@ -79,7 +79,7 @@ class Executor(submitit.Executor):
         return {*all_options(), _ARRAY_PARALLELISM} - _HINTS.keys()
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set options; None removes one.
+        """Set options; None removes an option.
 
         Raises:
             SpecError: there is no such option.
@@ -111,7 +111,7 @@ class Executor(submitit.Executor):
 
 
 def _translated(name: str, value: Any) -> tuple[str, Any]:
-    """Translate submitit's or our name of an option, and its value.
+    """Convert the name and value of an option; submitit's names are accepted.
 
     Raises:
         SpecError: there is no such option.

@@ -34,7 +34,7 @@ log = logging.getLogger("hpctrain")
 #: Script of every rank. It is started by its path, not imported here, because it needs torch.
 _SCRIPT = Path(__file__).resolve().parents[2] / "runtime" / "function_worker.py"
 
-#: Seconds to wait for a file of another host to become visible here.
+#: Seconds to wait for a file from another host to become visible on this host.
 _RESULT_TIMEOUT_S = 30.0
 
 
@@ -51,12 +51,12 @@ def submit_calls(
     """Submit calls; several become a job array.
 
     Args:
-        calls: the calls; each is a run of its own.
+        calls: the calls; each is a separate run.
         options: the options of the submission.
         folder: parent of the new folder of the run or array.
-        at_once: maximum number of concurrent tasks of the array; 0 leaves it to the backend.
+        at_once: maximum number of concurrent tasks of the array; 0 uses the backend's default.
         environ: the environment variables of the submission.
-        shown_notes: notes already given to the user; the new ones are added.
+        shown_notes: notes already shown to the user; new notes are added.
 
     Returns:
         The run of each call, and the number of ranks of each.
@@ -65,7 +65,7 @@ def submit_calls(
         UserError: a function or an argument cannot be pickled, or the job cannot run as requested.
         SchedulerError: the scheduler refused or cannot be reached.
     """
-    # A function that raised is called again only on request.
+    # A function that raised an exception is called again only on request.
     again = "max_failures" in options or "restart" in options
     parcels = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
     names = {call.name for call in calls}
@@ -76,7 +76,7 @@ def submit_calls(
             _SCRIPT,
             [],
             cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
-            # Overrides files of options: the number of tasks is the number of calls.
+            # Overrides configuration files: the number of tasks is the number of calls.
             assignments=[f"array={array}"],
             environ=environ,
             cwd=Path.cwd(),
@@ -86,7 +86,8 @@ def submit_calls(
         if (spec := submission.spec).is_elastic:
             raise SpecError(
                 f"{spec.min_nodes} to {spec.nodes} nodes requested (--nodes) for a function, but a function "
-                "returns one result per rank, so the number of ranks must be fixed. Give one number of nodes."
+                "returns one result per rank, so the number of ranks must be fixed. Use a single number of "
+                "nodes."
             )
         for note in submission.notes:
             if note not in shown_notes:
@@ -99,7 +100,7 @@ def submit_calls(
 
 
 def _program_folder() -> Path:
-    """Return the folder of this program's modules; the current one for a tool such as a notebook's."""
+    """Return the folder of this program's modules; the current folder for tools such as notebooks."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(os.path.realpath(program)).parent if program else None
     tools = [Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)]
@@ -110,10 +111,10 @@ def _program_folder() -> Path:
 
 @contextmanager
 def _new_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Make a new folder; remove it if the block fails and no job may be queued.
+    """Create a new folder; remove it if the block fails and no job can be queued.
 
     Raises:
-        SpecError: none can be made there.
+        SpecError: the folder cannot be created.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ def _new_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def read_result(run: RunDir, rank: int) -> Any:
-    """Return the function's result on a rank of a completed run; another host may just have written it.
+    """Return the function's result on a rank of a completed run; wait for a file from another host.
 
     Raises:
         RunFailed: there is no result.
@@ -145,7 +146,7 @@ def read_result(run: RunDir, rank: int) -> Any:
     deadline = time.monotonic() + _RESULT_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise RunFailed(f"Rank {rank} of run {run.run_id} left no result: {path} does not exist.")
+            raise RunFailed(f"Rank {rank} of run {run.run_id} wrote no result: {path} does not exist.")
         time.sleep(0.2)
     try:
         return pickle.loads(read_regular(path))
@@ -160,13 +161,13 @@ def read_stdout(run: RunDir, ranks: Sequence[int], has_ended: Callable[[], bool]
     Args:
         run: the run.
         ranks: the ranks to read.
-        has_ended: returns True if the run has ended. A rank without a log by then will start none; the job's
-            own output is returned in its place, once for all such ranks.
+        has_ended: returns True if the run has ended. For ranks without a log, an ended run returns the output
+            of the job once.
     """
     logs = _logs_of(run, ranks)
     is_final = not all(logs.values()) and has_ended()
     if is_final:
-        logs = _logs_of(run, ranks)  # One may have appeared in between.
+        logs = _logs_of(run, ranks)  # A log may have appeared in the meantime.
     texts = [b"".join(map(read_regular, its)).decode(errors="replace") for its in logs.values() if its]
     if is_final and (without := [rank for rank, its in logs.items() if not its]):
         texts.append(_job_output(run, without))
@@ -187,13 +188,13 @@ def _job_output(run: RunDir, ranks: list[int]) -> str:
     for path in (run.slurm_log, run.supervisor_log):
         with suppress(OSError):
             if text := read_regular(path).decode(errors="replace"):
-                return f"{said} Output of the job itself ({path}):\n{text}"
-    return f"{said} The job itself printed no output either.\n"
+                return f"{said} Output of the job ({path}):\n{text}"
+    return f"{said} The job printed no output either.\n"
 
 
 @dataclass(frozen=True)
 class FunctionFailure:
-    """Reason why a run failed, with all details from its folder."""
+    """Cause of the failure of a run, with all details from the run folder."""
 
     message: str
     rank: int | None
@@ -209,7 +210,7 @@ class FunctionFailure:
         run = RunDir(Path(status.run_dir))
         told = read_run_record(run).failure or {}
         if told.get("cause") != status.cause:
-            told = {}  # That attempt was not the last one.
+            told = {}  # That attempt was not the last attempt.
         rank = None if told.get("rank", -1) < 0 else int(told["rank"])
         message = f"Run {status.run_id} failed: {str(status.cause).rstrip('.')}. Log: {status.log}"
         exception = None
@@ -217,12 +218,12 @@ class FunctionFailure:
             with suppress(OSError, ValueError, KeyError):
                 record = read_json(run.failure(told["attempt"], rank))
                 message += f"\n\n{record['traceback']}".rstrip()
-            # Unpickling runs code of the exception's class, which may not even exist here.
+            # Unpickling runs code of the exception's class, which may not exist on this machine.
             with suppress(Exception):
                 exception = pickle.loads(read_regular(run.exception_pickle(told["attempt"], rank)))
         return cls(message, rank, told.get("host"), status.log, exception)
 
 
 def read_call(run: RunDir) -> FunctionCall:
-    """Return the call that the run's ranks make."""
+    """Return the function call that the ranks of the run execute."""
     return CallPayload.read(run.function).deserialize()

@@ -29,8 +29,8 @@ from hpctrain.spec.load_spec import load_spec
 class RunWatcher(InfoWatcher):
     """Cache of runs' statuses. Each scheduler is queried once for all runs.
 
-    An end is read from the run's own record. Runs are identified by the paths of their folders, because
-    schedulers reuse job ids.
+    The end of a run is read from its record. Runs are identified by their folders, because schedulers reuse
+    job ids.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class RunWatcher(InfoWatcher):
                 self.register_job(key)
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
-        """Return the run's status, possibly cached, so as not to overload the scheduler."""
+        """Return the run's status, possibly cached to limit the load on the scheduler."""
         self.add_run(run)
         key = str(run.dir.path)
         with self._lock:
@@ -93,14 +93,14 @@ class RunWatcher(InfoWatcher):
 
 log = logging.getLogger("hpctrain")
 
-#: Seconds between two polls of a job; they only load this machine.
+#: Seconds between two polls of a job; polls only load this machine.
 _POLL_INTERVAL_S = 0.2
 
 R = TypeVar("R", covariant=True)
 
 
 class JobFailed(RunFailed, FailedJobError):
-    """Failure of the function. The message names the rank that failed first and has its traceback.
+    """Failure of the function. The message contains the rank that failed first and the traceback.
 
     The exception itself, if it could be pickled, is the cause (`__cause__`).
     """
@@ -153,7 +153,7 @@ class RunJobPaths(JobPaths):
 
     @property
     def stderr(self) -> Path:
-        """The same log: it holds both streams in the order of writing."""
+        """The same log: it contains both streams in the order of writing."""
         return self.stdout
 
     @property
@@ -173,7 +173,7 @@ class Job(submitit.Job[R]):
 
     @classmethod
     def from_run(cls, run: Run) -> Job[Any]:
-        """Return the job of a run that an executor submitted.
+        """Return the job for a run that an executor submitted.
 
         Raises:
             SpecError: the run has no specification.
@@ -185,7 +185,7 @@ class Job(submitit.Job[R]):
         return DelayedSubmission(call.function, *call.args, **call.kwargs)
 
     def cancel(self, check: bool = True) -> None:
-        """Ask the ranks to stop, and end the run for good.
+        """Ask the ranks to stop, and end the run permanently.
 
         Raises:
             SchedulerError: with `check`, if the scheduler refused or cannot be reached.
@@ -205,8 +205,7 @@ class Job(submitit.Job[R]):
         """Wait until the run has ended, successfully or not.
 
         Raises:
-            SchedulerError: the state was unknown for an hour in which the run wrote nothing, or it will never
-                start.
+            SchedulerError: the state was unknown for an hour without new output, or the run will never start.
         """
         tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
@@ -225,8 +224,8 @@ class Job(submitit.Job[R]):
         """
         if self.num_tasks > 1:
             raise UserError(
-                f"This job has {self.num_tasks} ranks and as many results. Use results(), "
-                "or task(0).result() for the result of rank 0."
+                f"This job has {self.num_tasks} ranks, each with a result. Use results(), or "
+                "task(0).result() for the result of rank 0."
             )
         return self.results()[0]
 
@@ -242,9 +241,9 @@ class Job(submitit.Job[R]):
         return [read_result(self.run.dir, rank) for rank in self._tasks]
 
     def exception(self) -> UncompletedJobError | None:
-        """Wait for the end, and return why there is no result; None if there is one.
+        """Wait for the end, and return the failure; None if there is a result.
 
-        A run fails as a whole: for any rank, this is the first failure, which caused the others.
+        A run fails as a unit: for all ranks, this is the first failure, which caused the others.
         """
         self.wait()
         status = self.watcher.status(self.run)
@@ -259,7 +258,7 @@ class Job(submitit.Job[R]):
 
     @property
     def state(self) -> str:
-        """`PENDING`, `RUNNING`, `COMPLETED`, `FAILED`, `CANCELLED`, or `UNKNOWN` if not known."""
+        """`PENDING`, `RUNNING`, `COMPLETED`, `FAILED`, `CANCELLED`, or `UNKNOWN`."""
         return self.watcher.get_state(self._key)
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
@@ -277,7 +276,7 @@ class Job(submitit.Job[R]):
         return read_stdout(self.run.dir, self._tasks, self.done)
 
     def stderr(self) -> str | None:
-        """Return the same as `stdout`: both streams of a rank go into one log."""
+        """Return the same as `stdout`: both streams of a rank are written to one log."""
         return self.stdout()
 
     def __del__(self) -> None:

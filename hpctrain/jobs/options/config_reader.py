@@ -41,14 +41,15 @@ def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
         environ: defines the home folder for `~`.
 
     Raises:
-        SpecError: it cannot be read, is not valid YAML, has an unknown key, or a value of a wrong type.
+        SpecError: it cannot be read, is not valid YAML, or has an unknown key or a value of the wrong type.
     """
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file)
     except OSError as error:
         raise SpecError(
-            f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check path and permissions."
+            f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check its path and "
+            "permissions."
         ) from error
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
@@ -100,7 +101,7 @@ class _Reader:
                 yield OptionValue(f"{name}.{part}", self._text(f"{key}.{part}", entry, where), where)
 
     def _named(self, node: yaml.Node, key: str, *, grouped: bool) -> Iterator[tuple[str, int, yaml.Node]]:
-        """Yield the entries of an option with several; grouped entries get two-part names."""
+        """Yield the entries of an option with several entries; grouped entries have two-part names."""
         for name, line, entry in self._entries(node, key):
             if grouped and isinstance(entry, yaml.MappingNode):
                 for part, inner_line, inner in self._entries(entry, f"{key}.{name}"):
@@ -125,7 +126,7 @@ class _Reader:
         return value
 
     def _text(self, key: str, node: yaml.Node, source: OptionSource) -> str | None:
-        """Return a scalar as written: 12:30:00 is not a number here, and `on` is not a boolean."""
+        """Return a scalar as written: 12:30:00 does not become a number, nor `on` a boolean."""
         if _is_null(node):
             return None
         if not isinstance(node, yaml.ScalarNode):
@@ -139,7 +140,7 @@ class _Reader:
         return os.path.join(self._path.parent, text)
 
     def _entries(self, node: yaml.Node, what: str) -> Iterator[tuple[str, int, yaml.Node]]:
-        """Yield the keys of a mapping with line and value. A duplicate key is an error."""
+        """Yield each key of a mapping with its line and value. Duplicate keys are an error."""
         lines: dict[str, int] = {}
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Name of the project's file.
+#: Name of the project's configuration file.
 PROJECT_FILE = "hpctrain.yaml"
-#: Variable that names another file, or folder of files, for the site's options; empty for none.
+#: Variable that overrides the path of the site's file or folder of files; an empty value disables it.
 SITE_VARIABLE = "HPCTRAIN_SITE_CONFIG"
 SITE_FOLDER = Path("/etc/hpctrain")
 
@@ -25,7 +25,7 @@ def _site_files(environ: Mapping[str, str]) -> list[Path]:
     place = Path(named) if named else SITE_FOLDER
     if os.path.isdir(place):
         return sorted(place.glob("*.yaml"))
-    # A named file that is missing is reported when it is read.
+    # A missing file is reported when it is read.
     return [place] if named else []
 
 
@@ -39,7 +39,7 @@ def _user_file(environ: Mapping[str, str]) -> list[Path]:
 def _project_file(cwd: Path) -> list[Path]:
     """Return the nearest project file from `cwd` up to the repository root.
 
-    Outside a repository only `cwd` counts.
+    Outside a repository, only `cwd` is searched.
     """
     folders = [cwd, *cwd.parents]
     root = next((i for i, folder in enumerate(folders) if os.path.exists(folder / ".git")), 0)

@@ -30,7 +30,7 @@ _PROFILES = """
 
 
 def config_template() -> str:
-    """Return the text of the template. It is valid as is, and with any line uncommented."""
+    """Return the text of the template. It is valid unchanged and with any line uncommented."""
     in_files = [option for option in all_options().values() if option.about.in_files]
     parts = [_HEAD]
     for group, members in groupby(in_files, lambda option: option.group):

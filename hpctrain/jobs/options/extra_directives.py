@@ -1,4 +1,4 @@
-"""Options of sbatch and other launchers: those that `--sbatch` passes on, and replacements for the rest."""
+"""Options of sbatch and other launchers: those that `--sbatch` accepts, and replacements for the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.table import all_options
 from hpctrain.text import suggest
 
-#: Directives that hpctrain sets itself, and what to use instead.
+#: Directives that hpctrain sets itself, and their replacements.
 _OURS = {
     "array": "Use --array",
     "chdir": "A job runs in its run folder. Choose it with --run-dir",
@@ -44,7 +44,7 @@ _OURS = {
     "wrap": "Pass the script as an argument to hpctrain submit",
 }
 
-# All other long options of sbatch(1) that a script may contain, Slurm 20.11 to 25.05.
+# All other long options of sbatch(1) that a script may contain, from Slurm 20.11 to 25.05.
 _WITH_VALUE = """
     acctg-freq batch bb bbf bell cluster-constraint consolidate-segments container container-id core-spec
     cores-per-socket cpu-freq deadline delay-boot distribution extra extra-node-info get-user-env gid
@@ -82,7 +82,7 @@ _FOREIGN_OPTIONS = {
 
 
 def explain_foreign(name: str) -> str:
-    """Return a sentence that names the replacement of another launcher's option; empty if unknown.
+    """Return a sentence that names the replacement for an option of another launcher; empty if unknown.
 
     Args:
         name: the option, with or without leading dashes, with `-` or `_`.
@@ -100,7 +100,7 @@ def check_extra_directives(given: Mapping[str, str]) -> dict[str, str]:
     """Check the values of `--sbatch` and return them as directives; a flag gets an empty value.
 
     Raises:
-        SpecError: sbatch has no such option, or hpctrain has its own option for it.
+        SpecError: sbatch has no such option, or hpctrain provides this option.
     """
     return {key: _checked(key, value) for key, value in given.items()}
 
@@ -114,7 +114,7 @@ def _checked(key: str, value: str) -> str:
         if value not in ("", "true", "yes"):
             raise SpecError(
                 f"--sbatch {key} is {value!r}, but this flag of sbatch accepts no value. "
-                f"Give --sbatch {key} alone, or leave it out."
+                f"Use --sbatch {key} without a value, or remove it."
             )
         return ""
     if key not in _WITH_VALUE.split():
@@ -130,5 +130,5 @@ def replacement_option(name: str) -> str:
 
 
 def _named() -> set[str]:
-    """Return the sbatch options that have an option of the same name here."""
+    """Return the sbatch options that hpctrain accepts under the same name."""
     return {option.flag[2:] for option in all_options().values() if option.about.directive}

@@ -27,11 +27,11 @@ class OptionType(NamedTuple):
     text: bool = False
     path: bool = False
     pairs: bool = False
-    """Texts by name."""
+    """Strings by name."""
     grouped: bool = False
-    """Names may have two parts, as in `oom.retries`: a mapping may give all entries of one first part."""
+    """Names may have two parts, as in `oom.retries`; a nested mapping may contain all names of one group."""
     many: bool = False
-    """Several texts, in order."""
+    """List of strings."""
 
     @classmethod
     def from_hint(cls, hint: Any) -> OptionType:
@@ -50,12 +50,12 @@ class OptionType(NamedTuple):
         return {bool: cls(flag=True), int: cls(number=True), str: cls(text=True)}[hint]
 
     def parse(self, value: object) -> Any:
-        """Convert `value` to the option's type: texts are parsed, and a number may stand for its text.
+        """Convert `value` to the option's type. Strings are parsed; numbers are accepted for strings.
 
-        If the option takes several values, a single one may stand for a list of one.
+        If the option accepts several values, a single value is converted to a list.
 
         Raises:
-            ValueError: the option does not take this value.
+            ValueError: the option does not accept this value.
         """
         if self.many:
             return [_word(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
@@ -79,7 +79,7 @@ class OptionType(NamedTuple):
         raise ValueError(value)
 
     def entries(self, value: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield the entries of a mapping; grouped entries get two-part names."""
+        """Yield the entries of a mapping; grouped entries have two-part names."""
         for name, entry in value.items():
             if self.grouped and isinstance(entry, Mapping):
                 yield from ((f"{name}.{part}", inner) for part, inner in entry.items())
@@ -102,10 +102,10 @@ class OptionType(NamedTuple):
         names = [
             *(["true", "false"] if self.flag else []),
             *self.choices,
-            *(["a whole number"] if self.number else []),
+            *(["an integer"] if self.number else []),
             *(["text"] if self.text else []),
             *(["a mapping of names to strings"] if self.pairs else []),
-            *(["text, or a list of text"] if self.many else []),
+            *(["a string, or a list of strings"] if self.many else []),
         ]
         return join_or(names)
 
@@ -117,14 +117,14 @@ def _union(one: OptionType, other: OptionType) -> OptionType:
 
 
 def _text(value: object) -> str:
-    """Return a name or an entry as text. Numbers are formatted by Python; booleans are refused."""
+    """Return a name or an entry as a string. Numbers are formatted by Python; booleans are rejected."""
     if isinstance(value, str | int | float | os.PathLike) and not isinstance(value, bool):
         return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
     raise ValueError(value)
 
 
 def _word(value: object) -> str:
-    """Return an entry of a list as text; it must not be empty."""
+    """Return an entry of a list as a string; it must not be empty."""
     if text := _text(value):
         return text
     raise ValueError(value)
@@ -134,13 +134,13 @@ class OptionInfo(NamedTuple):
     """Documentation and special properties of an option."""
 
     help: str
-    """Its effect, in one or two sentences without Markdown."""
+    """Effect of the option, in one or two sentences without Markdown."""
     metavar: str = ""
     """Placeholder of the value in a synopsis; empty for the option's name."""
     default: Any = None
-    """Value if none is given."""
+    """Default value."""
     default_words: str = ""
-    """Description of the default if it depends on other values."""
+    """Description of a default that depends on other values."""
     example: str = ""
     """Example value for an option without a default."""
     directive: bool = False
@@ -150,7 +150,7 @@ class OptionInfo(NamedTuple):
     is_path: Callable[[str], bool] | None = None
     """Predicate for values that are paths; in a file, they are relative to the file's folder."""
     aliases: tuple[str, ...] = ()
-    """Other names on the command line, with dashes; Python and files also accept the long ones."""
+    """Other names on the command line, with dashes; Python and files also accept the long names."""
 
 
 class Option(NamedTuple):
@@ -170,7 +170,7 @@ class Option(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """Placeholder of the value: its fixed words if it takes nothing else; empty for a flag."""
+        """Placeholder of the value: the choices if they are fixed; empty for a flag."""
         if self.kind.flag:
             return ""
         words = "" if self.kind.text else "|".join(self.kind.choices)
@@ -178,5 +178,5 @@ class Option(NamedTuple):
 
     @property
     def default(self) -> str:
-        """Description of the default; empty if there is none."""
+        """Description of the default; empty if there is no default."""
         return self.about.default_words or ("" if self.about.default is None else str(self.about.default))

@@ -21,7 +21,7 @@ class OptionSource(NamedTuple):
     """The source of an option's value."""
 
     words: str
-    """Name of the source if it is not a file."""
+    """Name of a source that is not a file."""
     path: Path | None = None
     line: int = 0
     profile: str | None = None
@@ -41,15 +41,15 @@ class OptionValue(NamedTuple):
 
     key: str
     value: Any
-    """None discards values from weaker sources."""
+    """None removes values from weaker sources."""
     source: OptionSource
 
 
 def find_option(key: str, where: str) -> Option:
-    """Return the option of that name, if files and `--set` may give it.
+    """Return the option of that name, if files and `--set` accept it.
 
     Raises:
-        SpecError: there is none; the message begins with `where`.
+        SpecError: there is no such option; the message begins with `where`.
     """
     known = all_options()
     key = option_aliases().get(key, key)
@@ -67,5 +67,5 @@ def find_option(key: str, where: str) -> Option:
 def invalid_value_message(label: str, value: object, option: Option) -> str:
     """Return the error message for a value that the option does not accept."""
     if value == "":
-        return f"{label} is empty. Give it a value, or leave it out."
+        return f"{label} is empty. Set a value, or remove the option."
     return f"{label} is {value!r}, but must be {option.kind}."

@@ -1,4 +1,4 @@
-"""Resolution of a submission's options from all sources; later sources win."""
+"""Resolution of a submission's options from all sources; later sources take precedence."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class ResolvedOptions:
     """The value of every option that has one, with its source."""
 
     values: Mapping[str, OptionValue]
-    """Values by key: the name of an option, or `env.NAME` and the like for one entry."""
+    """Values by key: the name of an option, or for one entry a name such as `env.NAME`."""
     files: tuple[ConfigFile, ...] = ()
     """The files that were read, weakest first."""
 
     @property
     def site(self) -> Site:
-        """The site according to the files.
+        """The site as described by the files.
 
         Raises:
-            SpecError: one of them has an unknown key or an invalid value.
+            SpecError: a file has an unknown key or an invalid value.
         """
         from hpctrain.slurm.site_facts import Site
 
@@ -73,7 +73,7 @@ class ResolvedOptions:
         return cast(SubmitOptions, values)
 
     def describe_sources(self, text: str) -> str:
-        """Return the sources (files or `--set`) of the options whose flags occur in a text; empty if none."""
+        """Return the sources (files or `--set`) of the options whose flags occur in `text`; empty if none."""
         flags, known = set(_FLAG.findall(text)), all_options()
         places: dict[str, None] = {}
         for key, given in self.values.items():
@@ -107,7 +107,7 @@ def resolve_options(
     Args:
         options_given: options of this submission; None counts as not given.
         source: source of these options.
-        assignments: texts of the form KEY=VALUE, which override everything else.
+        assignments: strings of the form KEY=VALUE, which override all other sources.
         cwd: folder from which to search for the project's file.
         environ: defines the locations of the user's and the site's files.
 
@@ -131,7 +131,7 @@ def resolve_options(
 def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]:
     if not paths:
         return []
-    # Most submissions read no file, and YAML takes a while to import.
+    # Most submissions read no file, and importing YAML is slow.
     from hpctrain.jobs.options.config_reader import read_config_file
 
     return [read_config_file(path, environ) for path in paths]
@@ -149,7 +149,7 @@ def _defaults() -> dict[str, OptionValue]:
 def _from_files(
     standing: Sequence[ConfigFile], named: Sequence[ConfigFile], profile: str | None
 ) -> Iterator[OptionValue]:
-    """Yield the files' values, weakest first: a profile overrides all files except that of `--config`."""
+    """Yield the files' values, weakest first: a profile overrides all files except the file of `--config`."""
     if profile is not None:
         known = {name: None for file in (*standing, *named) for name in file.profiles}
         if profile not in known:
@@ -193,7 +193,7 @@ def _parse_value(option: Option, value: object, label: str, source: OptionSource
 
 
 def _from_assignment(text: str) -> OptionValue:
-    """Return the value of `--set KEY=VALUE`; an empty value discards earlier ones."""
+    """Return the value of `--set KEY=VALUE`; an empty value removes earlier values."""
     key, equals, value = text.partition("=")
     name, dot, entry = key.partition(".")
     if not equals:

@@ -1,6 +1,7 @@
 """The profile of a site: the `site:` section of a configuration file, written by `hpctrain doctor --write`.
 
-Each submission queries Slurm again. The profile provides what Slurm does not report, or not to every user.
+Each submission queries Slurm again. The profile contains settings that Slurm does not report, or not to every
+user.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def read_profile(site: Site, path: Path, node: Node) -> Site:
     """Return `site` updated with the `site:` section of the file at `path`.
 
     Raises:
-        SpecError: a key is unknown, or a value is of a wrong type; the message has the line.
+        SpecError: a key is unknown, or a value has the wrong type; the message contains the line.
     """
     reader = _Reader(path)
     return site if reader.is_null(node) else reader.update(site, node, SITE_KEY)
@@ -104,7 +105,7 @@ class _Reader:
         return kind(**{name: self._value(hints[name], one, f"{key}.{name}") for name, one in entries.items()})
 
     def _scalar(self, hint: Any, node: Node, key: str) -> Any:
-        """Parse a scalar as written, because a version such as 23.02 is not a number."""
+        """Parse a scalar as written: a version such as 23.02 is not a number."""
         if isinstance(node, yaml.ScalarNode) and not self.is_null(node):
             text = str(node.value)
             if get_origin(hint) is Literal:
@@ -140,4 +141,4 @@ class _Reader:
         return f"{self._path}:{node.start_mark.line + 1}"
 
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}

@@ -41,7 +41,7 @@ def build_spec(
     container: Container | None = None,
     program: ProgramKind = "script",
 ) -> JobSpec:
-    """Fill in the defaults, and check what can be checked without inspecting the machine.
+    """Fill in the defaults, and run the checks that do not inspect the machine.
 
     Args:
         script: the Python script, relative to `cwd`; the name of a module, or a command.
@@ -54,14 +54,14 @@ def build_spec(
         program: the kind of `script`.
 
     Raises:
-        SpecError: an option is invalid, or contradicts another.
+        SpecError: an option is invalid or contradicts another option.
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
     gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
     time_limit_s, directives = _time(given), _directives(given)
     if "time" in given and time_limit_s is None and backend == "slurm":
-        # Without the option the partition's default would apply.
+        # Without the option, the default of the partition would apply.
         directives["time"] = "UNLIMITED"
     nodes = _nodes(given.get("nodes", JobSpec.nodes))
     shell = _shell(given, cwd)
@@ -114,7 +114,7 @@ def build_spec(
 
 
 def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
-    """Return the name of the program: of `python -m pkg.train` it is `train`."""
+    """Return the name of the program, such as `train` for `python -m pkg.train`."""
     if program == "module":
         return path.rpartition(".")[2]
     if program == "command" and Path(path).name.startswith("python"):
@@ -164,8 +164,8 @@ def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
         path = Path(os.path.normpath(cwd / asked))
         if not path.name:
             raise SpecError(
-                f"--run-dir is {os.fspath(asked)!r}, which has no folder name to use as the run id. "
-                "Choose a folder below it."
+                f"--run-dir is {os.fspath(asked)!r}, which has no folder name to use as the run id. Choose "
+                "a subfolder."
             )
         return path
     return Path(os.path.normpath(cwd / given.get("runs_dir", RUNS_FOLDER))) / new_run_id(name)
@@ -190,8 +190,8 @@ def _nodes(value: int | str) -> tuple[int, int]:
             "1 ≤ MIN ≤ MAX, such as 2:4."
         )
     raise SpecError(
-        f"--nodes {value!r} is neither a number nor a range. Give the number of nodes, such as 2, or the "
-        "minimum and maximum, such as 2:4."
+        f"--nodes {value!r} is neither a number nor a range. Use a number of nodes, such as 2, or a minimum "
+        "and maximum, such as 2:4."
     )
 
 

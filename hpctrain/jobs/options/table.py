@@ -40,7 +40,7 @@ class _Size(TypedDict, total=False):
             aliases=("-N", "--nnodes", "--num-nodes"),
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
-            help="Number of nodes. MIN:MAX uses as many as are available, and continues if some fail.",
+            help="Number of nodes. MIN:MAX uses as many nodes as are available, and continues if some fail.",
         ),
     ]
     spare_nodes: Annotated[
@@ -49,14 +49,14 @@ class _Size(TypedDict, total=False):
             aliases=("--spares",),
             metavar="N",
             default=JobSpec.spare_nodes,
-            help="Spare nodes to allocate. One replaces a failed node without queueing again.",
+            help="Number of spare nodes. A spare node replaces a failed node without queueing again.",
         ),
     ]
     node_check: Annotated[
         NodeCheckMode,
         OptionInfo(
             default=JobSpec.node_check,
-            help="Health-check nodes before launching and skip bad ones. auto: only after a GPU failure, a "
+            help="Health-check nodes before launching and skip bad nodes. auto: only after a GPU failure, a "
             "communication failure or a hang.",
         ),
     ]
@@ -109,7 +109,7 @@ class _Size(TypedDict, total=False):
         bool | Literal["user", "mcs"],
         OptionInfo(
             directive=True,
-            help="Do not share the nodes with other jobs. A file may also set user or mcs, as in sbatch.",
+            help="Do not share the nodes with other jobs. Files also accept user or mcs, as sbatch does.",
         ),
     ]
     array: Annotated[
@@ -171,7 +171,8 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME[=VALUE]",
             example="NCCL_DEBUG: INFO",
-            help="Environment variable for the ranks. NAME alone copies its value from this environment.",
+            help="Environment variable for the ranks. NAME without a value copies the value from the "
+            "current environment.",
         ),
     ]
     max_failures: Annotated[
@@ -208,7 +209,7 @@ class _Run(TypedDict, total=False):
             aliases=("--hang-limit",),
             metavar="SECONDS|never",
             default=JobSpec.hang_timeout_s,
-            help="Restart the run if no rank makes progress for this long, and for ten times the longest "
+            help="Restart the run if no rank makes progress for this time, and for ten times the longest "
             "step so far.",
         ),
     ]
@@ -223,8 +224,8 @@ class _Run(TypedDict, total=False):
         bool,
         OptionInfo(
             default=JobSpec.independent_ranks,
-            help="The ranks do not train together. Otherwise ranks that train without a process group fail "
-            "the run.",
+            help="Allow ranks that do not train together. Without this option, training without a process "
+            "group fails the run.",
         ),
     ]
     resume_mode: Annotated[
@@ -311,7 +312,7 @@ class _Container(TypedDict, total=False):
     ]
     container_runtime: Annotated[
         Literal["auto", "pyxis", "apptainer"],
-        OptionInfo(default="auto", help="Container runtime. auto uses the one that the site provides."),
+        OptionInfo(default="auto", help="Container runtime. auto uses the runtime that the site provides."),
     ]
     container_mounts: Annotated[
         Sequence[str],
@@ -327,7 +328,8 @@ class _Container(TypedDict, total=False):
         OptionInfo(
             metavar="NAME,…",
             example="[HF_HOME]",
-            help="Variables of the job that override those of the image. Variables of --env always do.",
+            help="Variables of the job that override those of the image. Variables set by --env always "
+            "override them.",
         ),
     ]
     container_python: Annotated[
@@ -335,7 +337,7 @@ class _Container(TypedDict, total=False):
         OptionInfo(
             metavar="PATH",
             default=Container.python,
-            help="Python interpreter in the container, 3.11 or newer.",
+            help="Python interpreter in the container (3.11 or newer).",
         ),
     ]
 
@@ -470,8 +472,8 @@ class _Nodes(TypedDict, total=False):
             metavar="N[@TIME]",
             example="1@02:00:00",
             directive=True,
-            help="Maximum number of leaf switches that connect the nodes, and the maximum time to wait "
-            "for that.",
+            help="Maximum number of leaf switches that connect the nodes, and the maximum time to wait for "
+            "such an allocation.",
         ),
     ]
     gres: Annotated[
@@ -488,7 +490,7 @@ class _Nodes(TypedDict, total=False):
         OptionInfo(
             aliases=("--gpu-directive",),
             default=JobSpec.gpu_request_style,
-            help="sbatch option that requests GPUs at this site.",
+            help="sbatch option for GPU requests at this site.",
         ),
     ]
 

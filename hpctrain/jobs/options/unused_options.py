@@ -1,4 +1,4 @@
-"""Options without effect on this job: refused or reported, never silently ignored.
+"""Options without effect on this job: rejected or reported, never silently ignored.
 
 Options from files are exempt, because files are written for many jobs.
 """
@@ -30,7 +30,7 @@ def check_unused_options(
         A sentence for each option that changes nothing.
 
     Raises:
-        SpecError: an option concerns a part that the job does not have.
+        SpecError: an option applies to a part that the job does not have.
     """
     asked = {
         key.partition(".")[0]: all_options()[key.partition(".")[0]].flag
@@ -40,13 +40,13 @@ def check_unused_options(
     for name, flag in asked.items():
         if spec.container is None and name.startswith("container_"):
             raise SpecError(
-                f"{flag} requires a container, but --container-image is not given. "
-                f"Give --container-image, or leave out {flag}."
+                f"{flag} requires a container, but --container-image is not given. Add --container-image, "
+                f"or remove {flag}."
             )
         if spec.torchrun is None and name.startswith("rdzv_"):
             raise SpecError(
-                f"{flag} requires torchrun, but srun starts the ranks (--launcher). "
-                f"Leave out {flag}, or give --launcher torchrun."
+                f"{flag} requires torchrun, but srun starts the ranks (--launcher). Remove {flag}, or use "
+                "--launcher torchrun."
             )
     reasons = dict(_reasons(given, spec))
     return [f"{flag} has no effect: {reasons[name]}." for name, flag in asked.items() if name in reasons]

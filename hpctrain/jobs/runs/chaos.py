@@ -1,4 +1,4 @@
-"""Fault injection: disturb a run at random moments, to check that it ends as an undisturbed one would."""
+"""Fault injection: disturb a run at random times, to check that the result is unaffected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.slurm.job_requests import requeue_job
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
 
-#: Restarted ranks are running again within this time.
+#: Ranks restart within this time.
 _REACH_LIMIT_S = 120.0
 
 
@@ -36,7 +36,7 @@ class Fault(StrEnum):
     KILL_NODE_RANKS = "kill-node-ranks"
     """All ranks of a node receive SIGKILL."""
     STOP_RANK = "stop-rank"
-    """A rank receives SIGSTOP; the others wait for it until this is detected as a hang."""
+    """A rank receives SIGSTOP; the other ranks wait until the hang is detected."""
     KILL_SUPERVISOR = "kill-supervisor"
     """The supervisor receives SIGKILL."""
     PREEMPT = "preempt"
@@ -56,7 +56,7 @@ class FaultInjection:
     fault: Fault
     attempt: int
     ranks: tuple[int, ...] = ()
-    """Ranks to signal; empty if the fault is not aimed at ranks."""
+    """Ranks to signal; empty if the fault does not target ranks."""
     host: str | None = None
     """Host of these ranks."""
 
@@ -67,10 +67,10 @@ class FaultInjection:
 
 
 def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ...]:
-    """Return the faults to choose from: those asked for, or all that take effect at once.
+    """Return the faults to choose from: the requested faults, or all faults with immediate effect.
 
     Raises:
-        SpecError: the backend does not support one of those asked for.
+        SpecError: the backend does not support a requested fault.
     """
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
     if impossible := sorted(set(asked).difference(possible)):
@@ -87,8 +87,8 @@ def choose_fault(
     """Choose the next fault at random.
 
     Args:
-        faults: those to choose from.
-        started: the event of the newest start of the ranks.
+        faults: the faults to choose from.
+        started: the event of the last launch of the ranks.
         chance: the only source of randomness.
     """
     fault, attempt = chance.choice(faults), int(started["attempt"])
@@ -127,7 +127,7 @@ class ChaosRunner:
 
         Args:
             times: maximum number of faults.
-            every_s: mean interval in seconds; each interval is 0.5 to 1.5 times that.
+            every_s: mean interval in seconds; each interval is 0.5 to 1.5 times the mean.
             dry_run: only report the faults.
 
         Raises:
@@ -165,7 +165,7 @@ class ChaosRunner:
         return choose_fault(self.faults, started, chance)
 
     def _inject(self, injection: FaultInjection, status: RunStatus) -> bool:
-        """Inject the fault; True if it hit a process. Ranks come and go, so it may hit none."""
+        """Inject the fault. Return true if it affected a process; ranks may exit at any time."""
         try:
             if not self._send_fault(injection, status):
                 return False
@@ -203,7 +203,7 @@ class ChaosRunner:
 
 
 def check_disturbable(run: Run) -> RunStatus:
-    """Return the status of a run that may be disturbed: it is the caller's own and is running.
+    """Return the status of a run that may be disturbed: it is running and belongs to the caller.
 
     Raises:
         SpecError: it may not be disturbed.
@@ -215,7 +215,7 @@ def check_disturbable(run: Run) -> RunStatus:
         )
     if tasks := run.dir.tasks():
         raise SpecError(
-            f"Run {run.run_id} is a job array. Name one of its tasks, such as {run.run_id}/task-{tasks[0]}."
+            f"Run {run.run_id} is a job array. Name a task, such as {run.run_id}/task-{tasks[0]}."
         )
     status = run.status()
     if status.state is not RunState.RUNNING:
@@ -226,10 +226,10 @@ def check_disturbable(run: Run) -> RunStatus:
 
 
 def _batch_host(job_id: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the job's raw id, which an array task has in addition to its own, and its batch host.
+    """Return the raw job id, which differs from the array task id, and the batch host.
 
     Raises:
-        SchedulerError: Slurm does not answer, or the job has no host.
+        SchedulerError: Slurm does not respond, or the job has no host.
     """
     words = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
     if len(words) != 2:
@@ -238,10 +238,10 @@ def _batch_host(job_id: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _on_host(job_id: str, host: str, words: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Send a signal on a node of the job, by a step that overlaps with that of the ranks.
+    """Send a signal on a node of the job, from a step that overlaps the step of the ranks.
 
     Raises:
-        SchedulerError: the step could not be started, or hit no process.
+        SchedulerError: the step could not be started, or found no process.
     """
     step = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none"]
     how = [f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]

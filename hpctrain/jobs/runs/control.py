@@ -1,4 +1,4 @@
-"""Requests to runs: cancel and requeue. Each scheduler is asked once for all tasks of a job array."""
+"""Requests to runs: cancel and requeue. Each scheduler receives one request for all tasks of a job array."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Answer = TypeVar("_Answer")
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
-    """Ask the run to save its state and end for good. See `Run.cancel`."""
+    """Ask the run to save its state and end permanently. See `Run.cancel`."""
     status, parts = _query_status(run, environ)
     if status.state.ended:
         return status
@@ -35,12 +35,12 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
         _request(jobs, environ, lambda backend, these: backend.cancel(these))
         for part, now in zip(waiting, StatusPoller(waiting, environ).poll(), strict=True):
             if now.state is RunState.CANCELLED:
-                # There is no supervisor to record its end, and Slurm forgets the job.
+                # No supervisor exists to record the end, and Slurm forgets the job.
                 part.log_event("finished", now.attempt or 0, state="CANCELLED", exit_code=0, cause=None)
     except SchedulerError:
-        # It may have ended by itself just now, which is as good.
+        # The run may have ended in the meantime, which is acceptable.
         if not StatusPoller([run], environ).poll()[0].state.ended:
-            # A refused request must not take effect at the next preemption.
+            # A rejected request must not take effect at the next preemption.
             for part in asked_now:
                 part.cancel_request.unlink(missing_ok=True)
             raise
@@ -53,11 +53,11 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     running = [part for part, its in parts.items() if its.state is RunState.RUNNING]
     held = [part for part, its in parts.items() if its.held]
     if not running and not held:
-        raise SpecError(f"Run {run.run_id} is {status.state}; only a running run can be requeued.")
+        raise SpecError(f"Run {run.run_id} is {status.state}; only running runs can be requeued.")
     _request(_jobs_of(held), environ, lambda backend, these: backend.release_hold(these))
-    # The signal is that of a preemption: without this file, the ranks expect to be killed soon.
+    # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
     for part in running:
-        with suppress(OSError):  # then the ranks assume the short time of a preemption
+        with suppress(OSError):  # then the ranks assume the short grace time of a preemption
             write_atomic(part.requeue_request, f"{parts[part].attempt}\n", durable=False)
     try:
         preempt(running, environ)
@@ -78,7 +78,7 @@ def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
 
 
 def _query_status(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
-    """Return the status of the run and of each of its tasks, or of the run itself if it has none."""
+    """Return the status of each task of the run, or of the run itself if it has no tasks."""
     parts = [run.task(index) for index in run.tasks()] or [run]
     status, *each = StatusPoller([run, *parts], environ).poll()
     return status, dict(zip(parts, each, strict=True))

@@ -1,4 +1,4 @@
-"""Error reports on runs: per failed attempt, the cause in full and the other errors in short."""
+"""Error reports on runs: per failed attempt, the full cause and a summary of the other errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.text import format_ranks
 from hpctrain.tracebacks import fold
 
-#: Lines of the log to show if a rank ended without a traceback.
+#: Lines of the log to show if a rank exited without a traceback.
 _LAST_LINES = 20
 
 
@@ -42,7 +42,7 @@ def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -
     Args:
         run: the run.
         failure: the failure event.
-        ranks: ranks to show in full, instead of the one that failed first.
+        ranks: ranks to show in full, instead of the rank that failed first.
     """
     attempt = int(failure.get("attempt", 0))
     records = _records(run, attempt)
@@ -60,13 +60,13 @@ def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -
 
 
 def rank_traceback(run: RunDir, failure: dict[str, Any]) -> list[str]:
-    """Return the traceback of the rank that failed first, as lines; empty if it left none."""
+    """Return the traceback of the rank that failed first, as lines; empty if there is none."""
     record = _records(run, int(failure.get("attempt", 0))).get(int(failure.get("rank", -1)), {})
     return fold(str(record.get("traceback") or "")).rstrip().splitlines()
 
 
 def job_log_tail(log: str | None) -> list[str]:
-    """Return the end of the batch script's and Slurm's output if `log` is that file, else nothing."""
+    """Return the end of the log of the batch script if `log` is that file, otherwise nothing."""
     if log is None or Path(log).name != RunDir(Path()).slurm_log.name:
         return []
     return read_last_lines(Path(log), _LAST_LINES)

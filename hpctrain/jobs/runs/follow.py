@@ -26,7 +26,7 @@ ALL_RANKS = LogFilter()
 def follow_run(
     run: Run, shown: LogFilter = ALL_RANKS, *, whole: bool
 ) -> Iterator[LogText | EventLine | RunStatus]:
-    """Yield logs and events of the run as they come; the last item is the status of the ended run.
+    """Yield logs and events of the run as they are written; the last item is the status of the ended run.
 
     For a job array, yield those of all tasks with the task's name before each line, and a notice when the
     number of tasks in a state changes.
@@ -40,7 +40,7 @@ def follow_run(
     poller, unknown = StatusPoller([run.dir], run.environ), UnknownStateTracker()
     before: RunStatus | None = None
     while True:
-        # Query before reading, so that nothing written before the end is missed.
+        # Query before reading, so that no output before the end is missed.
         status = poller.poll()[0] if poller.is_due else None
         has_ended = status is not None and status.state.ended
         for _ in range(len(readings) if has_ended else min(_TASKS_PER_POLL, len(readings))):
@@ -64,7 +64,7 @@ def _open_readers(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogRead
     if not tasks:
         return [RunLogReader(run.dir, shown, whole=whole)]
     if whole:
-        # An array submitted again with other tasks still has the folders of the first ones.
+        # An array resubmitted with other tasks still contains the folders of the earlier tasks.
         tasks = JobArray.parse(load_spec(run.dir.spec).array or "").indices
     width = len(f"[task-{max(tasks)}]")
     return [
@@ -76,7 +76,7 @@ def _open_readers(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogRead
 def _notices(
     status: RunStatus, before: RunStatus | None, unknown: UnknownStateTracker
 ) -> Iterator[EventLine]:
-    """Yield a line if the state became unknown or changed."""
+    """Yield a line if the state changed or became unknown."""
     if words := unknown.message_for(status):
         yield EventLine(words)
     is_array = status.tasks is not None

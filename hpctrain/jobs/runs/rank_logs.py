@@ -1,7 +1,7 @@
-"""Logs of an attempt's ranks, merged into one text.
+"""Logs of an attempt's ranks, merged into one stream.
 
-Lines of one rank keep their order. Across ranks, existing lines come in order of time, which the ranks
-record once a second; new lines come in order of arrival.
+Lines of one rank keep their order. Existing lines of different ranks are ordered by time, which the ranks
+record once a second. New lines are in order of arrival.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RankLogReader:
     """Incremental reader of the logs of one attempt."""
 
     def __init__(self, run: RunDir, attempt: int, ranks: Collection[int] = (), label: str = "") -> None:
-        """Begin at the start of the logs.
+        """Start at the beginning of the logs.
 
         Args:
             run: the run.
             attempt: the attempt whose logs to read.
             ranks: the ranks to read; empty means all.
-            label: prefix of each line, if several runs are shown as one text.
+            label: prefix of each line, if the output of several runs is merged.
         """
         self._run, self._attempt, self._label = run, attempt, label
         self._wanted = frozenset(ranks)
@@ -48,12 +48,12 @@ class RankLogReader:
         for _, rank, size in heapq.merge(*map(_notes, self._run.all_log_indexes(self._attempt))):
             if (tail := self._tails.get(rank)) is not None:
                 yield from self._read(rank, tail, size)
-        # Lines written after a rank's last time record.
+        # Lines written after the last time record of a rank.
         for rank, tail in sorted(self._tails.items(), key=lambda item: (item[1].modified(), item[0])):
             yield from self._read(rank, tail)
 
     def read_new(self) -> Iterator[str]:
-        """Yield the lines since the last poll; with many ranks, each poll reads a part of them in turn."""
+        """Yield the lines since the last poll; with many ranks, each poll reads the next part of them."""
         if time.monotonic() >= self._next_listing:
             self._find_ranks()
         for _ in range(min(_LOGS_PER_POLL, len(self._queue))):
@@ -95,7 +95,7 @@ class RankLogReader:
                 self._partial_lines[rank] = torn
 
     def _line(self, rank: int, line: str) -> str:
-        # For a line that overwrites itself (progress bars), show the last state as a terminal does.
+        # For a line that overwrites itself (progress bars), show the final state, as a terminal does.
         shown = line.rstrip("\r").rpartition("\r")[2]
         origin = f"[{rank:>{self._width}}] " if self._labels_ranks else ""
         return f"{self._label}{origin}{shown}\n"

@@ -1,4 +1,4 @@
-"""A run as seen from the login node: query it, wait for it, end it."""
+"""A submitted run: status, logs, wait, cancel and requeue."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.text import suggest
 
-# Submitting a run does not need the status modules, so they are imported on use.
+# Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.jobs.runs.status_poller import StatusPoller
     from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
 
-#: A supervisor has nothing left to do after it has recorded the end.
+#: A supervisor exits shortly after it has recorded the end.
 _EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A submitted run. It holds no state: every call queries again."""
+    """A submitted run. It caches no state: every call queries again."""
 
     dir: RunDir
     #: Environment variables for the scheduler's commands. Some may be secret.
@@ -47,7 +47,7 @@ class Run:
         return read_run_record(self.dir).job_id
 
     def log_path(self, rank: int = 0) -> Path | None:
-        """Return the rank's log in the newest attempt; None before the first."""
+        """Return the rank's log in the newest attempt; None before the first attempt."""
         attempts = self.dir.attempts()
         return self.dir.rank_log(attempts[-1], rank) if attempts else None
 
@@ -60,7 +60,7 @@ class Run:
         return [Run(self.dir.task(index), self.environ) for index in self.dir.tasks()]
 
     def watch(self) -> Iterator[RunStatus]:
-        """Yield the status repeatedly; the last one is that of the ended run."""
+        """Yield the status repeatedly; the last status is that of the ended run."""
         yield from self._watch(None)
 
     def wait(self, timeout: float | None = None, unknown_limit: float | None = None) -> RunStatus:
@@ -87,9 +87,9 @@ class Run:
 
         Args:
             timeout: maximum wait in seconds; None waits without limit.
-            unknown_limit: maximum seconds in which the scheduler gives no definite answer and the run writes
-                nothing; None is an hour.
-            report: called with a message now and then while the state is unknown; None logs it.
+            unknown_limit: maximum seconds without a definite answer of the scheduler or new output of the
+                run; None is an hour.
+            report: called with a message at intervals while the state is unknown; None logs the message.
 
         Raises:
             WaitTimeout: it has not ended yet.
@@ -117,7 +117,7 @@ class Run:
     def _watch(
         self, limit_s: float | None, tracker: UnknownStateTracker | None = None
     ) -> Iterator[RunStatus]:
-        """Yield statuses until the run ends or `limit_s` is over; do not oversleep the limit of `tracker`."""
+        """Yield statuses until the run ends or `limit_s` has passed; respect the limit of `tracker`."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         poller = _poller([self])
         while True:
@@ -130,14 +130,14 @@ class Run:
             time.sleep(min(pause, tracker.left_s) if tracker is not None and tracker.left_s else pause)
 
     def await_exit(self) -> None:
-        """Wait for the local supervisor of an ended run to exit, so that no process is left."""
+        """Wait for the local supervisor of an ended run to exit."""
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         with suppress(PermissionError):  # another user's run
             while is_locked(self.dir.lock) and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def cancel(self) -> RunStatus:
-        """Ask the run to save its state and end for good; return its previous status.
+        """Ask the run to save its state and end permanently; return its previous status.
 
         An ended run is left unchanged. In a job array, this applies to every task.
 
@@ -151,8 +151,7 @@ class Run:
     def requeue(self) -> RunStatus:
         """Ask the run to save its state and continue in a new attempt; return its previous status.
 
-        If the run waits for Slurm's delay of requeued jobs, end that wait. In a job array, this applies to
-        every task.
+        If Slurm delays the requeued job, end the delay. In a job array, this applies to every task.
 
         Raises:
             SpecError: the run is neither running nor delayed.
@@ -164,7 +163,7 @@ class Run:
 
 
 def check_completed(status: RunStatus) -> RunStatus:
-    """Return the status of an ended run if it completed.
+    """Return the status of an ended run, or raise an error if it did not complete.
 
     Raises:
         RunFailed: it failed or was cancelled.
@@ -201,7 +200,7 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     """Return the run with that id in `runs_dir`, or with that folder.
 
     Raises:
-        RunNotFound: there is none.
+        RunNotFound: there is no such run.
     """
     for folder in (runs_dir / run, Path(run).absolute()):
         try:
@@ -215,8 +214,8 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     for folder in (runs_dir / run, Path(run)):
         if (path := RunDir(folder).checkpoints).is_dir():
             raise RunNotFound(
-                f"{str(folder)!r} has checkpoints but has never been submitted. `hpctrain submit --run-dir` "
-                f"resumes from them; `hpctrain checkpoints` lists those in {str(path)!r}."
+                f"{str(folder)!r} has checkpoints but has never been submitted. Use `hpctrain submit "
+                f"--run-dir` to resume from them, or `hpctrain checkpoints` to list those in {str(path)!r}."
             )
     raise RunNotFound(
         f"There is no run {run!r} in {str(runs_dir)!r}, and no run folder with that path. {hint}"
@@ -224,7 +223,7 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
 
 
 def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
-    """Return all runs in `runs_dir` by time of submission, oldest first, without inaccessible ones.
+    """Return all accessible runs in `runs_dir` by time of submission, oldest first.
 
     Raises:
         RunNotFound: the folder cannot be read.

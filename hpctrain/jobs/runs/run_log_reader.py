@@ -14,18 +14,18 @@ from hpctrain.rundir import RunDir, is_event
 
 @dataclass(frozen=True)
 class LogText:
-    """A piece of the logs; whole, labelled lines if several logs are shown."""
+    """A piece of the logs; complete, labelled lines if several logs are shown."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EventLine:
-    """One line about the run."""
+    """A line about the run."""
 
     line: str
     details: tuple[str, ...] = ()
-    """Lines on the failure that the event reports."""
+    """Details of the failure that the event reports."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class LogFilter:
     ranks: Collection[int] = ()
     """Ranks to show; empty means all."""
     attempt: int | None = None
-    """Attempt to show; None shows one after the other."""
+    """Attempt to show; None shows all attempts in order."""
     errors: bool = False
-    """True to show a report on each failure instead of the logs."""
+    """Show a report on each failure instead of the logs."""
 
 
 class RunLogReader:
     """Incremental reader of a run's output."""
 
     def __init__(self, run: RunDir, shown: LogFilter, *, whole: bool, label: str = "") -> None:
-        """Prepare; nothing is read yet.
+        """Prepare the reader; nothing is read yet.
 
         Args:
             run: the run.
@@ -60,11 +60,11 @@ class RunLogReader:
 
     @property
     def has_new_events(self) -> bool:
-        """True if the last `read` found events that have not been yielded yet."""
+        """True if the last `read` found events that are not yet yielded."""
         return bool(self._new_events)
 
     def read(self) -> Iterator[LogText | EventLine]:
-        """Yield new log text, then the events that the previous call found."""
+        """Yield new log output, then the events that the previous call found."""
         logs = self._logs or self._start_attempt_logs()
         yield from self._reports() if self._shown.errors else logs.read()
         for event in self._announced_events:
@@ -112,7 +112,7 @@ class _AttemptLogs:
             self._least = shown.attempt
 
     def read(self) -> Iterator[LogText]:
-        """Yield new text; the rest of an older attempt comes before the next one."""
+        """Yield new output; the rest of an older attempt precedes the next attempt."""
         for attempt in self._run.attempts():
             if attempt < self._least or self._shown.attempt not in (None, attempt):
                 continue
@@ -131,7 +131,7 @@ class _AttemptLogs:
 
 
 def describe_event(event: dict[str, Any]) -> str | None:
-    """Describe the event in one line; None if it is not worth one."""
+    """Describe the event in one line; None if it is not shown."""
     attempt = event.get("attempt")
     match event.get("kind"):
         case "started":

@@ -1,4 +1,4 @@
-"""Status of a run, from its own record first and the scheduler's answer second."""
+"""Status of a run, from the run record first and the scheduler's answer second."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ _RECORDS_SEARCHED = 100
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Everything known about a run at one moment."""
+    """Status of a run at one time."""
 
     run_id: str
     run_dir: str
     state: RunState
-    #: The scheduler's details beyond the state, if it was asked.
+    #: Details from the scheduler beyond the state, if it was queried.
     words: str
-    #: True if the job waits only for Slurm's delay of requeued jobs.
+    #: True if the job waits only for the end of Slurm's requeue delay.
     held: bool
     job_id: str | None
     backend: str | None
-    #: The scheduler's own name for the job's state, such as TIMEOUT, if it reported one.
+    #: Name of the job state in the scheduler, such as TIMEOUT, if reported.
     job_state: str | None = None
-    #: Seconds since the last sign of the run, if the state is UNKNOWN.
+    #: Seconds since the last sign of activity, if the state is UNKNOWN.
     unknown_s: float | None = None
-    #: Number of the newest attempt; None before the first.
+    #: Number of the newest attempt; None before the first attempt.
     attempt: int | None = None
     #: Number of nodes of that attempt; in an elastic run it may change with each attempt.
     nodes: int | None = None
     step: int | None = None
     loss: float | None = None
-    #: True if the script reports its steps; None if not known.
+    #: True if the script reports its steps; None if unknown.
     reports_steps: bool | None = None
     #: Folder of the newest complete checkpoint.
     checkpoint: str | None = None
-    #: Since when and why nothing is saved, if a running run fails to save.
+    #: Time and reason of the failure to save, if a running run cannot save.
     not_saved: str | None = None
     #: True if Slurm reports that the job's dependency can never be satisfied.
     never_starts: bool = False
-    #: Remark on the end of the run, if it was unusual.
+    #: Remark on an unusual end of the run.
     note: str | None = None
-    #: Why the run failed; `log` is the log that shows it.
+    #: Cause of the failure; `log` is the log that shows it.
     cause: str | None = None
     log: str | None = None
     #: Time of the last submission, in seconds since the epoch.
@@ -73,11 +73,11 @@ class RunStatus:
 
 
 def derive_status(record: RunRecord, view: JobStateView | None, last_known: float = 0.0) -> RunStatus:
-    """Combine the run's own record with the scheduler's answer.
+    """Combine the run record with the scheduler's answer.
 
     Args:
-        record: the run's record, read before the scheduler was asked.
-        view: the scheduler's answer; None if there was nothing to ask.
+        record: the run's record, read before the scheduler was queried.
+        view: the scheduler's answer; None if there was nothing to query.
         last_known: time of the scheduler's last definite answer, in seconds since the epoch.
     """
     run = record.run
@@ -94,7 +94,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
     elif view.state.ended and run.cancel_request.exists():
         state = RunState.CANCELLED
     elif view.state is RunState.COMPLETED:
-        # A completed run records that itself: this one was stopped before it could.
+        # A completed run records its completion: this run was stopped before that.
         state = RunState.FAILED
     else:
         state = view.state
@@ -184,18 +184,18 @@ def _describe_end(record: RunRecord, view: JobStateView | None) -> str:
     if view is None or record.backend != "slurm" or view.job_state is None:
         return view.words if view else ""
     if record.started is not None:
-        odd = ", but the run is not complete: its supervisor ended without reporting a result"
+        odd = ", but the run is not complete: its supervisor exited without reporting a result"
         return view.words + (odd if view.job_state == "COMPLETED" else "")
     if view.job_state == "COMPLETED":
         return (
-            f"{view.words}, but its batch script ended before any rank was started; check --setup, and the "
-            "files that it loads, for an `exit`"
+            f"{view.words}, but its batch script exited before any rank started; check --setup, and the "
+            "files that it sources, for an `exit`"
         )
-    return f"{view.words} before any rank was started"
+    return f"{view.words} before any rank started"
 
 
 def _cause(record: RunRecord, words: str) -> tuple[str, str]:
-    """Return why the run failed, from the best source available, and the log to read."""
+    """Return the cause of the failure from the best available source, and the log to read."""
     finished, failure = record.finished or {}, record.failure or {}
     cause = finished.get("cause") or failure.get("cause") or words or "the run recorded no cause"
     log = failure.get("log") or str(record.run.slurm_log if not finished else record.run.supervisor_log)

@@ -1,4 +1,4 @@
-"""Status queries for runs: one per scheduler for all of them, with the last definite answer remembered."""
+"""Status queries: one query per scheduler for all runs, with the last definite answers cached."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobStateView, RunState
 from hpctrain.spec.job_spec import BackendName
 
-#: Seconds between queries: a scheduler query costs other users, the local lock does not.
+#: Seconds between queries: queries load the shared scheduler; checks of the local lock do not.
 _POLL_S: dict[BackendName, float] = {"slurm": 2.0, "local": 0.2}
-#: Longest interval in seconds; a scheduler that does not answer is queried less and less often.
+#: Longest interval in seconds; an unresponsive scheduler is queried less and less often.
 _MAX_POLL_S = 30.0
 
 
@@ -26,7 +26,7 @@ class StatusPoller:
     def __init__(
         self, runs: Sequence[RunDir], environ: Mapping[str, str], *, skip_unreadable: bool = False
     ) -> None:
-        """Prepare; nothing is read yet.
+        """Prepare the poller; nothing is read yet.
 
         Args:
             runs: the runs.
@@ -52,7 +52,7 @@ class StatusPoller:
         return time.monotonic() >= self._due
 
     def poll(self) -> list[RunStatus]:
-        """Return the status of each run, in order; that of a job array combines its tasks.
+        """Return the status of each run, in order; the status of a job array combines its tasks.
 
         Raises:
             OSError: the folder of a run cannot be read, and `skip_unreadable` is off.
@@ -124,7 +124,8 @@ class StatusPoller:
             self._last_known[record.run] = time.time()
         seen = record.observed_end["job_state"] if record.observed_end else None
         if view.state.ended and view.job_state not in (None, seen):
-            # Record it: Slurm forgets jobs, and many clusters have no accounting. Other users cannot.
+            # Record the end: Slurm forgets jobs, and many clusters have no accounting. Only the owner can
+            # write it.
             with suppress(OSError):
                 attempt = max(record.run.attempts(), default=0)
                 record.run.log_event("seen", attempt, job_id=record.job_id, job_state=view.job_state)

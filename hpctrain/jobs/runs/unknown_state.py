@@ -12,8 +12,8 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.slurm.states import RunState
 
-#: Seconds without an answer from the scheduler or a sign of the run after which waiting is pointless:
-#: a restarting controller is back in minutes; one reinstalled elsewhere never returns.
+#: Maximum seconds to wait without an answer from the scheduler or new output of the run. A restarting
+#: controller returns within minutes; a replaced controller never returns.
 UNKNOWN_LIMIT_S = 3600.0
 #: Seconds between two identical messages.
 _INTERVAL_S = 60.0
@@ -26,13 +26,13 @@ def describe_unknown(status: RunStatus) -> str:
 
 
 class UnknownStateTracker:
-    """Messages on a run whose state becomes unknown, stays unknown or is known again.
+    """Messages on a run whose state becomes unknown, stays unknown or is available again.
 
-    It ends the wait if the state is unknown for too long.
+    Ends the wait if the state is unknown for too long.
     """
 
     def __init__(self, limit_s: float = UNKNOWN_LIMIT_S) -> None:
-        """Start with a known state.
+        """Start with a definite state.
 
         Args:
             limit_s: seconds in which neither the scheduler answers nor the run writes anything.
@@ -43,11 +43,11 @@ class UnknownStateTracker:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the limit if nothing changes; infinite if the state is known."""
+        """Seconds until the limit if nothing changes; infinite unless the state is unknown."""
         return math.inf if self._since is None else max(0.0, self._since + self._limit_s - time.monotonic())
 
     def message_for(self, status: RunStatus) -> str | None:
-        """Return the message for this status; mostly None.
+        """Return the message for this status; usually None.
 
         Raises:
             SchedulerError: the limit is reached, or the run will never start.
@@ -61,14 +61,14 @@ class UnknownStateTracker:
         now = time.monotonic()
         if status.state is not RunState.UNKNOWN:
             was_unknown, self._since = self._since is not None, None
-            return f"its state is known again: {status.state}" if was_unknown else None
+            return f"its state is available again: {status.state}" if was_unknown else None
         if self._since is None:
             self._since = self._next = now
-        # A run that still writes is alive, even if the scheduler does not answer.
+        # A run that still writes is alive, even if the scheduler does not respond.
         if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
             raise SchedulerError(
                 f"Stopped waiting after {self._limit_s:g} s: the state of run {status.run_id} is "
-                f"{describe_unknown(status)}, and it has written nothing. The run may still be active. "
+                f"{describe_unknown(status)}, and the run has written nothing. The run may still be active. "
                 "Check again when the scheduler responds."
             )
         if now < self._next:

@@ -1,1 +1,1 @@
-"""A Slurm site: read from Slurm, kept in a profile, compared with jobs."""
+"""A Slurm site: read from Slurm, saved in a profile, compared with jobs."""

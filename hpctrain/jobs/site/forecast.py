@@ -14,9 +14,9 @@ from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.text import join_or, pluralize
 
-#: Slurm simulates its queue to predict a start. With a long queue there is no forecast.
+#: Time limit in seconds: Slurm simulates the queue to predict a start. A long queue yields no forecast.
 FORECAST_TIMEOUT_S = 10.0
-#: A start within this many seconds is "at once".
+#: A start within this many seconds counts as immediate.
 _IMMEDIATE_S = 60
 _NOW = "now"
 
@@ -24,7 +24,7 @@ _START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: i
 
 
 def can_start(partitions: Sequence[Partition]) -> bool:
-    """True if a job can start in one of the partitions.
+    """Return true if a job can start in one of the partitions.
 
     Slurm 22.05 also predicts starts in partitions that are down.
 
@@ -34,7 +34,7 @@ def can_start(partitions: Sequence[Partition]) -> bool:
     return not partitions or any(partition.state == "UP" for partition in partitions)
 
 
-#: Messages of `sbatch --test-only` for jobs that sbatch accepts, but that have to wait.
+#: Messages of `sbatch --test-only` for jobs that sbatch accepts but that must wait.
 _WAITS = ("are busy", "Required node not available", "not available now", "dependency problem")
 
 
@@ -58,7 +58,7 @@ class StartForecast:
         return self._answer
 
     def refusal(self) -> str:
-        """Return Slurm's message if it would refuse the job; empty if it would not or does not answer."""
+        """Return Slurm's message if Slurm would reject the job; empty if not, or without an answer."""
         try:
             self.answer()
         except SchedulerError as error:
@@ -89,7 +89,7 @@ def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> 
         allowed = "its dependency is satisfied (--dependency)"
         when = f"as soon as {allowed}" if when == _NOW else f"{when}, once {allowed}"
     if request.is_given("hold"):
-        return "The job is held (--hold) and starts only after `scontrol release`."
+        return "The job is held (--hold) and will start only after `scontrol release`."
     return f"Estimated start: {when}, {where}."
 
 

@@ -17,7 +17,7 @@ _LAST_TASK = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job's options as sbatch will read them."""
+    """The options of a job as sbatch reads them."""
 
     spec: JobSpec
     directives: Mapping[str, str]
@@ -35,7 +35,7 @@ class JobRequest:
         return self.directives.get(key) or self.variables.get(sbatch_variable(key), "")
 
     def origin(self, key: str) -> str:
-        """Return the flag or variable that gives the value of an option, for a message."""
+        """Return the flag or variable that sets an option, for messages."""
         variable = sbatch_variable(key)
         return variable if key not in self.directives and self.variables.get(variable) else f"--{key}"
 
@@ -72,7 +72,7 @@ class JobRequest:
 
     @property
     def whole_nodes(self) -> bool:
-        """True if the job requests exclusive nodes."""
+        """Return true if the job requests exclusive nodes."""
         return self.is_given("exclusive") and self.value("exclusive") in ("", "exclusive")
 
     @property

@@ -1,4 +1,4 @@
-"""The file system of a path, and whether other hosts share it."""
+"""The file system of a path, and if other hosts share it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def find_mount(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | N
         return None
     wanted = os.path.realpath(path)
     found = None
-    # Of two mounts on the same point the last one hides the other.
+    # If two file systems are mounted on the same point, the last hides the first.
     for line in lines:
         words = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), word) for word in line.split(" ")]
         if len(words) < 4:
@@ -56,7 +56,7 @@ def find_mount(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | N
 
 
 def is_node_local(path: str | os.PathLike[str]) -> bool:
-    """True if the path is local to each node: in /tmp and the like, unless that is shared."""
+    """Return true if the path is local to each node, such as in an unshared /tmp."""
     real = os.path.realpath(path)
     if not any(real == folder or real.startswith(f"{folder}/") for folder in _PER_NODE):
         return False

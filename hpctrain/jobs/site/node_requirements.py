@@ -13,7 +13,7 @@ from hpctrain.text import pluralize, suggest
 
 #: The features of a constraint are separated by operators, counts and brackets (sbatch(1), --constraint).
 _FEATURE = re.compile(r"[^&|,()\[\]*\s]+(?:\*\d+)?")
-#: With more nodes than this, similar names are not suggested.
+#: For partitions with more nodes, similar names are not suggested.
 _MANY = 1000
 
 
@@ -29,7 +29,7 @@ def node_problems(request: JobRequest, partition: Partition) -> Iterator[SitePro
 
 
 def nodes_in_service(request: JobRequest, partition: Partition) -> int:
-    """Return the number of fitting nodes that are not down, drained or in maintenance."""
+    """Return the number of suitable nodes that are not down, drained or in maintenance."""
     return sum(group.num for group in partition.groups if not group.is_out and _fits(request, group))
 
 
@@ -40,7 +40,7 @@ def _gpu_type(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
         hint = (
             f"Its types are {', '.join(known)}."
             if known
-            else "Its GPUs have no types. Give a number without a type."
+            else "Its GPUs have no types. Use a number without a type."
         )
         yield SiteProblem(
             f"GPU type {asked!r} was requested (--gpus-per-node), but partition {partition.name} has "
@@ -52,7 +52,7 @@ def _features(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
     known = list(dict.fromkeys(feature for group in partition.groups for feature in group.features))
     for word in _feature_names(request.value("constraint")):
         if word not in known:
-            hint = suggest(word, known) if known else "Its nodes have no features. Leave the option out."
+            hint = suggest(word, known) if known else "Its nodes have no features. Remove the option."
             yield SiteProblem(
                 f"Feature {word!r} was requested ({request.origin('constraint')}), but no node of "
                 f"partition {partition.name} has it (sinfo). {hint}"
@@ -77,7 +77,7 @@ def _names(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
 
 
 def _hosts(hostlist: str) -> list[str]:
-    """Return the nodes of a hostlist; none if it names a file."""
+    """Return the nodes of a hostlist; an empty result for a file name."""
     if not hostlist or "/" in hostlist:
         return []
     from hpctrain.cluster import expand_hostlist
@@ -89,7 +89,7 @@ def _hosts(hostlist: str) -> list[str]:
 
 
 def _capacity_problems(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
-    """Yield the first demand that exceeds every node, or a lack of fitting nodes."""
+    """Yield the first demand that exceeds every node, or report a lack of suitable nodes."""
     where = f"partition {partition.name}"
     for asked, amount, words, mend in _demands(request):
         most = max(map(amount, partition.groups))
@@ -172,7 +172,7 @@ def _fits(request: JobRequest, group: NodeGroup) -> bool:
 
 
 def _has_features(constraint: str, group: NodeGroup) -> bool:
-    """True if such a node may be allocated. Only features joined solely by & or solely by | are evaluated."""
+    """Return true if such a node may be allocated. Only features joined by & or | alone are evaluated."""
     words = _feature_names(constraint)
     if any(mark in constraint for mark in "()[]*,") or ("|" in constraint and "&" in constraint):
         return True

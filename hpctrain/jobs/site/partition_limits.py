@@ -1,6 +1,6 @@
 """Comparison of a job's request with the limits of a partition.
 
-Unless EnforcePartLimits is set, sbatch accepts a job that exceeds them, and the job pends forever;
+Unless EnforcePartLimits is set, sbatch accepts a job that exceeds the limits, and the job pends forever;
 `--test-only` predicts a start nevertheless (seen with Slurm 22.05).
 """
 
@@ -21,7 +21,7 @@ _CLOSED = ("DRAIN", "INACTIVE")
 
 
 def limit_problems(request: JobRequest, partition: Partition, site: Site) -> Iterator[SiteProblem]:
-    """Yield the reasons why the partition would not run the job."""
+    """Yield the reasons why the job cannot run in the partition."""
     if partition.state in _CLOSED:
         yield SiteProblem(
             f"Partition {partition.name} currently accepts no jobs (State={partition.state}). "
@@ -40,14 +40,15 @@ def _time(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
             option = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
             yield SiteProblem(
                 f"Partition {partition.name} ends a job without --time after {format_time_limit(given)} "
-                f"({option}), but the ranks stop and save {lead_s} s before the limit (--stop-before-limit), "
-                "which leaves no time to train. Give a longer --time or a shorter --stop-before-limit."
+                f"({option}), but the ranks stop and save {lead_s} s before the limit "
+                "(--stop-before-limit), so there is no time to train. Use a longer --time or a shorter "
+                "--stop-before-limit."
             )
     elif limit is not None and (asked is None or asked > limit):
         what = "No time limit" if asked is None else f"A time limit of {format_time_limit(asked)}"
         yield SiteProblem(
             f"{what} was requested ({request.origin('time')}), but partition {partition.name} allows at most "
-            f"{format_time_limit(limit)} (MaxTime). Give --time {format_time_limit(limit)} or less: "
+            f"{format_time_limit(limit)} (MaxTime). Use --time {format_time_limit(limit)} or less: "
             "the run saves before the limit and continues in the next attempt.",
             lifted_by="PartitionTimeLimit",
         )
@@ -98,16 +99,18 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
             continue
         said = f"{key} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
         if allowed is not None and asked not in allowed:
-            yield SiteProblem(f"{said} only allows {', '.join(allowed)} (Allow{name}). Choose one of these.")
+            yield SiteProblem(
+                f"{said} only allows {', '.join(allowed)} (Allow{name}). Choose an allowed value."
+            )
         # If there is an allow list, Slurm ignores the deny list.
         elif allowed is None and asked in denied:
-            yield SiteProblem(f"{said} denies it (Deny{name}). Choose another.")
+            yield SiteProblem(f"{said} denies this value (Deny{name}). Choose another.")
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)
     if partition.needs_reservation and not request.is_given("reservation"):
         yield SiteProblem(
-            f"Partition {partition.name} accepts only jobs with a reservation (ReqResv). Give --reservation."
+            f"Partition {partition.name} accepts only jobs with a reservation (ReqResv). Use --reservation."
         )
 
 

@@ -19,11 +19,11 @@ def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
         "working folder": spec.workdir,
         "run folder": spec.run_dir,
     }
-    # Check the parent folder, because the interpreter of a virtual environment is a symbolic link.
+    # Check the parent folder: the interpreter of a virtual environment is a symbolic link.
     local = [
         f"{what} {path!r}"
         for what, path in paths.items()
-        # The path is relative for a conda environment given by name, which only the nodes can locate.
+        # The path is relative for a conda environment given by name, which only the nodes can resolve.
         if os.path.isabs(path) and is_node_local(Path(path).parent)
     ]
     if not local or nodes_are_this_machine(ask):
@@ -38,7 +38,7 @@ def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
 
 
 def nodes_are_this_machine(ask: RunQuery) -> bool:
-    """True if all nodes of the cluster run on this machine."""
+    """Return true if all nodes of the cluster run on this machine."""
     try:
         hosts = set(ask(["sinfo", "--all", "--noheader", "--format=%n"]).split())
     except SchedulerError:

@@ -1,4 +1,4 @@
-"""Obstacles to a job, and formatting for their messages."""
+"""Problems that prevent a job, and formatting for their messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SiteProblem:
-    """A reason why a job would be refused or pend forever, with the remedy."""
+    """A reason why a job would be rejected or pend forever, with the remedy."""
 
     message: str
     lifted_by: str | None = None

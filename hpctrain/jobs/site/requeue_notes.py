@@ -1,4 +1,4 @@
-"""Notes on what happens to a job at a preemption or near its time limit."""
+"""Notes on the behaviour of a job at a preemption or near the time limit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hpctrain.spec.job_spec import ResumeMode
 #: PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
 _PARTITION_PREEMPTION = "partition_prio"
 
-_RESUBMIT_HINT = "Submit it again with the same --run-dir to continue it."
-_SUCCESSOR_NOTE = "continues in a successor job, which Slurm starts when the previous job has ended"
+_RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
+_SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
 
 
 def is_partition_preemptible(partition: Partition, site: Site) -> bool:
-    """True if jobs of the partition can be preempted by those of another one. QOS are not considered."""
+    """Return true if jobs of another partition can preempt jobs of the partition. QOS are not considered."""
     if (
         site.slurm is None
         or site.slurm.preempt_type != _PARTITION_PREEMPTION
@@ -28,7 +28,7 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
     """Return notes on requeues for a user who submits to the partition; empty if there are no restrictions.
 
     Seen with Slurm 22.05: a job with `--requeue` is requeued regardless of JobRequeue. If a preemption
-    cancels, the supervisor can still requeue the job within the grace time, but not after it.
+    cancels a job, the supervisor can still requeue the job within the grace time, but not later.
     """
     notes = []
     chained = resume_mode != "requeue"
@@ -40,7 +40,7 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
             )
         else:
             notes.append(
-                f"{says}: a run that is preempted or approaches its time limit saves and ends. "
+                f"{says}: a run that is preempted or approaches its time limit saves and exits. "
                 f"{_RESUBMIT_HINT}"
             )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "auto":
@@ -62,7 +62,7 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         end = f"{_SUCCESSOR_NOTE}." if chained else f"ends as FAILED. {_RESUBMIT_HINT}"
         notes.append(
             f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "
-            "(PreemptMode=CANCEL, GraceTime=0). The run saves if it can do so within "
-            f"{kill_wait_s:g} s (KillWait), and {end}"
+            f"(PreemptMode=CANCEL, GraceTime=0). The run saves if possible within {kill_wait_s:g} s "
+            f"(KillWait), and {end}"
         )
     return notes

@@ -1,6 +1,6 @@
 """Checks of a job against its site, before it waits in the queue.
 
-A job that would certainly be refused or pend forever is an error. Everything else is a note.
+A job that would certainly be rejected or pend forever is an error. Other findings are notes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[
     candidates = _candidates(request, site)
     if not candidates:
         return [], []
-    lifting = cache(lambda: _every_qos(site, ask))  # queried only when a limit is exceeded
+    lifting = cache(lambda: _every_qos(site, ask))  # queried only if a limit is exceeded
     standing = {one.name: _sort_problems(request, one, site, lifting) for one in candidates}
     open_to_it = [one for one in candidates if not standing[one.name][0]]
     must_fit_all = request.partitions and site.slurm is not None and site.slurm.enforces_limits == "ALL"
@@ -65,13 +65,13 @@ def _general(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
 
 
 def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
-    """Yield violations of the site's own rules, which only its profile contains."""
+    """Yield violations of site rules, which only the site profile contains."""
     option, habits = request.memory_option, site.habits
     if option is not None and habits.memory_option == "refused":
         yield SiteProblem(
             f"Memory was requested ({request.origin(option)}), but this site rejects jobs that do so "
-            "(memory_option: refused in its profile). Leave the option out: a job gets memory in proportion "
-            "to its GPUs or CPUs."
+            "(memory_option: refused in its profile). Remove the option: a job receives memory in "
+            "proportion to its GPUs or CPUs."
         )
     refusals = {
         "memory request": (habits.needs_memory and option is None, "needs_memory", "--mem"),
@@ -80,7 +80,7 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     for what, (lacks, key, flag) in refusals.items():
         if lacks:
             yield SiteProblem(
-                f"This site rejects jobs without a {what} ({key}: true in its profile). Give {flag}."
+                f"This site rejects jobs without a {what} ({key}: true in its profile). Use {flag}."
             )
 
 
@@ -113,7 +113,7 @@ def _sort_problems(
 
 
 def _every_qos(site: Site, ask: RunQuery) -> Sequence[Qos]:
-    """Return the QOS that may lift limits of partitions; none if nothing can.
+    """Return the QOS that may lift limits of partitions; empty if there are none.
 
     Flags of a QOS have no effect unless QOS are enforced (seen with Slurm 22.05).
     """
@@ -149,11 +149,13 @@ def _suggest_partitions(request: JobRequest, refused: Sequence[Partition], site:
 def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
     notes = []
     if partition.state == "DOWN":
-        notes.append(f"Partition {partition.name} is down. The job waits until it is up again.")
+        notes.append(
+            f"Partition {partition.name} is down. The job will wait until the partition is up again."
+        )
     elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.least_granted:
         fit = f"nodes of partition {partition.name} that fit the job"
         notes.append(
             f"{pluralize(request.spec.least_granted, 'node')} requested, but only {there} of the {fit} "
-            f"{'is' if there == 1 else 'are'} in service now (sinfo). The job waits for more."
+            f"{'is' if there == 1 else 'are'} in service now (sinfo). The job will wait for more nodes."
         )
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

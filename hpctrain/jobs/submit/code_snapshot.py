@@ -19,7 +19,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.code_ref import CodeRef
 from hpctrain.text import format_size
 
-#: Minimum bytes counted per file: copying a hundred thousand files takes long, however small they are.
+#: Minimum bytes counted per file: copying a hundred thousand files takes long, regardless of their size.
 _LEAST = 4096
 
 
@@ -47,8 +47,8 @@ class CodeSnapshot:
             folder: a folder of the working tree, if the script is not in it.
 
         Raises:
-            NotARepository: there is no git repository, so the script's files are not known.
-            SpecError: there is more than `limit_mb`, a file cannot be copied, or git does not answer.
+            NotARepository: there is no git repository, so the script's files are unknown.
+            SpecError: the files exceed `limit_mb`, a file cannot be copied, or git does not answer.
         """
         path = Path(os.path.realpath(script))
         repository = GitRepository.containing(folder or path.parent, environ)
@@ -88,7 +88,7 @@ class CodeSnapshot:
         copy = run.new_code()
         temporary = copy.with_name(f".{copy.name}.tmp")
         try:
-            # The working tree may be private.
+            # The files of the working tree may be private.
             make_folder(copy.parent, private=True)
             diff = self.repository.diff()
             self._copy_to(temporary)
@@ -124,7 +124,7 @@ class CodeSnapshot:
                 ) from error
 
     def _target_of(self, link: str) -> str:
-        """Return the target of a link's copy: the copied target, or the original one if it is not copied."""
+        """Return the target for the copy of a link: the copied target if any, otherwise the original."""
         root = str(self.repository.root)
         here = os.path.dirname(os.path.join(root, link))
         path = os.path.normpath(os.path.join(here, os.readlink(os.path.join(root, link))))
@@ -154,19 +154,17 @@ def plan_snapshot(
     """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
 
     Raises:
-        SpecError: there is too much.
+        SpecError: the code exceeds the maximum size.
     """
     if limit_mb < 1:
         raise SpecError(
-            f"--code-snapshot-limit is {limit_mb}, but must be at least 1. To copy nothing, use "
+            f"--code-snapshot-limit is {limit_mb}, but must be at least 1. To disable the copy, use "
             "--no-code-snapshot."
         )
     try:
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
-        return None, [
-            f"Warning: the code is not copied ({reason}). Later attempts run the files as they are then."
-        ]
+        return None, [f"Warning: the code is not copied ({reason}). Later attempts use the current files."]
 
 
 def _remove(temporary: Path, copy: Path) -> None:

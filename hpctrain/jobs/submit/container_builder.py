@@ -1,4 +1,4 @@
-"""Container of a job's ranks, from the options of the submission."""
+"""Container for the ranks of a job, based on the options of the submission."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def build_container(
     runtime = _find(image, backend, known, environ) if asked == "auto" else asked
     if runtime == "pyxis" and backend == "local":
         raise SpecError(
-            "pyxis is a plugin of Slurm and cannot be used with --backend local. "
-            "Use --container-runtime apptainer, or leave out --container-image."
+            "pyxis is a plugin of Slurm and cannot be used with --backend local. Use --container-runtime "
+            "apptainer, or remove --container-image."
         )
     return Container(
         image=image,
@@ -86,13 +86,14 @@ def _find(
     if any(program in known for program in APPTAINER_PROGRAMS):
         return "apptainer"
     raise SpecError(
-        "No container runtime found here: srun does not support --container-image (pyxis), and neither "
-        "apptainer nor singularity is on PATH. If the nodes have one, name it with --container-runtime."
+        "No container runtime found on this machine: srun does not support --container-image (pyxis), and "
+        "neither apptainer nor singularity is on PATH. If the nodes have a runtime, name it with "
+        "--container-runtime."
     )
 
 
 def has_pyxis(environ: Mapping[str, str]) -> bool:
-    """True if this machine's srun can start containers."""
+    """Return true if srun on this machine can start containers."""
     try:
         return "--container-image" in run_slurm(["srun", "--help"], environ, timeout_s=10.0)
     except SchedulerError:

@@ -1,4 +1,4 @@
-"""`--dependency`, in which a run may be given instead of its job."""
+"""`--dependency`, which accepts runs as well as jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.slurm.states import RunState
 from hpctrain.text import suggest
 
 _ANY_END = (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
-#: Kinds of sbatch(1) and the ends of a run that satisfy each; None if no end does.
+#: Kinds of sbatch(1) and the final states of a run that satisfy each; None if no state does.
 _FULFILLED_BY = {
     "after": _ANY_END,
     "afterany": _ANY_END,
@@ -28,14 +28,14 @@ _FULFILLED_BY = {
     "singleton": None,
 }
 _JOB = re.compile(r"\d+(_\d+|_\*)?(\+\d+)?", re.ASCII)
-#: A run, and the optional delay in minutes that `after` takes.
+#: A run, and the optional delay in minutes that `after` accepts.
 _RUN = re.compile(r"(.+?)(\+\d+)?", re.ASCII | re.DOTALL)
 
 
 def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return the dependency with runs replaced by jobs, and notes for the user.
 
-    A run that has ended as required is left out, because Slurm forgets ended jobs; the result may be empty.
+    A run that has ended as required is omitted, because Slurm forgets ended jobs; the result may be empty.
 
     Args:
         text: in sbatch's notation.
@@ -70,7 +70,7 @@ def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tupl
                 impossible.append(
                     SpecError(
                         f"--dependency {kind}:{name}: this run is {status.state}, so the job would wait "
-                        "forever. Resume that run first, or leave out the dependency."
+                        "forever. Resume that run first, or remove the dependency."
                     )
                 )
         if jobs or not names:
@@ -92,7 +92,8 @@ def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tup
     match = _RUN.fullmatch(name)
     if match is None:
         raise SpecError(
-            f"--dependency {where!r} names neither a job nor a run. Name one, such as afterok:123."
+            f"--dependency {where!r} names neither a job nor a run. Use a job id or a run, such as "
+            "afterok:123."
         )
     folder = os.path.join(cwd, match[1])
     run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError, SpecError
 
-#: Seconds: a working tree that takes longer to list is not code, or is on a disk that does not answer.
+#: Seconds: if listing takes longer, the working tree is not just code, or the disk does not respond.
 _LIMIT_S = 60.0
 
 #: Variables that point git to another repository, such as inside one of its hooks.
@@ -30,30 +30,30 @@ _LIST_FILES = (
     "--",
     ":/",
 )
-#: Options against programs that a repository may have git run: its file system monitor and hooks.
+#: Options that prevent git from running programs of the repository: file system monitor and hooks.
 _RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=diff")
 
 
 class NotARepository(HpctrainError):
-    """There is no git, or no repository here; the message is a short reason."""
+    """git is missing, or the folder is not in a repository; the message is a short reason."""
 
 
-#: Output of rev-parse: the working tree's root, which may have any name, and the commit if there is one.
+#: Output of rev-parse: the root of the working tree, which may have any name, and the commit if any.
 _PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
 
 
 class GitCommand:
-    """Output of git, which runs in the background until the text is read.
+    """Output of git, which runs in the background until the output is read.
 
-    An untrusted repository may configure a file system monitor or hooks; none of them is run.
+    An untrusted repository may configure a file system monitor or hooks; they are not run.
     """
 
     def __init__(self, folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start git.
 
         Raises:
-            NotARepository: there is no git, or it cannot be run.
+            NotARepository: git is missing or cannot be run.
         """
         self._folder = folder
         try:
@@ -72,7 +72,7 @@ class GitCommand:
             raise NotARepository(f"cannot run git: {error.strerror or error}") from None
 
     def text(self) -> str:
-        """Return the whole output; call this only once.
+        """Return the complete output; call this only once.
 
         Raises:
             NotARepository: git failed.
@@ -107,7 +107,7 @@ class GitRepository:
 
     def __init__(self, root: Path, environ: Mapping[str, str], files: GitCommand, commit: str | None) -> None:
         self.root, self.commit = root, commit
-        """Root folder, and the commit that is checked out; None if there is no commit yet."""
+        """Root folder, and the checked-out commit; None if there is no commit yet."""
         self._environ, self._files = environ, files
 
     @classmethod
@@ -115,27 +115,27 @@ class GitRepository:
         """Return the innermost repository that contains `folder`.
 
         Raises:
-            NotARepository: git finds none there.
+            NotARepository: git finds no repository.
         """
         real = Path(os.path.realpath(folder))
         if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
-            # Git would find the same, but need not be started for it.
+            # Git would give the same result, but starting git takes time.
             raise NotARepository("it is not in a git repository")
         kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
-        # Reading must not write, not even a refreshed index.
+        # Reading must not write anything, including a refreshed index.
         quiet = {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
         place = GitCommand(folder, ["rev-parse", "--show-toplevel", "--revs-only", "HEAD"], quiet)
         files = GitCommand(folder, _LIST_FILES, quiet)
         match = _PLACE.fullmatch(place.text())
         assert match is not None
         if not real.is_relative_to(match[1]):
-            raise NotARepository(f"its repository has its working tree elsewhere, in {match[1]!r}")
+            raise NotARepository(f"the working tree of its repository is elsewhere, in {match[1]!r}")
         return cls(Path(match[1]), quiet, files, match[2])
 
     def files(self) -> dict[str, bool]:
-        """Return paths of all tracked or new files, submodules' included; True for new ones.
+        """Return paths of all tracked or new files, including those of submodules; True for new files.
 
-        Ignored files are left out. Call this only once.
+        Ignored files are omitted. Call this only once.
 
         Raises:
             NotARepository: git cannot list them.
@@ -147,11 +147,11 @@ class GitRepository:
             if folder not in links:
                 links[folder] = self._has_link(folder)
             if links[folder]:
-                continue  # The folder is a link now: the files that git lists in it are deleted.
+                continue  # The folder is now a link: the files that git lists in it have been deleted.
             try:
                 mode = os.lstat(os.path.join(self.root, name)).st_mode
             except OSError:
-                continue  # It is deleted, but not committed.
+                continue  # The file was deleted, but the deletion is not committed.
             if stat.S_ISDIR(mode):
                 found |= self._files_within(name.rstrip("/"))
             else:
@@ -164,7 +164,7 @@ class GitRepository:
         return any(os.path.islink(os.path.join(self.root, part)) for part in parts)
 
     def _files_within(self, name: str) -> dict[str, bool]:
-        """Return files of a repository inside this one: a submodule or an independent repository."""
+        """Return files of a nested repository: a submodule or an independent repository."""
         root = self.root / name
         if not (root / ".git").exists():
             return {}
@@ -172,7 +172,7 @@ class GitRepository:
         return {f"{name}/{file}": is_new for file, is_new in inner.files().items()}
 
     def diff(self) -> GitCommand | None:
-        """Return the diff of tracked files to the commit, without any configured external diff programs.
+        """Return the diff of tracked files against the commit, without running external diff programs.
 
         None if there is no commit yet.
 

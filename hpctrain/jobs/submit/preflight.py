@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
-#: Seconds: ranks may take a minute to start; with less than this they may not reach a first checkpoint.
+#: Seconds: ranks may take a minute to start; with less time they may not reach a first checkpoint.
 _MIN_S = 300.0
-#: Seconds by which Slurm may send its signal early.
+#: Maximum number of seconds by which Slurm may send its signal early.
 _EARLY_S = 60.0
 
 
@@ -44,7 +44,7 @@ class PreparedSubmission:
     #: Environment variables of the submission. Some may be secret.
     environ: Mapping[str, str] = field(repr=False)
     code: Path | None
-    """A folder of the working tree to copy, if the script is not in it."""
+    """A folder of the working tree to copy, if the script is elsewhere."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one line each."""
     script: str = ""
@@ -56,7 +56,7 @@ class PreparedSubmission:
 
     @property
     def forecast(self) -> tuple[str, ...]:
-        """Expected start and cost; waits for the scheduler's answer."""
+        """Return the expected start and cost; waits for the scheduler's answer."""
         return self.preflight.get_forecast()
 
 
@@ -76,7 +76,7 @@ def check_options(job: PreparedSubmission) -> list[str]:
 
 
 def check_time_left(job: PreparedSubmission) -> list[str]:
-    """Return a warning if the ranks get the stop signal within five minutes of the job's start."""
+    """Return a warning if the ranks receive the stop signal within five minutes after the job starts."""
     spec, settings = job.spec, job.settings.values
     if spec.time_limit_s is None:
         return []
@@ -96,13 +96,13 @@ def check_time_left(job: PreparedSubmission) -> list[str]:
         f"Warning: the time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}), minus "
         f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early}, may leave only "
         f"{max(0.0, left_s):g} s to start and train. The run fails after three attempts without a new "
-        f"checkpoint. Give --time {better} or more."
+        f"checkpoint. Use --time {better} or more."
     )
     return [sentence]
 
 
 def _check_syntax(script: Path) -> None:
-    """Fail for a script with syntax errors, before the job waits in the queue."""
+    """Reject a script with syntax errors before the job waits in the queue."""
     try:
         compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -128,7 +128,7 @@ def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:
         if shutil.which(spec.script, path=environ.get("PATH")) is None and not os.path.isfile(file):
             raise SpecError(
                 f"Command {spec.script!r} not found: it is neither on PATH nor a file in {spec.workdir!r}. "
-                "Check its name, or give its path."
+                "Check its name, or pass its path."
             )
     elif spec.python == sys.executable and not _has_module(spec.script, [spec.workdir, *sys.path]):
         raise SpecError(
@@ -160,7 +160,7 @@ def _check_script(script: Path) -> None:
         raise SpecError(f"Cannot access the script {str(script)!r}: {error.strerror}.") from None
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        raise SpecError(f"The script {str(script)!r} is {kind}. Give the path of a Python file.")
+        raise SpecError(f"The script {str(script)!r} is {kind}. Pass the path of a Python file.")
     if not os.access(script, os.R_OK):
         raise SpecError(
             f"You do not have permission to read the script {str(script)!r}. Change its mode (chmod u+r)."
@@ -172,14 +172,14 @@ def _check_script(script: Path) -> None:
 
 
 def _check_shebang(script: Path) -> None:
-    """Fail for a script of another interpreter, which Python would report as a syntax error."""
+    """Reject a script for another interpreter, which Python would report as a syntax error."""
     with open(script, "rb") as file:
         first = file.readline(256)
     words = first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
     if script.suffix in _SHELL or (words and "python" not in words):
         why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
         raise SpecError(
-            f"The script {str(script)!r} {why}, but every rank runs it with Python. Give the Python script, "
+            f"The script {str(script)!r} {why}, but every rank runs it with Python. Pass the Python script, "
             "and put shell lines into --setup."
         )
 
@@ -187,13 +187,14 @@ def _check_shebang(script: Path) -> None:
 def check_environment(job: PreparedSubmission) -> None:
     """Check interpreter, conda or virtual environment, and container.
 
-    A bare name of an interpreter is looked up where the job runs.
+    An interpreter without a path is searched for on the nodes of the job.
     """
     spec, python = job.spec, Path(job.spec.python)
     is_given = spec.shell.python is None and python.is_absolute()
     if is_given and not (python.is_file() and os.access(python, os.X_OK)):
         raise SpecError(
-            f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with another."
+            f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
+            "another interpreter."
         )
     spec.shell.check_files(job.environ)
     if spec.container is not None:
@@ -201,7 +202,7 @@ def check_environment(job: PreparedSubmission) -> None:
 
 
 def check_run_folder(job: PreparedSubmission) -> None:
-    """Check that the run folder can be written, and that it is new or that of the same kind of run."""
+    """Check that the run folder is writable, and that it is new or belongs to the same kind of run."""
     try:
         _check_run_folder(RunDir(Path(job.spec.run_dir)), is_array=job.spec.array is not None)
     except OSError as error:
@@ -247,7 +248,7 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
 
 
 def _check_kind(run: RunDir, *, is_array: bool) -> None:
-    """Fail if a single run would continue as an array or vice versa: their folders differ."""
+    """Reject a single run that would continue as an array, or vice versa: their folders differ."""
     if run.array is not None and run.array.tasks() and run.array.spec.exists():
         task = run.path.name.rpartition("-")[2]
         raise SpecError(
@@ -257,21 +258,21 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
     if is_array and run.spec.exists() and not run.tasks():
         raise SpecError(
             f"The run in {str(run.path)!r} (--run-dir) is a single run and cannot continue as a job array "
-            "(--array). Leave out --array, or choose another folder."
+            "(--array). Remove --array, or choose another folder."
         )
     if not is_array and run.tasks():
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) contains a job array. Give the tasks to resume with --array, or "
+            f"{str(run.path)!r} (--run-dir) contains a job array. Name the tasks to resume with --array, or "
             "choose another folder."
         )
 
 
 def check_code(job: PreparedSubmission) -> Iterable[str]:
-    """Choose the code to copy; check its size, and that git can list it."""
+    """Choose the code to copy; check its size, and that git can list the files."""
     asked = job.settings.options
     if not asked.get("code_snapshot", True):
         return ()
-    # Imported only if needed, because importing what runs git is slow.
+    # Imported only if needed, because this import is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
     script, limit_mb = job.spec.script, asked["code_snapshot_limit"]
@@ -280,7 +281,7 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
 
 
 def check_template(job: PreparedSubmission) -> None:
-    """Render the batch script; a user's own template must still start the supervisor."""
+    """Render the batch script; a custom template must still start the supervisor."""
     job.script = render(job.spec)
 
 
@@ -290,7 +291,7 @@ def check_backend(job: PreparedSubmission) -> Iterable[str]:
     return job.preflight.notes
 
 
-#: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
+#: Each check returns notes for the user, if any, and raises SpecError for a job that cannot run.
 CHECKS: tuple[Callable[[PreparedSubmission], Iterable[str] | None], ...] = (
     check_options,
     check_time_left,

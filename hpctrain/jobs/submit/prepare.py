@@ -1,4 +1,4 @@
-"""First half of a submission: decide and check everything, write nothing."""
+"""First half of a submission: resolve and check everything, write nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepare_submission(
     program: ProgramKind = "script",
     dry_run: bool = False,
 ) -> PreparedSubmission:
-    """Decide and check everything about a job; nothing is written or submitted.
+    """Resolve the options and check the job; nothing is written or submitted.
 
     Args:
         script: the Python script that every rank runs; the name of a module, or a command.
@@ -44,15 +44,15 @@ def prepare_submission(
         source: origin of `options`.
         assignments: strings of the form KEY=VALUE, which override everything else.
         environ: the environment variables of the submission.
-        cwd: the folder in which the script is to run.
+        cwd: the working folder of the script.
         python: the interpreter of supervisor and ranks.
-        code: a folder of the working tree to copy, if the script is not in it.
+        code: a folder of the working tree to copy, if the script is elsewhere.
         program: the kind of `script`.
-        dry_run: the job will not be submitted, so a Slurm that was requested by name need not respond.
+        dry_run: the job will not be submitted, so an unresponsive Slurm is accepted if requested by name.
 
     Raises:
         SpecError: the job cannot run as requested.
-        SchedulerError: Slurm was requested by name and does not answer, or it is set up here and silent.
+        SchedulerError: Slurm does not respond, but was requested by name or is set up on this machine.
     """
     if isinstance(args, str | bytes) or not all(isinstance(arg, _ARGUMENTS) for arg in args):
         raise SpecError(
@@ -114,7 +114,7 @@ def _container(
 def _resolve_runs(
     asked: SubmitOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
 ) -> list[str]:
-    """Replace runs on which the job depends by their jobs; only Slurm can wait for one."""
+    """Replace the runs on which the job depends with their jobs; only Slurm supports dependencies."""
     if backend != "slurm" or "dependency" not in asked:
         return []
     from hpctrain.jobs.submit.dependency import resolve_dependency

@@ -19,15 +19,15 @@ from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
-#: Exceptions of a wrong expression in a template.
+#: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def shipped_templates() -> Path:
-    """Return the folder of the templates that come with hpctrain."""
+    """Return the folder of the templates shipped with hpctrain."""
     package = Path(__file__).resolve().parents[2]
     inside = package / "slurm_templates"
-    # A wheel has the templates in the package, a checkout next to it.
+    # A wheel contains the templates in the package, a checkout contains them next to the package.
     return inside if inside.is_dir() else package.parent / "slurm_templates"
 
 
@@ -38,7 +38,7 @@ def render(spec: JobSpec) -> str:
     the filter `quote`, and may extend a shipped template by its file name.
 
     Raises:
-        SpecError: there is no such template, it cannot be rendered, or it leaves out a requested setting.
+        SpecError: there is no such template, it cannot be rendered, or it omits a requested setting.
     """
     asked = spec.template or _default_template(spec)
     text = _render_template(spec, asked)
@@ -49,7 +49,7 @@ def render(spec: JobSpec) -> str:
 
 
 def _render_template(spec: JobSpec, asked: str) -> str:
-    """Return the script from the template `asked`, a name or a path, without checks of the result."""
+    """Return the script rendered from the template `asked`, a name or a path, without checking the result."""
     folder, file_name = _locate(asked)
     environment = _jinja_environment(folder)
     environment.globals["need"] = partial(_need, asked)
@@ -96,25 +96,25 @@ def _jinja_environment(folder: Path) -> jinja2.Environment:
 
 
 def _default_template(spec: JobSpec) -> str:
-    """Return the shipped template for a job that names none."""
+    """Return the shipped template for a job without `--template`."""
     if spec.torchrun is not None:
         return "torchrun"
     return "ddp" if spec.gpus_per_node else "cpu"
 
 
 def _shell_quote(value: object) -> str:
-    """Return the value as one shell word, whatever characters it contains."""
+    """Return the value as one quoted shell word."""
     return shlex.quote(str(value))
 
 
 def _need(template: str, value: object, option: str) -> None:
-    """Fail if a required option is missing; called by templates."""
+    """Raise an error if a required option is missing; called by templates."""
     if not value:
         raise SpecError(f"The template {template!r} (--template) requires {option}. Add this option.")
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
-    """Check that a user's own template has not left out requested preparations."""
+    """Check that a custom template does not omit requested setup."""
     asked = {
         "--module": [_shell_quote(module) for module in shell.modules],
         "--conda": [_shell_quote(shell.conda)] if shell.conda else [],
@@ -125,12 +125,12 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
         if missing := [word for word in words if word not in text]:
             raise SpecError(
                 f"The template {template!r} (--template) omits {missing[0]} ({option}). Call super() in the "
-                "block that it replaces, or leave out the option."
+                "block that the template replaces, or remove the option."
             )
 
 
 def _locate(asked: str) -> tuple[Path, str]:
-    """Return folder and file name of a template given by name or path."""
+    """Return folder and file name for the name or path of a template."""
     if os.sep in asked:
         path = Path(asked)
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Second half of a submission: write what was decided and submit it to the scheduler."""
+"""Second half of a submission: write the run folder and submit the job to the scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.validation import check_spec
 
-#: Seconds: a supervisor that has recorded its end still has to exit, and checking the lock takes a moment.
+#: Seconds: a supervisor that has recorded the end may not have exited yet, and checking the lock takes a
+#: moment.
 _LOCK_TIMEOUT_S = 5.0
 
 
@@ -60,7 +61,7 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")
-            # Last, so that readers of this record can rely on all the others.
+            # Written last: readers of this record can rely on all other records.
             _record(spec, job_id)
     except OSError as error:
         raise SpecError(
@@ -121,7 +122,7 @@ def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
     make_folder(folder.logs)
     folder.cancel_request.unlink(missing_ok=True)
     files = {folder.spec: spec.text(), folder.job_script: script, folder.function: function}
-    # An array may have thousands of tasks, and an fsync for each would take minutes.
+    # An array may have thousands of tasks: an fsync per task would take minutes.
     durable = spec.array_task is None
     replace_files({path: it for path, it in files.items() if it is not None}, durable=durable, private=True)
 
@@ -140,7 +141,7 @@ def _record(spec: JobSpec, job_id: str) -> None:
 
 @contextmanager
 def _claim_run(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
-    """Hold the lock of a run folder, creating the folder if needed; fail if its run is still active.
+    """Hold the lock of a run folder, creating the folder if needed; reject a run that is still active.
 
     If the submission fails, new folders are removed, except those of a job that may be queued.
     """
@@ -171,7 +172,7 @@ def _lock(run: Run) -> int:
 
 
 def _refuse_active(runs: Sequence[Run]) -> None:
-    """Fail if a run is still active: our lock rules out a local one, Slurm's queue needs a query."""
+    """Reject a run that is still active. The held lock excludes local runs; Slurm runs require a query."""
     recorded = [run for run in runs if run.dir.events.exists()]
     if not recorded:
         return
@@ -182,19 +183,19 @@ def _refuse_active(runs: Sequence[Run]) -> None:
     for run, status in zip(recorded, query_statuses(recorded), strict=True):
         if status.state is RunState.UNKNOWN and status.job_id is not None:
             raise SchedulerError(
-                f"It is unknown if run {run.run_id} is still active: {status.words}. "
+                f"Cannot determine whether run {run.run_id} is still active: {status.words}. "
                 "Submit again when Slurm responds."
             )
         is_going_here = run.dir.array is not None and is_locked(run.dir.lock)
         if is_going_here or (status.backend == "slurm" and not status.state.ended):
             raise _active_job_error(run)
     for run in recorded:
-        # The record names the submitted job; the lease reveals any live supervisor.
+        # The record names the submitted job; the lease shows if a supervisor is alive.
         held = newest_lease(run.dir)
         if held is not None and is_lease_alive(held, strip_job_env(run.environ)):
             raise _active_job_error(run, f", as job {held.holder.job_id}")
         if run.dir.cancel_request.exists() and read_run_record(run.dir).finished is None:
-            # The request will be removed; the supervisor was killed before it recorded the end.
+            # The supervisor was killed before it recorded the end. The cancel request will be removed.
             attempt = max(run.dir.attempts(), default=0)
             run.dir.log_event("finished", attempt, state="CANCELLED", exit_code=0, cause=None)
 

@@ -1,4 +1,4 @@
-"""Checks of a user's own template: its blocks take effect, and the run is still controlled by hpctrain."""
+"""Checks of a custom template: its blocks take effect, and hpctrain still controls the run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SHORT = {
 
 
 def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
-    """Check that each block of a template replaces one of the template it extends.
+    """Check that each block of a template replaces a block of the template it extends.
 
     Raises:
-        SpecError: a block does not, so its content would not be in the script.
+        SpecError: a block replaces nothing, so the script would not contain it.
     """
     from jinja2 import nodes
 
@@ -59,15 +59,16 @@ def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
 
 
 def check_rendered_script(text: str, lines: Sequence[str], template: str) -> None:
-    """Check that a script starts the supervisor, and that its directives are those requested.
+    """Check that a script starts the supervisor, and that its directives match the request.
 
     Args:
         text: the script.
-        lines: its `#SBATCH` lines, as hpctrain makes them.
+        lines: the expected `#SBATCH` lines.
         template: the template of the script.
 
     Raises:
-        SpecError: it does not start the supervisor, or a directive contradicts them or is hpctrain's to set.
+        SpecError: it does not start the supervisor, a directive contradicts the request, or hpctrain sets it
+            itself.
     """
     if "hpctrain.supervisor" not in text:
         raise SpecError(
@@ -93,7 +94,7 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str) -> Non
 
 
 def _blocks_of(environment: jinja2.Environment, file_name: str) -> Iterator[str]:
-    """Yield the block names of a template and of those it extends."""
+    """Yield the block names of a template and of the templates it extends."""
     from jinja2 import nodes
 
     loader = environment.loader

@@ -1,1 +1,1 @@
-"""The program of a rank: how it is run, and how its steps and progress are observed from outside."""
+"""The program of a rank: execution, and observation of steps and progress from outside."""

@@ -1,4 +1,4 @@
-"""Check that ranks train together, not each by itself."""
+"""Check that the ranks train together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_STEPS_ALONE = 20
 
 #: Libraries that exchange gradients without torch's process groups.
 _OTHER_COMMUNICATION = ("horovod", "mpi4py")
-#: Advice for frameworks that train alone in silence, by module.
+#: Remedies for frameworks that silently train on a single rank, by module.
 _ADVICE = {
     "lightning.pytorch": "Pass devices and num_nodes to Lightning's Trainer",
     "pytorch_lightning": "Pass devices and num_nodes to Lightning's Trainer",
@@ -25,7 +25,7 @@ _OTHER_ADVICE = "Call torch.distributed.init_process_group and wrap the model in
 
 
 class ProcessGroupCheck:
-    """Raises an error in a rank that trains without a process group, although the run has several ranks."""
+    """Check for a rank that trains without a process group in a run with several ranks."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._world_size = int(environ["WORLD_SIZE"])
@@ -54,13 +54,13 @@ class ProcessGroupCheck:
         advice = next((words for module, words in _ADVICE.items() if module in sys.modules), _OTHER_ADVICE)
         raise EnvironmentMismatch(
             f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {activity.step} "
-            f"optimizer steps without a process group, so each rank trains alone. {advice}. If the ranks are "
-            "meant to be independent, submit with --independent-ranks."
+            f"optimizer steps without a process group, so each rank trains alone. {advice}. If the ranks "
+            "are supposed to be independent, submit with --independent-ranks."
         )
 
 
 def _has_process_group() -> bool:
-    """True if this process is in a process group of torch, or communicates in another way."""
+    """Return true if this process has a process group of torch, or communicates in another way."""
     if any(name in sys.modules for name in _OTHER_COMMUNICATION):
         return True
     distributed = sys.modules.get("torch.distributed")

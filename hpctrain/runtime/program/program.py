@@ -20,7 +20,7 @@ from hpctrain.runtime.snapshot_imports import copied_path
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.spec.program import ProgramKind
 
-#: Options of Python after which a command still runs in this interpreter.
+#: Python options with which a command can still run in this interpreter.
 _HARMLESS_OPTIONS = ("-u", "-B", "-P")
 
 
@@ -35,10 +35,10 @@ class Program:
 
     @classmethod
     def resolve(cls, kind: ProgramKind, entry: str, args: Sequence[str]) -> Program:
-        """Return the program; a command that starts Python code in this interpreter becomes that code.
+        """Return the program. A command that runs Python code in this interpreter is replaced with the code.
 
         These are `python script.py`, `python -m module`, Python files, and console scripts such as `litgpt`.
-        They then get everything that a script gets.
+        They then have the same features as a script.
         """
         program = cls(kind, entry, tuple(args))
         if kind != "command":
@@ -54,7 +54,7 @@ class Program:
 
     @property
     def import_folder(self) -> str:
-        """Folder that comes first in `sys.path`, as Python sets it."""
+        """First folder in `sys.path`, as set by Python."""
         if self.kind == "script":
             return str(Path(copied_path(self.entry, os.environ)).resolve().parent)
         return copied_path(os.getcwd(), os.environ)
@@ -63,12 +63,12 @@ class Program:
         """Run the program as `__main__`, or as a child process.
 
         Raises:
-            SystemExit: the program ended with an exit code.
-            CommandFailed: a child process ended with an exit code other than 0.
+            SystemExit: the program exited with a code.
+            CommandFailed: a child process exited with a code other than 0.
         """
         if self.kind == "command":
             _run_command([self.entry, *self.args])
-        # As in `python SCRIPT`; this interpreter was started with -P, so no other folder comes first.
+        # As in `python SCRIPT`; this interpreter was started with -P, so no other folder precedes it.
         sys.path.insert(0, self.import_folder)
         if self.kind == "script":
             script = copied_path(self.entry, os.environ)
@@ -80,11 +80,11 @@ class Program:
 
 
 class CommandFailed(SystemExit):
-    """A command ended with an exit code other than 0. Its output says why."""
+    """A command exited with a code other than 0. Its output contains the reason."""
 
 
 def _parse_python_command(program: Program) -> Program:
-    """Return the code that `python ...` would run; the command itself if its options are unknown."""
+    """Return the code that `python ...` would run, or the command itself if an option is unknown."""
     words = list(program.args)
     while words and words[0] in _HARMLESS_OPTIONS:
         words.pop(0)
@@ -96,7 +96,7 @@ def _parse_python_command(program: Program) -> Program:
 
 
 def _is_this_python(command: str) -> bool:
-    """True if `command` starts the interpreter of this process, in the same environment."""
+    """Return true if `command` starts the interpreter of this process, in the same environment."""
     path = shutil.which(command) if command else None
     if path is None or not os.path.basename(path).startswith("python"):
         return False
@@ -105,7 +105,7 @@ def _is_this_python(command: str) -> bool:
 
 
 def _shebang_interpreter(path: str) -> str:
-    """Return the interpreter in the first line of a script; empty if there is none."""
+    """Return the interpreter in the first line of a script, or an empty string."""
     with open(path, "rb") as file:
         first = file.readline(1024)
     if not first.startswith(b"#!"):
@@ -128,7 +128,7 @@ def _run_command(words: list[str]) -> NoReturn:
     try:
         child = subprocess.Popen(words, preexec_fn=die_with_parent)
     except OSError as error:
-        raise RuntimeError(f"the command {shlex.join(words)} cannot be started: {error.strerror}") from error
+        raise RuntimeError(f"cannot start the command {shlex.join(words)}: {error.strerror}") from error
     ScriptMonitor(child.pid).start()
     code = child.wait()
     raise CommandFailed(128 - code if code < 0 else code) if code else SystemExit(0)

@@ -1,8 +1,8 @@
 """Progress of a script without the Trainer, sampled from outside of its code.
 
-A rank makes progress if it completes optimizer steps, prints, or is busy: its main thread moves, or computes
-in native code. A rank that sleeps, or waits at one place for other ranks, makes none. On GPUs a wait for
-other ranks shows only if Python code waits; a kernel that waits looks like computation.
+A rank makes progress if it completes optimizer steps, prints, or is busy: its main thread changes position or
+computes in native code. A rank that sleeps, or waits at one position for other ranks, makes no progress. On
+GPUs, a wait for other ranks is detected only in Python code; a waiting kernel appears as computation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 
-#: Samples per second. One takes about 50 µs, so all of them take 0.05 % of a core.
+#: Samples per second. A sample takes about 50 µs, so sampling uses 0.05 % of a core.
 _SAMPLES_PER_S = 10
-#: Share of a core below which processes are idle. Threads of trackers and data loaders wake up now and then.
+#: Fraction of a core below which processes are idle. Threads of trackers and data loaders wake up at times.
 _IDLE_SHARE = 0.02
 #: Seconds between two checks of CPU time and output.
 _CHECK_EVERY_S = 1.0
@@ -32,11 +32,11 @@ class ScriptMonitor:
     """Samples the main thread, or the processes of a command, and updates `activity`."""
 
     def __init__(self, pid: int | None = None, step_log: StepLog | None = None) -> None:
-        """Prepare, without starting.
+        """Prepare without starting.
 
         Args:
-            pid: the process of a command that this process started; None for the script in this process.
-            step_log: where steps are written.
+            pid: process of a command started by this process; None for the script in this process.
+            step_log: log of the steps.
         """
         self._step_log = step_log
         self._pid = pid
@@ -97,7 +97,7 @@ def _positions(frame: FrameType | None) -> Iterator[int]:
 
 
 def _is_asleep(thread: int | None) -> bool:
-    """True if the operating system's thread sleeps; also if that is unknown."""
+    """True if the thread of the operating system sleeps, or if this is unknown."""
     with suppress(OSError):
         return _stat_fields(Path(f"/proc/self/task/{thread}/stat"))[0] == "S"
     return True

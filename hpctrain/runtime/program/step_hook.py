@@ -1,6 +1,6 @@
 """Steps of a script without the Trainer, counted by torch's global optimizer hooks.
 
-The hooks are installed when the script imports torch, so a rank that never does pays nothing.
+The hooks are installed when the script imports torch, so there is no cost for ranks without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
 
-#: 0 turns the hooks off.
+#: 0 disables the hooks.
 STEP_HOOK_VARIABLE = "HPCTRAIN_STEP_HOOK"
 
 #: The module that holds the global hooks.
@@ -28,7 +28,7 @@ AfterStep = Callable[[], None]
 
 
 def install_step_hook(after_step: AfterStep = lambda: None) -> None:
-    """Count optimizer steps of this process from now on, or from the import of torch on."""
+    """Count optimizer steps of this process, starting now or at the import of torch."""
     hook = _StepHook(after_step)
     if _OPTIMIZER_MODULE in sys.modules:
         hook.register(sys.modules[_OPTIMIZER_MODULE])
@@ -37,7 +37,7 @@ def install_step_hook(after_step: AfterStep = lambda: None) -> None:
 
 
 class _StepHook:
-    """The hooks. Only steps of the first optimizer count, because a script may update several in a step."""
+    """Hooks that count only steps of the first optimizer, because a script may update several in a step."""
 
     def __init__(self, after_step: AfterStep) -> None:
         self._after_step = after_step
@@ -61,7 +61,7 @@ class _StepHook:
             self._counted = weakref.ref(optimizer)
             if not activity.step:
                 self._first_step_handle.remove()
-                # An optimizer that keeps no state, such as plain SGD, does not show that it was restored.
+                # The state of an optimizer without state, such as plain SGD, does not indicate a restore.
                 activity.restored_steps = self._restored.get(id(optimizer)) if optimizer.state else None
         if not activity.is_managed:
             activity.phase = RankPhase.SCRIPT
@@ -70,7 +70,7 @@ class _StepHook:
 
 
 def restored_steps(optimizer: Any) -> int | None:
-    """Return the number of steps in the state of an optimizer, as Adam and most others keep it.
+    """Return the number of steps in the state of an optimizer, as stored by Adam and most others.
 
     Returns:
         0 for a new optimizer; None for a state without a number of steps.

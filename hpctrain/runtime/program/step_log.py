@@ -1,6 +1,6 @@
-"""Metrics lines of a script without the Trainer: its optimizer steps and their use of time.
+"""Metrics lines of a script without the Trainer: optimizer steps and a time breakdown.
 
-They show the steps in `status`, `top` and the report, and let the ledger account for the time.
+These lines provide the steps for `status`, `top` and the report, and the data for the time breakdown.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from hpctrain.runtime.rank_activity import activity
 
 
 class StepLog:
-    """Writes a line for the steps since the last one. Only rank 0 of an attempt has a log.
+    """Writes a line for the steps since the last line. Only rank 0 of an attempt has a log.
 
-    The number of the first step is that of the optimizer's restored state. If the state has no number of
-    steps, as that of SGD, the attempt is assumed to continue after the last recorded step.
+    The number of the first step is based on the optimizer's restored state. If the state has no number of
+    steps, such as for SGD, the attempt is assumed to continue after the last recorded step.
     """
 
     def __init__(self, run: RunDir, attempt: int) -> None:
         self._run, self._attempt = run, attempt
         self._metrics = BufferedLineWriter(run.metrics, _print)
         self._first_step: int | None = None
-        """Steps before this attempt; None until its first step is seen."""
+        """Number of steps before this attempt; None until its first step."""
         self._written = 0
         self._since = 0.0
         self._data_s = self._exchange_s = 0.0
 
     def write(self) -> None:
-        """Write a line if steps were completed since the last one.
+        """Write a line if steps were completed since the last line.
 
         The time of the steps in the first line is unknown.
         """
@@ -58,7 +58,7 @@ class StepLog:
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
 
     def _begin(self) -> int:
-        """Return the number of steps before this attempt, and record it if the script resumed."""
+        """Return the number of steps before this attempt, and record this number if the script resumed."""
         restored = activity.restored_steps
         if restored is None:
             last = next(iter(read_last_records(self._run.metrics, is_metrics)), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Modules in which a rank waits for other ranks, or for a device that does.
+#: Modules in which a rank waits for other ranks, or for a device that waits.
 _EXCHANGE = (
     *("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda"),
     *(
@@ -16,12 +16,12 @@ _DATA = ("torch.utils.data", "multiprocessing", "queue")
 
 
 def waits_for_ranks(module: str) -> bool:
-    """True if code of this module waits for other ranks."""
+    """Return true if code of this module waits for other ranks."""
     return _is_in(module, _EXCHANGE)
 
 
 def waits_for_data(module: str) -> bool:
-    """True if code of this module waits for data."""
+    """Return true if code of this module waits for data."""
     return _is_in(module, _DATA)
 
 

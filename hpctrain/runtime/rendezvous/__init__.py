@@ -1,1 +1,1 @@
-"""Rendezvous of ranks and torchrun agents that prove the secret of their job."""
+"""Authenticated rendezvous of ranks and torchrun agents."""

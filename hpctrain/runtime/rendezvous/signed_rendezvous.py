@@ -1,7 +1,7 @@
-"""The rendezvous of torchrun's agents, with an authentication code over their shared state.
+"""Rendezvous of torchrun agents, with an authentication code over their shared state.
 
-torch unpickles that state from a store that authenticates no connection. Without the code, any program that
-reaches the store could run code as the owner of the run.
+torch unpickles this state from a store without authentication. Without the code, any program that reaches the
+store could run code as the owner of the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SignedBackend(RendezvousBackend):
         return None if found is None else (self._unseal(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See base class. Raises like `get_state`."""
+        """See base class. Raises the same errors as `get_state`."""
         found = self._backend.set_state(seal(self._secret, state, "rendezvous"), token)
         return None if found is None else (self._unseal(found[0]), *found[1:])
 
@@ -69,7 +69,7 @@ class SignedBackend(RendezvousBackend):
 def register(backend: str, secret: bytes) -> str:
     """Register the signed form of a rendezvous backend with torchrun, and return its name.
 
-    A backend that pickles nothing keeps its name.
+    A backend without pickling keeps its name.
     """
     if backend not in _PICKLING:
         return backend

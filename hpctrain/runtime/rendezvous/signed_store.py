@@ -13,16 +13,16 @@ from hpctrain.errors import Unauthenticated
 
 
 class SignedStore(Store):
-    """A wrapper for a store to which any program that reaches it can write.
+    """A wrapper for a store without authentication.
 
-    Each value carries a code over its key, which proves that a process with the secret wrote it under this
-    key. Prefixes of groups are part of the key. Counters (`add`) carry no code. Entries can still be deleted,
+    Each value has a code that covers the key, to prove that a process with the secret wrote it under this
+    key. Prefixes of groups are part of the key. Counters (`add`) have no code. Entries can still be deleted,
     or replaced by older values of the same key.
 
     torch's C++ code calls the methods, some by their C++ names.
     """
 
-    #: Keeps the Python part alive of stores that only C++ code holds.
+    #: Keeps the Python part of stores alive that only C++ code references.
     _instances: ClassVar[list[SignedStore]] = []
 
     def __init__(self, store: Store, key: bytes) -> None:
@@ -44,7 +44,7 @@ class SignedStore(Store):
         """Wait for a value and return it.
 
         Raises:
-            Unauthenticated: it was written by a process without the secret, or under another key.
+            Unauthenticated: the value was written by a process without the secret, or under another key.
         """
         return self._unseal(key, self._store.get(key))
 

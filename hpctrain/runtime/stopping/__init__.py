@@ -1,1 +1,1 @@
-"""Stop signals of a rank, and the agreement of all ranks on the step to stop at."""
+"""Stop signals of a rank, and the agreement of all ranks on the last step."""

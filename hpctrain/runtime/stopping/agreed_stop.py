@@ -1,10 +1,10 @@
 """Stop of a script without the Trainer after the same optimizer step on all ranks.
 
-A rank that receives a stop signal asks the supervisor for a common step instead of exiting at once, possibly
-in the middle of a write. The supervisor asks every rank for its position. Each answers from its heartbeat
-thread, also while its main thread waits for other ranks, and will not pass the end of its current step until
-the supervisor has replied. The common step is the last of these ends, so every rank can still reach it, and
-no rank waits for one that has stopped.
+An immediate exit on a stop signal could interrupt a write. Instead, the rank requests a common step from the
+supervisor, which requests the position of every rank. Each rank answers from its heartbeat thread, even while
+its main thread waits for other ranks. The rank does not continue after its current step until the supervisor
+has replied. The common step is the latest of these steps, so every rank can still reach it, and no rank waits
+for a stopped rank.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.runtime.rank_activity import activity
 
-#: Seconds from the request to the common step, after which the rank exits at once: this time, or this share
-#: of the time that the scheduler leaves after the signal, if that is shorter.
+#: Maximum seconds from the request to the common step, before the rank exits immediately: this time, or this
+#: fraction of the grace time after the signal, if shorter.
 AGREEMENT_TIMEOUT_S, _SHARE_OF_GRACE = 10.0, 1 / 3
 
 
@@ -36,24 +36,24 @@ class AgreedStop:
         self._wait_after: int | None = None
         self._stop_after: int | None = None
         self.is_enabled = False
-        """True if the supervisor can be asked."""
+        """True if the supervisor can receive requests."""
         self.signal: signal.Signals | None = None
-        """The signal because of which this rank asks for a common step."""
+        """The signal that caused this rank's request."""
 
     def request(self, number: signal.Signals) -> bool:
-        """Ask for a common step after a signal. False if this rank counts no steps, or has asked before."""
+        """Request a common step after a signal. False without counted steps or after an earlier request."""
         if self.signal is not None or not self._is_possible():
             return False
         self.signal = number
         return True
 
     def prepare(self) -> int | None:
-        """Return the step after which this rank will wait for `stop_after`. None if it counts no steps."""
+        """Return the step after which this rank will wait for `stop_after`; None without counted steps."""
         with self._changed:
             if not self._is_possible():
                 return None
             if self._wait_after is None:
-                # From now on the main thread waits for the lock after a step, so the number cannot change.
+                # From now on, the main thread waits for the lock after a step, so the number cannot change.
                 self._wait_after = 0
                 self._wait_after = activity.step + 1
             return self._wait_after

@@ -1,4 +1,4 @@
-"""The message of a rank that a signal ends outside of a training."""
+"""Message of a rank that exits on a signal outside of a training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hpctrain.text import format_duration
 
 
 def exit_message(number: signal.Signals, environ: Mapping[str, str], step: int | None = None) -> str:
-    """Return the signal, its cause and the lost work, for the log of rank 0.
+    """Return a message with the signal, its cause and the lost work, for the log of rank 0.
 
     Args:
         number: the signal.
         environ: variables of this process.
-        step: the optimizer step of this attempt after which all ranks exit; None if each exits at once.
+        step: the optimizer step of this attempt after which all ranks exit; None for an immediate exit.
     """
     exiting = "exiting" if step is None else f"all ranks exit after step {step} of this attempt"
     run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None

@@ -1,11 +1,11 @@
 """Recording of the stop signals of this rank, independent of their handlers.
 
-A script without hpctrain may handle them itself, and exit with code 0 in the middle of its training. So the
-interpreter records each signal (`signal.set_wakeup_fd`), and the meaning of the rank's exit code depends on
-that. Only asyncio's handlers replace this mechanism.
+A script without hpctrain may handle signals itself, and exit with code 0 during its training. The interpreter
+therefore records each signal (`signal.set_wakeup_fd`), which determines the meaning of the rank's exit code.
+Only asyncio's handlers replace this mechanism.
 
 A script's handler may also hang: Lightning's handler communicates with the other ranks, which may be in
-another collective and wait for this one. A rank that is stuck in such a handler is ended here
+another collective and wait for this one. This module ends a rank that is stuck in such a handler
 (docs/adr/0014-exit-from-deadlocked-signal-handlers.md).
 """
 
@@ -27,13 +27,13 @@ from hpctrain.errors import EXIT_CONTINUE
 #: SIGTERM announces preemption, SIGUSR2 the time limit (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
-#: A handler is stuck if it has waited for other ranks this long at the same instruction.
+#: A handler is stuck if it has waited for other ranks at the same instruction for this time.
 STUCK_HANDLER_TIMEOUT_S = 30.0
 HANDLER_POLL_S = 5.0
 
 
 class _SignalRecord:
-    """Received signals, in their order."""
+    """Received signals, in order."""
 
     def __init__(self) -> None:
         """Start to record signals. Only the main thread may call this."""
@@ -41,13 +41,13 @@ class _SignalRecord:
         for end in (self._reading, writing):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        # A signal to a child, such as the SIGTERM of a process pool, does not concern this rank.
+        # A signal to a child, such as the SIGTERM of a process pool, does not affect this rank.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._lock = threading.Lock()
         self._stop_signals: list[signal.Signals] = []
 
     def first_stop_signal(self) -> signal.Signals | None:
-        """Return the first stop signal that is not settled."""
+        """Return the first stop signal that is not handled."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 numbers = os.read(self._reading, 4096)
@@ -120,8 +120,8 @@ def _code_of(handler: object) -> CodeType | None:
 
 def _exit_stuck_handler(number: signal.Signals) -> NoReturn:
     print(
-        f"hpctrain: the script's own {number.name} handler has been waiting for other ranks "
-        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s; exiting. It is waiting here:",
+        f"hpctrain: the {number.name} handler of the script has been waiting for other ranks "
+        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s; exiting. Current position of the handler:",
         file=sys.stderr,
         flush=True,
     )

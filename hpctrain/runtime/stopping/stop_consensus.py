@@ -1,4 +1,4 @@
-"""The agreement of all ranks to stop, for code that trains without the `Trainer`."""
+"""Agreement of all ranks to stop, for code that trains without the `Trainer`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 
 
 def should_stop() -> bool:
-    """True if the job received a stop signal, equal on every rank. All ranks must call this.
+    """Return true if the job received a stop signal, equal on every rank. All ranks must call this.
 
-    Call it where the state can be saved, at least every few seconds; if true, save and exit with
-    `sys.exit(75)`, which requests a continuation. After the first call a signal no longer ends the rank.
-    Costs one small all-reduce on the CPU.
+    Call this at points where the state can be saved, at least every few seconds. If the result is true, save
+    and exit with `sys.exit(75)`, which requests a continuation. After the first call, a signal no longer ends
+    the rank. Each call performs a small all-reduce on the CPU.
     """
     told = _consensus().any_rank_signalled()
     # Each call counts as a step, instead of those of optimizers.
@@ -27,11 +27,11 @@ def should_stop() -> bool:
 
 
 class _StopConsensus:
-    """The state that the ranks need to agree."""
+    """State for the agreement of the ranks."""
 
     def __init__(self) -> None:
         """Start to record signals, and join the other ranks. All ranks must call this."""
-        # Never exited, because the script is expected to call again.
+        # Never exited, because the script is expected to call this again.
         self._listening = capture_stop_signals()
         self._flag = self._listening.__enter__()
         ranks = detect(os.environ)

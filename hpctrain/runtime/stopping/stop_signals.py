@@ -1,8 +1,8 @@
 """Reaction of a rank to stop signals.
 
-A handler only records the signal: saving inside of it would interrupt arbitrary code, at different points on
-different ranks. While no code captures signals (start-up, imports, a script of plain PyTorch) there is
-nothing to save, and the rank exits immediately with a request to be continued.
+A handler only records the signal: saving in a handler would interrupt arbitrary code, at different points on
+different ranks. While no code captures signals (start-up, imports, a script of plain PyTorch), there is
+nothing to save. The rank then exits immediately with a request for continuation.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout
 from hpctrain.runtime.stopping.exit_message import exit_message
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
 
-#: Time limit for the clean-up of a process that a signal made exit.
+#: Time limit for the clean-up of a process that exits on a signal.
 EXIT_TIMEOUT_S = 15.0
 
 _exit_signal: int | None = None
-"""The signal that made this process exit."""
+"""The signal that caused the exit of this process."""
 
 
 class StoppedBeforeTraining(SystemExit):
-    """Exit at a stop signal that no code captured, at an arbitrary point; peers may be ahead."""
+    """Exit on a stop signal that no code captured, at an arbitrary point; peers may be ahead."""
 
 
 class StopFlag:
@@ -49,7 +49,7 @@ class StopFlag:
         return self.signal_name is not None
 
     def record(self, number: int, _frame: FrameType | None) -> None:
-        """Record the first signal, as a signal handler; further ones change nothing."""
+        """Signal handler that records the first signal; further signals are ignored."""
         if self.signal_name is None:
             self.received_at = time.monotonic()
             self.signal_name = signal.Signals(number).name
@@ -64,7 +64,7 @@ def capture_stop_signals() -> Iterator[StopFlag]:
     """
     flag = StopFlag()
     if (number := _exit_signal) is not None:
-        # The code that was interrupted swallowed the exception: stop the training instead.
+        # The interrupted code swallowed the exception: stop the training instead.
         flag.record(number, None)
     if threading.current_thread() is not threading.main_thread():
         print(
@@ -84,22 +84,22 @@ def capture_stop_signals() -> Iterator[StopFlag]:
 
 
 def exit_on_stop_signal() -> None:
-    """Let a stop signal end this process with exit code 75 until some code captures signals."""
+    """Exit this process with code 75 on a stop signal, until other code captures signals."""
     _install_fork_hooks()
     for number in STOP_SIGNALS:
         signal.signal(number, _exit_for_signal)
 
 
 def handles_stop_signals() -> bool:
-    """True if a stop signal ends this process, because no code captures signals."""
+    """Return true if a stop signal ends this process because no code captures signals."""
     return all(signal.getsignal(number) is _exit_for_signal for number in STOP_SIGNALS)
 
 
 def ignore_signals_at_exit() -> None:
     """Ignore stop signals when the interpreter shuts down, after the script's own exit handlers.
 
-    The interpreter removes signal handlers first, so a signal would end a rank that has finished, and the
-    rank would seem to need a continuation.
+    The interpreter removes signal handlers first: a signal would end a finished rank, which would then appear
+    to need a continuation.
     """
 
     def ignore() -> None:
@@ -111,17 +111,17 @@ def ignore_signals_at_exit() -> None:
 
 
 def is_exiting() -> bool:
-    """True if a signal made this process exit, and no code has captured signals since.
+    """Return true if a signal caused the exit of this process, and no code has captured signals since.
 
-    Later errors are consequences: code that swallows the exception, such as an import, may fail with an
-    error of its own.
+    Later errors are consequences: code that swallows the exception, such as an import, may fail with a
+    different error.
     """
     return _exit_signal is not None and signal.getsignal(_exit_signal) is _exit_for_signal
 
 
 def _exit_for_signal(number: int, _frame: FrameType | None) -> None:
     if signal.getsignal(number) is not _exit_for_signal:
-        return  # The script's handler also calls this one, and decides itself when to exit.
+        return  # The script's handler also calls this handler, and decides when to exit.
     if agreed_stop.request(signal.Signals(number)):
         threading.Thread(target=_repeat_after_timeout, args=(signal.Signals(number),), daemon=True).start()
         return
@@ -135,7 +135,7 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
         # First, because the file system of the run folder may hang.
         threading.Thread(target=_force_exit_after_timeout, name="hpctrain-leaving", daemon=True).start()
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            # Not print, which the signal may have interrupted.
+            # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
                 os.write(2, f"hpctrain: {exit_message(number, os.environ, step)}\n".encode())
     raise StoppedBeforeTraining(EXIT_CONTINUE)
@@ -145,14 +145,14 @@ def exit_after_step() -> None:
     """Exit with a request to be continued if all ranks stop after the step that this rank has completed.
 
     Raises:
-        StoppedBeforeTraining: they do.
+        StoppedBeforeTraining: all ranks stop after this step.
     """
     if agreed_stop.after_step():
         _exit(agreed_stop.signal or signal.SIGTERM, activity.step)
 
 
 def _repeat_after_timeout(number: signal.Signals) -> None:
-    """Repeat a signal if the ranks have not stopped after a common step: the rank then exits at once."""
+    """Repeat a signal if the ranks have not stopped after a common step; the rank then exits immediately."""
     time.sleep(agreement_timeout_s(number, os.environ))
     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
@@ -165,7 +165,7 @@ def _force_exit_after_timeout() -> None:
     """
     time.sleep(EXIT_TIMEOUT_S)
     if not is_exiting():
-        return  # Signals are captured now, and that code got this one.
+        return  # Signals are captured now, and that code received this signal.
     message = f"hpctrain: still running {EXIT_TIMEOUT_S:.0f} s after a stop signal; exiting. Current stack:\n"
     os.write(2, message.encode())
     faulthandler.dump_traceback(all_threads=True)
@@ -174,11 +174,11 @@ def _force_exit_after_timeout() -> None:
 
 @functools.cache
 def _install_fork_hooks() -> None:
-    """Let SIGTERM end forked children from now on, and let them ignore the time limit signal.
+    """Configure forked children to exit on SIGTERM and to ignore the time limit signal.
 
-    A child is not the rank. With the rank's handler it would ignore the SIGTERM of its process pool, and the
-    pool would wait for it forever. A signal during a fork is blocked until the child is ready, because the
-    interpreter would forget it.
+    With the rank's handler, a child would ignore the SIGTERM of its process pool, and the pool would wait
+    forever. A signal during a fork is blocked until the child is ready, because the interpreter would forget
+    it.
     """
     held_back = threading.local()
 

@@ -1,1 +1,1 @@
-"""Causes of an attempt's end: failure files, kinds of failure, the root cause."""
+"""Diagnosis of attempts: failure files, kinds of failure, the root cause."""

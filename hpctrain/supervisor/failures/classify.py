@@ -12,8 +12,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.failure_files import RankFailure
 
-#: Messages of CUDA and the driver if the device itself is at fault (CUDA Runtime API, cudaError_t 46, 100,
-#: 214 and others). An illegal address is not among them: it is the fault of a kernel, and so of a script.
+#: Messages of CUDA and the driver for faults of the device itself (CUDA Runtime API, cudaError_t 46, 100, 214
+#: and others). Illegal addresses are excluded: these are faults of a kernel, and thus of the script.
 _GPU = re.compile(
     r"uncorrectable|\becc\b.*error|\bxid\b|fallen off the bus|gpu is lost|hardware stack error"
     r"|nvlink.*error|device(?:\(s\))? is/are busy or unavailable|devices? unavailable|no cuda-capable device",
@@ -25,10 +25,10 @@ _NCCL = re.compile(
     r"\bncc?l\b.*(?:error|timeout|timed out|abort)|\bgloo\b.*(?:error|timeout|timed out)", re.IGNORECASE
 )
 
-#: Xids of the device, its memory or its links, not of a kernel: those after which the GPU must be reset or
-#: the node inspected (NVIDIA, "XID Errors", the table of actions).
+#: Xids of the device, its memory or its links, not of a kernel: they require a reset of the GPU or an
+#: inspection of the node (NVIDIA, "XID Errors", the table of actions).
 HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
-#: Newest lines of a node's file that are searched for the end of one attempt.
+#: Number of newest lines of a node's file to search after an attempt.
 _LINES = 200
 
 _NUMBER = re.compile(r"\d+")
@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"\d+")
 _COMMUNICATION = frozenset(
     {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", RendezvousError.__name__}
 )
-#: Exception classes that may not recur at another start, because the environment was at fault.
+#: Exception classes caused by the environment, which may not recur in the next attempt.
 _MAY_PASS = frozenset(
     {"OSError", "EOFError", "DistError", "AcceleratorError", "CheckpointError", RendezvousError.__name__}
 )
@@ -69,12 +69,12 @@ def classify(failure: RankFailure) -> EndKind:
 
 
 def is_deterministic(failure: RankFailure) -> bool:
-    """True if the class of the exception suggests that the same start would end the same way."""
+    """Return true if the class of the exception suggests that the next attempt would fail in the same way."""
     return failure.kind == "exception" and not _MAY_PASS.intersection(failure.classes)
 
 
 def gpu_faults(run: RunDir, host: str, since: float) -> list[int]:
-    """Return such Xids on a node since a time, in seconds since the epoch."""
+    """Return Xids of the device on a node since a time, in seconds since the epoch."""
     found = []
     for path in run.all_telemetry():
         for _, line in zip(range(_LINES), read_last_records(path), strict=False):

@@ -66,7 +66,7 @@ class FailureAnalyzer:
                 return self._analyze_failure(result, hosts, left_early)
 
     def record_supervisor_death(self, attempt: int) -> AttemptEnd:
-        """Record that the supervisor itself was killed, together with the ranks."""
+        """Record that the supervisor was killed, together with the ranks."""
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
         return self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=log_path)
 
@@ -81,7 +81,7 @@ class FailureAnalyzer:
         return None
 
     def record_bad_nodes(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
-        """Record that nodes failed the check before a start."""
+        """Record that nodes failed the check before an attempt."""
         end = AttemptEnd(EndKind.NODE_CHECK)
         for host, why in bad.items():
             rank = hosts.index(host) * self.spec.ntasks_per_node
@@ -90,7 +90,7 @@ class FailureAnalyzer:
         return AttemptEnd(end.kind, f"node check: {describe_nodes(bad)}")
 
     def stop_kind(self, attempt: int) -> EndKind:
-        """Return which request made the ranks exit; without `Trainer`, ranks report no signal."""
+        """Return the request that stopped the ranks; without `Trainer`, ranks report no signal."""
         if self.run.is_asked_to_requeue(attempt):
             return EndKind.REQUESTED
         for event in read_last_records(self.run.events, is_event):
@@ -116,7 +116,7 @@ class FailureAnalyzer:
             if rank < world_size and (result.outcome is AttemptOutcome.DONE or rank // per_task in done):
                 try:
                     record = read_json(path)
-                except (OSError, ValueError):  # It was written to a full disk.
+                except (OSError, ValueError):  # The file was written to a full disk.
                     record = {}
                 what = record.get("what", "the training")
                 found[rank] = describe_unfinished(what, trained, record.get("last_step"))
@@ -139,7 +139,7 @@ class FailureAnalyzer:
     def _analyze_failure(
         self, result: AttemptResult, hosts: list[str], left_early: Mapping[int, str]
     ) -> Diagnosis:
-        """Diagnose failed ranks; those that only lost peers with a stop request count as stopped."""
+        """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
         attempt, exits = result.attempt, result.monitor.exits
         lost = self._find_lost(hosts)
         if (hang := result.monitor.hang) is not None and not lost:
@@ -152,7 +152,7 @@ class FailureAnalyzer:
             self.run, self.spec, attempt, exits, hosts, result.job_log_offset, left_early
         )
         if lost:
-            # The loss of the node explains whatever the ranks report.
+            # The loss of the node explains all reports of the ranks.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
         if not failures:
             cause = "the step failed, and no rank reported a cause"
@@ -162,7 +162,7 @@ class FailureAnalyzer:
         if told_to_leave and first.is_peer_lost:
             return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
         kind = EndKind.GPU if gpu_faults(self.run, first.host, result.started_at) else classify(first)
-        # A rank whose peers have stopped may fail with an error of its own.
+        # A rank whose peers have stopped may fail with a subsequent error.
         if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
             kind = EndKind.USER_ERROR
         cause = str(first)
@@ -181,10 +181,10 @@ class FailureAnalyzer:
         )
 
     def _is_user_error(self, result: AttemptResult, first: RankFailure) -> bool:
-        """True if the next start would end the same way, with no checkpoint to continue from.
+        """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.
 
-        A function marks the failure as final itself. A script counts if it raises soon after its start, in
-        its first step.
+        A function marks the failure itself as final. The failure of a script is final if it occurs soon after
+        the launch, in the first step.
         """
         if first.final or self.run.function.exists():
             return first.final
@@ -205,7 +205,7 @@ class FailureAnalyzer:
             return {}
 
     def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> AttemptEnd:
-        """Record the loss of nodes as a failure of the first lost node's first rank."""
+        """Record the loss of nodes as a failure of the first rank on the first lost node."""
         host = next(iter(lost))
         rank = hosts.index(host) * self.spec.ntasks_per_node
         cause = f"node lost: {describe_nodes(lost)}"
@@ -245,5 +245,5 @@ def _log_failure(attempt: int, kind: EndKind, cause: str, path: str | None) -> N
 
 
 def describe_nodes(reasons: Mapping[str, str]) -> str:
-    """Join nodes and their problems into one text."""
+    """Join nodes and their problems into one string."""
     return "; ".join(f"{host}: {why}" for host, why in reasons.items())

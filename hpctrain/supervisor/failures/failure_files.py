@@ -1,4 +1,4 @@
-"""Failure files of an attempt: those of the ranks, those written on their behalf, and the root cause."""
+"""Failure files of an attempt: files of the ranks, files written on their behalf, and the root cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure."""
+    """Failure of a rank."""
 
     rank: int
     host: str
@@ -32,18 +32,18 @@ class RankFailure:
     message: str
     log: str
     order: int | None
-    """Position among the attempt's failures, counted by the store."""
+    """Order among the failures of the attempt, assigned by the store."""
     time: float
     final: bool = False
-    """True if the rank reports that another start would end the same way."""
+    """True if the rank reports that the next attempt would fail in the same way."""
     classes: tuple[str, ...] = ()
-    """Class names of an exception, its own first."""
+    """Class names of an exception and its base classes, in order."""
     out_of_memory: bool = False
-    """True if the kernel killed it because it used more memory than the job has."""
+    """True if the kernel killed the rank for exceeding the memory of the job."""
 
     @property
     def is_peer_lost(self) -> bool:
-        """True if this rank only noticed that another one was gone."""
+        """True if this rank only detected that another rank was gone."""
         return self.kind == "exception" and bool(PEER_LOST.search(self.message))
 
     def __str__(self) -> str:
@@ -65,9 +65,9 @@ def collect_failures(
         run: the run.
         spec: its job specification.
         attempt: number of the attempt.
-        exits: processes that ended by themselves.
+        exits: processes that exited by themselves.
         hosts: the nodes in rank order.
-        since: size of the job's own log, in bytes, when the attempt began.
+        since: size of the job's own log, in bytes, when the attempt started.
         early_exits: ranks that exited with code 0 during training, and the location of that training.
     """
     failures = {failure.rank: failure for failure in _read(run, attempt)}
@@ -79,7 +79,7 @@ def collect_failures(
             )
             failures[rank] = _write(run, attempt, failure)
     if spec.torchrun is not None and failures:
-        # An agent fails because its ranks do.
+        # An agent fails because its ranks fail.
         return list(failures.values())
     ranks_of_each = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
@@ -95,9 +95,9 @@ def collect_failures(
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Return the failure that caused the others.
 
-    An external signal comes first: no error of a peer causes it. An abort counts after exceptions, because it
-    may be a library's reaction to a lost peer. A lost connection is the cause only if there is no other. Ties
-    are broken by the store's count, then by time.
+    External signals have the highest priority: an error of a peer does not cause them. Aborts have a lower
+    priority than exceptions, because an abort may be a library's reaction to a lost peer. A lost connection
+    is the cause only if there is no other failure. Ties are broken by the store's count, then by time.
     """
 
     def precedence(failure: RankFailure) -> tuple[int, float, float]:
@@ -134,10 +134,10 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
 
 
 def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFailure:
-    """Describe a rank, or the first rank of an agent, that ended without a failure file."""
+    """Describe a rank, or the first rank of an agent, that exited without a failure file."""
     message = crash.message
     if task.out_of_memory:
-        message = "out of memory: it used more than the job's memory on this node (--mem)"
+        message = "out of memory: the rank exceeded the memory of the job on this node (--mem)"
     kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
     return RankFailure(
         rank, host, kind, error, message, str(crash.log), None, time.time(), out_of_memory=task.out_of_memory

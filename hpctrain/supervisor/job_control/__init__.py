@@ -1,1 +1,1 @@
-"""The job under the supervisor: time left, nodes, requeue; on Slurm or on this machine."""
+"""The job of the supervisor: remaining time, nodes, requeue; under Slurm or on this machine."""

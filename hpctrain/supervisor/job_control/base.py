@@ -1,6 +1,6 @@
-"""The scheduler as the supervisor sees it: Slurm, or a stand-in on a laptop.
+"""Interface of the supervisor to the scheduler: Slurm, or a substitute on a laptop.
 
-Each protocol is what one part of the supervisor needs.
+Each protocol is used by a single part of the supervisor.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ EARLY_SIGNAL_TOLERANCE_S = 60.0
 class JobTime(Protocol):
     """Signals and time limit of the job, for the monitor of an attempt."""
 
-    #: Signals to the supervisor, each with the one to forward to the ranks; None if they already have it.
+    #: Signals to the supervisor, each with the signal to forward to the ranks; None if the ranks also receive
+    #: it.
     on_signal: Mapping[signal.Signals, signal.Signals | None]
-    #: Signals with which the user, not the scheduler, ends the job.
+    #: Signals from the user, not the scheduler, that end the job.
     cancel_signals: frozenset[signal.Signals]
 
     @property
     def ends_job_at(self) -> float | None:
-        """When the supervisor must end the job, on the monotonic clock; None if the scheduler does."""
+        """Monotonic time at which the supervisor must end the job; None if the scheduler ends the job."""
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the job's limit; None if unlimited or unknown.
+        """Return the remaining seconds of the job; None if unlimited or unknown.
 
         Raises:
-            SchedulerError: the scheduler does not answer.
+            SchedulerError: the scheduler does not respond.
         """
 
 
 def known_seconds_left(job: JobTime) -> float | None:
-    """Return the seconds until the job's limit; None if unlimited, unknown, or the scheduler is silent."""
+    """Return the remaining seconds of the job; None if unlimited, unknown, or without an answer."""
     try:
         return job.seconds_left()
     except SchedulerError as error:
@@ -50,55 +51,55 @@ def known_seconds_left(job: JobTime) -> float | None:
 
 
 class AllocatedNodes(Protocol):
-    """Nodes of the job that are separate machines, so that one may fail without the others.
+    """Nodes of the job that are separate machines and may fail independently.
 
     Methods raise SchedulerError if the scheduler refuses or does not answer.
     """
 
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Return the job's nodes that can no longer run anything, with the reason."""
+        """Return the nodes of the job that can no longer run processes, with the reason."""
 
     def shrink_to(self, hosts: Sequence[str]) -> None:
-        """Release all other nodes of the job, so that their loss does not end it."""
+        """Release all other nodes of the job, so that their loss does not end the job."""
 
     def can_reallocate(self, left_out: Collection[str]) -> bool:
-        """True if the site could start the job on nodes other than these."""
+        """Return true if the site could start the job on other nodes."""
 
     def num_free(self, left_out: Collection[str]) -> int:
-        """Return how many additional nodes the job could get that no other job is waiting for."""
+        """Return the number of additional nodes that are free and not claimed by waiting jobs."""
 
     def exclude(self, left_out: Collection[str]) -> None:
-        """Exclude these nodes from the next start of the job, which is back in the queue."""
+        """Exclude these nodes from the next start of the requeued job."""
 
     def stop_ranks(self) -> None:
         """Send the ranks the signal of a preemption."""
 
     def kill_steps(self) -> None:
-        """End the tasks left by a killed supervisor of this job. Waits, for a bounded time."""
+        """End the remaining tasks of a killed supervisor of this job. Waits for a bounded time."""
 
 
 class SuccessorJobs(Protocol):
-    """Jobs that continue a run one after the other; one of them at a time holds the lease.
+    """Successive jobs of a run; only one job at a time holds the lease.
 
     Methods raise SchedulerError if the scheduler refuses or does not answer.
     """
 
-    #: The job that this one was submitted to continue; None if the user submitted it.
+    #: The predecessor of this job; None if the user submitted this job.
     predecessor: str | None
     #: Held by the job that trains in the run folder.
     lease: Lease
 
     def submit(self, attempt: int, left_out: Collection[str] = ()) -> str:
-        """Submit a job that continues the run after `attempt`, not on these nodes; return its id.
+        """Submit a job that continues the run after `attempt` on other nodes; return its id.
 
-        This job must then end.
+        Afterwards, this job must exit.
         """
 
     def find(self) -> str | None:
-        """Return the job that was submitted to continue this one; None without one."""
+        """Return the successor of this job; None if there is none."""
 
     def is_running(self, job_id: str) -> bool:
-        """True if another job has started and not yet ended."""
+        """Return true if the job has started and not yet ended."""
 
     def submitted_at(self) -> float | None:
         """Return when this job was submitted, in seconds since the epoch; None if unknown."""
@@ -112,21 +113,21 @@ class JobControl(JobTime, Protocol):
 
     @property
     def nodes(self) -> AllocatedNodes | None:
-        """The nodes of the job; None if they all are this machine."""
+        """The nodes of the job; None if all of them are simulated on this machine."""
 
     @property
     def successors(self) -> SuccessorJobs | None:
         """The other jobs of the run; None if there is no queue, and the run's lock is sufficient."""
 
     def disposition(self) -> JobDisposition:
-        """Return what the scheduler is doing with the job."""
+        """Return the scheduler's plan for the job."""
 
     def requeue(self) -> bool:
-        """Put the job back into the queue. True: this process is about to be ended. False: continue here.
+        """Requeue the job. Return true if this process will be ended, false to continue in this process.
 
         Raises:
             SchedulerError: the scheduler refused.
         """
 
     def can_requeue(self) -> bool:
-        """True if the site requeues jobs, and would requeue this one."""
+        """Return true if the site requeues jobs, including this job."""

@@ -12,7 +12,7 @@ from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 
 class LocalJobControl:
-    """Stand-in for the scheduler: the time limit, preemption by SIGUSR2, the user's SIGTERM."""
+    """Substitute for the scheduler: the time limit, preemption by SIGUSR2, the user's SIGTERM."""
 
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {
         signal.SIGUSR2: signal.SIGTERM,
@@ -34,15 +34,15 @@ class LocalJobControl:
         return None if self._limit_s is None else self._started_at + self._limit_s
 
     def seconds_left(self) -> float | None:
-        """Return what is left of the specification's limit. See `JobTime.seconds_left`."""
+        """Return the remaining time until the limit in the specification. See `JobTime.seconds_left`."""
         return None if self.ends_job_at is None else self.ends_job_at - time.monotonic()
 
     def disposition(self) -> JobDisposition:
-        """Return `STAYS`: only the user ends a job here."""
+        """Return `STAYS`: only the user ends a local job."""
         return JobDisposition.STAYS
 
     def requeue(self) -> bool:
-        """Start the job again at once, in this process, with its full time: the queue is empty."""
+        """Restart the job immediately in this process, with the full time limit: there is no queue."""
         self._started_at = time.monotonic()
         return False
 

@@ -1,4 +1,4 @@
-"""Lead of the stop signal before the time limit, from the times that ranks have needed so far."""
+"""Lead of the stop signal before the time limit, based on measured step and save times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hpctrain.checkpoint.interval import longest_save_s
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics
 
-#: The ranks agree on a step while they compute the next one, and complete that.
+#: The ranks agree on a step while they compute the next step, and complete the latter.
 _STEPS = 3
-#: Time for a signal sent through Slurm to arrive.
+#: Delay of a signal sent through Slurm.
 _SIGNAL_S = 10.0
 #: Number of newest records to read.
 _STEPS_SEEN, _EVENTS_SEEN = 200, 1000
@@ -23,7 +23,7 @@ def minimum_lead_s(step_s: float, save_s: float) -> float:
 
     Args:
         step_s: the longest step, including a validation between two steps.
-        save_s: the longest save, until it was committed.
+        save_s: the longest save, including the commit.
     """
     return _SIGNAL_S + _STEPS * step_s + longest_save_s(save_s)
 
@@ -34,7 +34,7 @@ def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -
     Args:
         run: the run.
         asked_s: the user's value, in seconds.
-        limit_s: the time limit; half of it is reserved for training, however long a save takes.
+        limit_s: the time limit; half of it is reserved for training, regardless of the save time.
     """
     saves = [
         float(event["seconds"])
@@ -49,7 +49,7 @@ def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -
 
 
 def longest_step_s(records: Iterable[Mapping[str, Any]]) -> float:
-    """Return the longest step between consecutive records of one attempt; 0 without any."""
+    """Return the longest step between consecutive records of an attempt; 0 without records."""
     longest = 0.0
     for before, after in pairwise(records):
         steps = int(after.get("step", 0)) - int(before.get("step", 0))

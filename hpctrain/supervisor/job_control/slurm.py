@@ -30,7 +30,7 @@ from hpctrain.supervisor.policy.job_intent import JobDisposition
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE)")
 
-#: Seconds within which the job of an exiting supervisor is gone if there is no epilog.
+#: Seconds within which the job of an exiting supervisor ends if there is no epilog.
 _EXIT_TIMEOUT_S = 10
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SlurmJobControl:
     """The job of this batch script. See `JobControl`."""
 
     ends_job_at: float | None = None
-    # Slurm signals the steps itself; SIGTERM to the batch script means that it is ending the job.
+    # Slurm signals the steps itself; a SIGTERM to the batch script means that Slurm is ending the job.
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
     cancel_signals: frozenset[signal.Signals] = frozenset()
 
@@ -65,7 +65,7 @@ class SlurmJobControl:
     def disposition(self) -> JobDisposition:
         """Read the job's state, and the reason for its end from its log. See `JobControl.disposition`.
 
-        Whatever the cause, the state is COMPLETING until the last process is gone (seen with Slurm 22.05).
+        For any cause, the state is COMPLETING until the last process has exited (seen with Slurm 22.05).
         """
         job = query_job(self.job_id, self._environ)
         if job.state in ("RUNNING", ""):
@@ -94,7 +94,7 @@ class SlurmJobControl:
 
 
 class SlurmSuccessors:
-    """The jobs before and after the job of this batch script. See `SuccessorJobs`."""
+    """The predecessor and the successor of this job. See `SuccessorJobs`."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ
@@ -133,8 +133,8 @@ class SlurmSuccessors:
 def start_soon(environ: Mapping[str, str]) -> None:
     """Give this job an early start time if Slurm has requeued it. Call this last before the exit.
 
-    Slurm delays a requeued job by two minutes after its last process and its epilog have ended. A later start
-    time of the job itself replaces that delay (`batch_requeue_fini`).
+    Slurm delays a requeued job by two minutes after its last process and its epilog have ended. An explicit
+    later start time of the job replaces that delay (`batch_requeue_fini`).
     """
     job_id, outer = own_job_id(environ), strip_job_env(environ)
     try:
@@ -149,10 +149,10 @@ def start_soon(environ: Mapping[str, str]) -> None:
 
 
 def _leave(claimed_by: LeaseHolder) -> None:
-    """Exit at once, which ends the job: another one trains in the folder now."""
+    """Exit immediately, which ends the job: another job now trains in the folder."""
     words = (
-        f"Job {claimed_by.job_id} has taken over the run because this job was silent for too long. "
-        "This job ends."
+        f"Job {claimed_by.job_id} has taken over the run because this job was unresponsive for too long. "
+        "This job exits."
     )
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The nodes of a Slurm job: which ones are lost, free, released or excluded.
+"""The nodes of a Slurm job: detection of lost and free nodes, release and exclusion.
 
-Slurm gives up a node after `SlurmdTimeout`, five minutes by default, and then ends the whole job. Until then,
-a step that needs the node does not start. The supervisor therefore contacts each node's slurmd: if it does
-not answer, no step can run there, whatever the reason.
+Slurm marks a node down after `SlurmdTimeout`, five minutes by default, and then ends the job. Until then, a
+step that needs the node does not start. The supervisor therefore contacts the slurmd of each node. If the
+slurmd does not respond, no step can run on that node.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hpctrain.spec.job_spec import JobSpec
 
 log = logging.getLogger(__name__)
 
-#: A slurmd answers in milliseconds; a host that is off does not answer at all.
+#: A slurmd responds in milliseconds; a host that is off does not respond at all.
 _ANSWER_S = 3.0
 _AT_ONCE = 64
 #: Running work continues in DRAIN and FAILING (sinfo(1), NODE STATE CODES).
 _DOWN = re.compile(r"DOWN|REBOOT")
 
-#: Time for killed tasks to disappear; they need less if their nodes are up.
+#: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _STEPS_END_S = 30.0
 _POLL_INTERVAL_S = 0.5
 
@@ -46,7 +46,7 @@ class SlurmNodes:
         self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
 
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Ask each node's slurmd. See `AllocatedNodes.lost`."""
+        """Query the slurmd of each node. See `AllocatedNodes.lost`."""
         nodes = query_nodes(hosts, self._environ)
         with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
             troubles = pool.map(node_trouble, nodes)
@@ -72,7 +72,7 @@ class SlurmNodes:
         return len(found.difference(left_out, excluded))
 
     def exclude(self, left_out: Collection[str]) -> None:
-        """Change the job's own list, which Slurm allows for a pending job. See `AllocatedNodes.exclude`."""
+        """Change the exclude list of the pending job. See `AllocatedNodes.exclude`."""
         nodes = excluded_nodes(self._spec, left_out)
         update_job([self._job_id], self._environ, until_killed=True, ExcNodeList=nodes)
 
@@ -92,16 +92,16 @@ class SlurmNodes:
 
 
 def node_trouble(node: NodeRecord) -> str | None:
-    """Return why nothing can run on a node; None without a known problem."""
+    """Return the reason why no process can run on a node; None without a known problem."""
     if _DOWN.search(node.state):
         return f"Slurm reports {node.state}"
     try:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
     except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
-        return f"its slurmd does not respond ({type(error).__name__})"
+        return f"the slurmd does not respond ({type(error).__name__})"
     except ValueError:
-        return None  # An invalid address is no fault of the node.
+        return None  # An invalid address is not a fault of the node.
     except OSError as error:
         # A name that cannot be resolved is no evidence against the node.
-        return None if isinstance(error, socket.gaierror) else f"it is unreachable ({error.strerror})"
+        return None if isinstance(error, socket.gaierror) else f"the node is unreachable ({error.strerror})"
     return None

@@ -1,4 +1,4 @@
-"""Auxiliary step outside of the training: one process per rank on the same nodes, which ends by itself."""
+"""Auxiliary step outside of the training: one process per rank on the same nodes, which exits by itself."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def run_auxiliary_step(
     what: str,
     variables: Mapping[str, str] | None = None,
 ) -> StepEnded | None:
-    """Run a step with its own rendezvous store, and wait for its end.
+    """Run a step with a separate rendezvous store, and wait for its end.
 
     Args:
         run: the run whose folder each process receives.
         launcher: starts the step.
         command: command of each process.
-        attempt: its attempt number.
-        limit_s: time limit in seconds, after which the step is ended.
-        what: its purpose, for the log.
-        variables: further variables of each process.
+        attempt: number of the attempt.
+        limit_s: time limit in seconds, after which the step is killed.
+        what: purpose of the step, for the log.
+        variables: additional variables of each process.
 
     Returns:
-        How it ended; None if it had to be ended.
+        Result of the step; None if the step was killed.
     """
     deadline = time.monotonic() + limit_s
     events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()

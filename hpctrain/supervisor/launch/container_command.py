@@ -1,6 +1,6 @@
 """Ranks inside a container: options of srun (Pyxis) and the command line of apptainer.
 
-The run folder, the working folder, the code and the package hpctrain itself are mounted, so an image needs
+The run folder, the working folder, the code and the package hpctrain itself are mounted, so an image requires
 only Python and PyTorch. A rank's environment variables override those of the image.
 """
 
@@ -16,7 +16,8 @@ from hpctrain.rundir import LIFELINE_VARIABLE
 from hpctrain.spec.container import APPTAINER_PROGRAMS, Container
 from hpctrain.spec.job_spec import JobSpec
 
-#: Folder of the package inside; only the package is mounted, because next to it the host has its own PyTorch.
+#: Folder of the package in the container; its parent folder is not mounted, because it contains the host's
+#: PyTorch.
 _PACKAGES = "/opt/hpctrain"
 _BOOT = (
     f"import runpy, sys; sys.path.insert(0, {_PACKAGES!r}); "
@@ -39,7 +40,7 @@ def containerized_module_command(container: Container, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ContainerCommand:
-    """A command as it is started in a container."""
+    """A command that runs in a container."""
 
     command: list[str]
     srun_options: tuple[str, ...] = ()
@@ -48,16 +49,16 @@ class ContainerCommand:
 def containerize(
     spec: JobSpec, command: list[str], names: Iterable[str], path: str | None
 ) -> ContainerCommand:
-    """Wrap a task's command in the job's container; without a container it is unchanged.
+    """Wrap a task's command in the container of the job; unchanged without a container.
 
     Args:
         spec: the job.
-        command: command to run inside.
+        command: command to run in the container.
         names: variables of the task, which override those of the image.
         path: search path for the apptainer program.
 
     Raises:
-        SpecError: that program is missing.
+        SpecError: the program is missing.
     """
     container = spec.container
     if container is None:
@@ -75,8 +76,8 @@ def containerize(
     if program is None:
         raise SpecError(
             f"Neither {' nor '.join(APPTAINER_PROGRAMS)} is on the PATH of the job ({path}), so "
-            f"{container.image!r} "
-            "(--container-image) cannot be started. Load a module that provides one of them (--module)."
+            f"{container.image!r} (--container-image) cannot be started. Load a module that provides "
+            "apptainer or singularity (--module)."
         )
     words = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
     for mount in _mounts(spec):
@@ -86,9 +87,9 @@ def containerize(
 
 
 def _export(names: Collection[str], program: str) -> str:
-    """Return a shell line that exports each set variable under apptainer's name too, then runs its arguments.
+    """Return a shell line that also exports variables under apptainer's names, then runs its arguments.
 
-    Slurm sets some of the values only in the task. No command line ever contains a value: `export` is no
+    Slurm sets some of the values only in the task. No command line contains a value: `export` is not a
     process.
     """
     prefix = f"{program.upper()}ENV_"
@@ -97,7 +98,7 @@ def _export(names: Collection[str], program: str) -> str:
 
 
 def _mounts(spec: JobSpec) -> list[str]:
-    """Return the mounts by destination; those of the user replace the default ones."""
+    """Return the mounts by destination; mounts of the user replace default mounts."""
     assert spec.container is not None
     package = Path(__file__).resolve().parents[2]
     folders = sorted(set(spec.folders.values()))

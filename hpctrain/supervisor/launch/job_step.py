@@ -1,4 +1,4 @@
-"""A job step as the supervisor sees it: tasks that start together, and how each of them ended."""
+"""Interface of a job step: tasks that start together, and the result of each task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hpctrain.errors import EXIT_CONTINUE
 
-#: Stop signals. A task that one of them kills before it could exit by itself counts as stopped.
+#: Stop signals. A task killed by a stop signal counts as stopped.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -19,20 +19,20 @@ class TaskResult(Enum):
 
     DONE = "done"
     CONTINUE = "continue"
-    """Its state is saved, or there was none yet: continue it later."""
+    """The state is saved, or there was no state yet: continue later."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class TaskExit:
-    """End of a task by itself, not by the supervisor."""
+    """Exit of a task that was not caused by the supervisor."""
 
     rank: int
     code: int | None
     """Exit code, or None if a signal ended it."""
     signal: signal.Signals | None = None
     out_of_memory: bool = False
-    """True if the kernel killed it because the job used more memory than it has."""
+    """True if the kernel killed the task because the job exceeded its memory."""
 
     @property
     def result(self) -> TaskResult:
@@ -55,16 +55,16 @@ class TaskExit:
 
 @dataclass(frozen=True)
 class StepEnded:
-    """End of the whole step: no task of it is left."""
+    """End of the step: no task is left."""
 
     returncode: int
     stderr_tail: str = ""
-    """Last output of the launcher, if the launcher itself failed."""
+    """End of the launcher's output, if the launcher itself failed."""
 
 
 @dataclass(frozen=True)
 class SignalReceived:
-    """A signal to the supervisor itself."""
+    """A signal to the supervisor."""
 
     signal: signal.Signals
 
@@ -75,27 +75,27 @@ class HangDetected:
 
     cause: str
     rank: int
-    """The rank that the others wait for; the first one if unknown."""
+    """The rank that the others wait for; the first rank if unknown."""
     host: str
 
 
 @dataclass(frozen=True)
 class StragglerDetected:
-    """A rank that takes longer than the others and makes them wait."""
+    """A rank that is slower than the others and makes them wait."""
 
     host: str
     rank: int
     ratio: float
-    """Ratio of its time to that of most ranks."""
+    """Ratio of its time to the typical time of the ranks."""
     part: str
     """Part with the greatest loss: `data` or `compute`."""
     lasting: bool
-    """True if it has been slow for a while."""
+    """True if the rank has been slow for a while."""
 
 
 @dataclass(frozen=True)
 class LauncherStuck:
-    """All tasks of the step are gone, but its launcher was not notified and would wait forever."""
+    """All tasks of the step have exited, but the launcher was not notified and would wait forever."""
 
 
 StepEvent = TaskExit | StepEnded | SignalReceived | HangDetected | StragglerDetected | LauncherStuck
@@ -109,28 +109,28 @@ class JobStep(Protocol):
         """Send a signal to every task."""
 
     def is_over(self) -> bool:
-        """True if the scheduler no longer lists the step, even if `StepEnded` has not come.
+        """Return true if the scheduler no longer lists the step, even without `StepEnded`.
 
         Raises:
-            SchedulerError: it does not answer.
+            SchedulerError: the scheduler does not respond.
         """
 
     def kill(self) -> None:
-        """Kill every task at once; `StepEnded` follows."""
+        """Kill every task immediately; `StepEnded` follows."""
 
     def close(self) -> None:
-        """Ensure that no process is left. Waits, for a bounded time."""
+        """Ensure that no process is left. Waits for a bounded time."""
 
 
 class Launcher(Protocol):
     """Starts the tasks of an attempt, one per rank."""
 
     hosts: list[str]
-    """The nodes in rank order, on which the next step runs; lost nodes are removed."""
+    """The nodes of the next step in rank order; lost nodes are removed."""
     spares: list[str]
-    """Nodes of the allocation that wait to replace another."""
+    """Spare nodes of the allocation."""
     address: str
-    """Address at which the tasks reach the supervisor's host."""
+    """Address of the supervisor's host for the tasks."""
 
     def start(
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
@@ -139,7 +139,7 @@ class Launcher(Protocol):
 
         Args:
             command: command of each task.
-            variables: its variables, including the attempt number.
-            emit: takes the events of the step.
-            beside: True if it shares the nodes with the running step.
+            variables: variables of each task, including the attempt number.
+            emit: receives the events of the step.
+            beside: True if the step shares the nodes with a running step.
         """

@@ -1,4 +1,4 @@
-"""Simulated nodes: a step's tasks as local processes, with the variables that srun would set."""
+"""Simulated nodes: the tasks of a step as local processes, with the variables that srun sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
-#: Time in seconds for killed processes to disappear, which is immediate unless the kernel holds them.
+#: Maximum seconds for killed processes to exit; immediate unless the kernel blocks them.
 _REAP_LIMIT_S = 30.0
 
 
@@ -43,7 +43,7 @@ class LocalLauncher:
         variables: Mapping[str, str],
         emit: EmitEvent,
         *,
-        beside: bool = False,  # noqa: ARG002 (processes share a machine anyway)
+        beside: bool = False,  # noqa: ARG002 (all processes share one machine)
     ) -> LocalStep:
         """Start one process per rank. See `Launcher.start`."""
         spec = self._spec
@@ -92,9 +92,10 @@ class LocalLauncher:
 
 
 def kill_session(environ: Mapping[str, str]) -> None:
-    """End the background processes of the job script, as Slurm does when a job is over.
+    """End the background processes of the job script, as Slurm does when a job ends.
 
-    They would hold the run's lock. Does nothing in a session that another process leads, such as a shell.
+    Such processes would hold the run's lock. Does nothing in a session led by another process, such as a
+    shell.
     """
     if "SLURM_JOB_ID" not in environ and os.getsid(0) == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -102,14 +103,14 @@ def kill_session(environ: Mapping[str, str]) -> None:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs available to this process, in the notation of CUDA_VISIBLE_DEVICES."""
     count = count_gpus(environ)
     listed = visible_devices(environ)
     return [str(i) for i in range(count)] if listed is None else listed[:count]
 
 
 class LocalStep:
-    """Processes of one step, each the leader of its own session."""
+    """Processes of a step, each the leader of a separate session."""
 
     def __init__(
         self, command: list[str], workdir: str, tasks: list[dict[str, str]], emit: EmitEvent
@@ -117,7 +118,7 @@ class LocalStep:
         self._emit = emit
         self._lock = threading.Lock()
         self._killed = False
-        # Tasks watch the read end: it closes when this process dies, for whatever reason.
+        # Tasks watch the read end, which closes when this process exits for any reason.
         reading, self._lifeline = os.pipe()
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -158,16 +159,16 @@ class LocalStep:
                         os.killpg(process.pid, number)
 
     def is_over(self) -> bool:
-        """Return False: the end of each process is detected at once. See `JobStep.is_over`."""
+        """Return False: the exit of each process is detected immediately. See `JobStep.is_over`."""
         return False
 
     def kill(self) -> None:
-        """Kill every task at once."""
+        """Kill every task immediately."""
         self._killed = True
         self.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the remaining processes, and wait until they are gone."""
+        """Kill the remaining processes, and wait until they have exited."""
         self.kill()
         self._ender.join(_REAP_LIMIT_S)
         os.close(self._lifeline)
@@ -175,7 +176,7 @@ class LocalStep:
     def _wait_for(self, rank: int) -> None:
         process = self._processes[rank]
         if hasattr(os, "waitid"):
-            # The leader is not reaped yet, so no other group can have its number.
+            # The leader is not reaped yet, so no other group can have the same number.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             if hasattr(os, "waitid"):

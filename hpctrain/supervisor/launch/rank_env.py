@@ -1,4 +1,4 @@
-"""Transfer of `--env` variables to a rank: only in the environment, never on a command line.
+"""Transfer of `--env` variables to a rank, through the environment and not on a command line.
 
 Every user of a node can read the command lines of all processes.
 """
@@ -11,14 +11,14 @@ from hpctrain.rundir import ENV_PREFIX
 
 
 def prefixed(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables under names without meaning to the programs that start the rank."""
+    """Return the variables with a prefix, to hide them from the programs that start the rank."""
     return {ENV_PREFIX + name: value for name, value in env.items()}
 
 
 def restore_names_command(command: list[str], names: Iterable[str]) -> list[str]:
     """Return a command that restores the names of the prefixed variables, then runs `command`.
 
-    env(1) expands `${NAME}` in the argument of `-S` itself, so its command line contains only names.
+    env(1) expands `${NAME}` in the argument of `-S`, so the command line contains only names.
     """
     names = list(names)
     if not names:

@@ -1,4 +1,4 @@
-"""The rendezvous store of an attempt, on a port that is bound before any rank starts."""
+"""Rendezvous store of an attempt, on a port that is bound before any rank starts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Self
 
 
 class RendezvousStore:
-    """A bound port and, after `serve`, the store behind it. Each attempt has its own.
+    """A bound port and, after `serve`, the store on this port. Each attempt has a separate store.
 
-    Ranks may connect as soon as this exists: the kernel queues them until the store answers. PyTorch, which
-    contains the store, is therefore imported while the ranks import it too.
+    Ranks may connect immediately: the kernel queues the connections until the store answers. PyTorch, which
+    contains the store, can therefore be imported at the same time as in the ranks.
     """
 
     def __init__(self, address: str) -> None:
         """Bind a free port.
 
         Args:
-            address: where the ranks reach this host.
+            address: address of this host for the ranks.
 
         Raises:
             OSError: no port can be bound.
@@ -31,7 +31,7 @@ class RendezvousStore:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables for `env://`: the address, and that the store is already hosted."""
+        """Variables for `env://`: the address, and a flag that the store is already hosted."""
         return {
             "MASTER_ADDR": self._address,
             "MASTER_PORT": str(self._port),
@@ -53,7 +53,7 @@ class RendezvousStore:
         self._socket = None
 
     def was_used(self) -> bool:
-        """True if any rank has stored a key, as all ranks do that form a process group."""
+        """Return true if any rank has stored a key, as ranks that form a process group do."""
         return self._store is not None and self._store.num_keys() > 0
 
     def __enter__(self) -> Self:
@@ -68,7 +68,7 @@ class RendezvousStore:
 
 
 def open_store_socket(address: str) -> socket.socket:
-    """Return a socket that listens at a free port for ranks that reach this host at `address`.
+    """Return a socket that listens on a free port for connections to `address`.
 
     Raises:
         OSError: no port can be bound.

@@ -23,11 +23,11 @@ from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
 
-#: Number of nodes tried for a route; if a resolver hangs, each one costs seconds.
+#: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
 _MAX_ROUTE_PROBES = 4
-#: Time for killed tasks to disappear; they need less if their nodes are up.
+#: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _KILL_TIMEOUT_S = 8.0
-#: Variables of the batch script that srun would take as options of the step.
+#: Variables of the batch script that srun would use as options of the step.
 _JOB_SHAPE = (
     "SLURM_NTASKS",
     "SLURM_NPROCS",
@@ -47,7 +47,7 @@ _JOB_SHAPE = (
 #     srun: error: n1: tasks 0-1,3: Exited with exit code 75
 _TASKS_ENDED = re.compile(r"srun: error: [^:\s]+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-#: Reported for tasks that the kernel killed at their cgroup's memory limit, if the site sets such limits.
+#: Reported for tasks killed by the kernel at the memory limit of their cgroup, if the site sets limits.
 _OUT_OF_MEMORY = "Out Of Memory"
 _SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signals}
 
@@ -58,7 +58,8 @@ class SrunLauncher:
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if "SLURM_JOB_NODELIST" not in environ:
             raise SpecError(
-                "SLURM_JOB_NODELIST is not set, so this is not a Slurm job. Use: sbatch job.sbatch"
+                "SLURM_JOB_NODELIST is not set, so this is not a Slurm job. Submit the job with sbatch "
+                "job.sbatch"
             )
         granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
         self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
@@ -82,15 +83,15 @@ class SrunLauncher:
             f"--ntasks={len(self.hosts) * processes}",
             f"--ntasks-per-node={processes}",
             "--distribution=block",
-            # The supervisor decides how one task's end affects the others, whatever the site's default.
+            # The supervisor, not the site's default, decides how the exit of a task affects the others.
             "--kill-on-bad-exit=0",
             "--wait=0",
             "--export=ALL",
             "--input=none",
             f"--mpi={spec.mpi}",
-            # For Slurm, another step holds the CPUs and GPUs. That is the running one, if this is for standby
-            # workers, or the previous one: Slurm may detect its end late, or only when it gives up a lost
-            # node.
+            # For Slurm, another step holds the CPUs and GPUs. For standby workers, this is the running step.
+            # Otherwise it is the previous step, whose end Slurm may detect late, or only after marking a lost
+            # node down.
             "--overlap",
             f"--chdir={spec.workdir}",
         ]
@@ -100,8 +101,8 @@ class SrunLauncher:
             # Since 22.05, srun does not inherit this from sbatch; an agent has the CPUs of all its ranks.
             cpus = (spec.cpus_per_task or 1) * spec.ntasks_per_node // processes
             options.append(f"--cpus-per-task={cpus}")
-        # The user's variables are for the ranks, not for srun. So is the job's name: srun replaces it by that
-        # of the step.
+        # The user's variables are for the ranks, not for srun. The same applies to the job name, which srun
+        # would replace with the step name.
         own = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ} | spec.env
         hidden = prefixed(own)
         defaults = {name: value for name, value in threads.items() if name not in spec.env}
@@ -113,7 +114,7 @@ class SrunLauncher:
 
 
 class SrunStep:
-    """A step under srun."""
+    """A step started with srun."""
 
     def __init__(
         self, command: list[str], environ: Mapping[str, str], job_id: str, name: str, emit: EmitEvent
@@ -142,13 +143,13 @@ class SrunStep:
             signal_steps([step], number, self._outer)
 
     def is_over(self) -> bool:
-        """Ask `squeue`. See `JobStep.is_over`."""
+        """Query `squeue`. See `JobStep.is_over`."""
         return find_step(self._job_id, self._name, self._outer) is None
 
     def kill(self) -> None:
-        """Kill every task at once through Slurm or, if it is unreachable, through srun.
+        """Kill every task immediately through Slurm or, if Slurm is unreachable, through srun.
 
-        For a lost node, srun waits for its tasks until Slurm gives up the node; it is killed before that.
+        For a lost node, srun would wait for tasks until Slurm marks the node down; srun is killed earlier.
         """
         if not self._killed:
             threading.Thread(target=self._kill_until_gone, daemon=True).start()
@@ -167,7 +168,7 @@ class SrunStep:
                 end()
 
     def close(self) -> None:
-        """Ensure that srun and the step are gone."""
+        """Ensure that srun and the step have ended."""
         if self._srun.poll() is None:
             self.kill()
             try:
@@ -191,7 +192,7 @@ class SrunStep:
 
 
 def parse_task_report(line: str) -> list[TaskExit]:
-    """Parse the task ends that a line of srun's stderr reports; empty for any other line."""
+    """Parse the task exits reported in a line of srun's stderr; empty for other lines."""
     match = _TASKS_ENDED.match(line.strip())
     if match is None:
         return []
@@ -205,10 +206,10 @@ def parse_task_report(line: str) -> list[TaskExit]:
 
 
 def _address_of_this_host(hosts: list[str]) -> str:
-    """Return the address at which the other nodes reach this one.
+    """Return the address of this node for the other nodes.
 
-    A host's own name often resolves to a loopback address on the host itself. The kernel instead reports
-    which address it would use towards another node. Nothing is sent.
+    A host's own name often resolves to a loopback address on the host itself. Instead, the kernel reports its
+    source address for a connection to another node. Nothing is sent.
     """
     for host in hosts[1:_MAX_ROUTE_PROBES]:
         with contextlib.suppress(OSError):

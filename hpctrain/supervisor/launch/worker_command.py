@@ -9,7 +9,7 @@ from hpctrain.supervisor.launch.container_command import containerized_module_co
 
 
 def worker_command(spec: JobSpec, num_nodes: int) -> list[str]:
-    """Return the command of each process of a step: a rank, or the agent that starts a node's ranks."""
+    """Return the command of each process of a step: a rank, or the agent that starts the ranks of a node."""
     words = json.dumps([spec.program, spec.entry, *spec.args])
     if spec.torchrun is None:
         return [*module_command(spec, "worker"), words]
@@ -27,5 +27,5 @@ def module_command(spec: JobSpec, name: str) -> list[str]:
     """Return the command that runs a module of `hpctrain.runtime`."""
     if spec.container is not None:
         return containerized_module_command(spec.container, name)
-    # -P: a file in the user's folder with a module's name must not shadow that module.
+    # -P: a file in the user's folder must not shadow a module of the same name.
     return [spec.python, "-P", "-m", f"hpctrain.runtime.{name}"]

@@ -1,1 +1,1 @@
-"""Pure decisions: restart, requeue, shrink or stop; who owns the run."""
+"""Pure decision functions: restart, requeue, shrink or stop; ownership of the run."""

@@ -1,4 +1,4 @@
-"""The decision after an attempt: a pure function of what has happened so far.
+"""The decision after an attempt: a pure function of the history of the run.
 
 The rules for each kind of end are the rows of `hpctrain.spec.restart_policy` and of docs/restart-policy.md.
 """
@@ -15,8 +15,8 @@ from hpctrain.supervisor.policy.history import History, shows_no_progress
 from hpctrain.supervisor.policy.job_intent import JobIntent
 from hpctrain.text import pluralize
 
-#: Limit on crashes without a known step, as a multiple of the allowed failures in a row. Files that a script
-#: writes need not mean progress: a script that starts over writes them again.
+#: Limit on crashes without a known step, as a multiple of the allowed consecutive failures. New files do not
+#: prove progress: a script that starts over writes the same files again.
 CRASHES_PER_FAILURE = 10
 
 
@@ -27,16 +27,16 @@ class Allocation:
     in_use: tuple[str, ...] = ("n1",)
     """Nodes with ranks in the attempt, in rank order."""
     spare: tuple[str, ...] = ()
-    """Nodes that wait to replace another."""
+    """Spare nodes."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that can no longer run anything, with the reason."""
+    """Nodes that can no longer run processes, with the reason."""
     min_nodes: int = 1
-    """Minimum number of nodes the run needs to continue."""
+    """Minimum number of nodes of the run."""
     can_reallocate: bool = False
-    """True if the scheduler could start the job without the nodes to be excluded."""
+    """True if the scheduler can start the job without the nodes to be excluded."""
 
     def usable(self, left_out: frozenset[str]) -> tuple[str, ...]:
-        """Return the nodes that can have ranks, at most as many as were in use; spares fill gaps."""
+        """Return the usable nodes, at most as many as were in use; spare nodes replace lost nodes."""
         good = [
             host for host in (*self.in_use, *self.spare) if host not in self.lost and host not in left_out
         ]
@@ -49,11 +49,11 @@ class RunSituation:
 
     policy: RestartPolicy
     history: History = field(default_factory=History)
-    """The run's past, including this attempt's own failure."""
+    """History of the run, including the failure of this attempt."""
     intent: JobIntent = JobIntent.CONTINUE
     nodes: Allocation = field(default_factory=Allocation)
     ends_at: float | None = None
-    """End of the job's time; None if it has no limit or the limit is unknown."""
+    """Time limit of the job; None if unlimited or unknown."""
     lead_s: float = 0.0
     """Seconds before `ends_at` at which the ranks receive the stop signal."""
     seconds: float = 0.0
@@ -72,15 +72,15 @@ class Action(Enum):
     """The next action of the supervisor."""
 
     RESTART = "restart"
-    """Start the workers again inside the allocation."""
+    """Restart the workers in the allocation."""
     SHRINK = "shrink"
-    """Start the workers again on the remaining nodes of the allocation."""
+    """Restart the workers on the remaining nodes of the allocation."""
     REPLACE = "replace"
-    """Start the workers again, with spare nodes in place of others."""
+    """Restart the workers, with spare nodes in place of others."""
     REQUEUE = "requeue"
-    """Release the allocation and request another."""
+    """Release the allocation and request a new allocation."""
     LEAVE = "leave"
-    """Exit without recording an end: the scheduler has taken over."""
+    """Exit without recording the end of the run: the scheduler has taken over."""
     COMPLETE = "complete"
     CANCEL = "cancel"
     FAIL = "fail"
@@ -95,7 +95,7 @@ class Decision:
 
     action: Action
     hosts: tuple[str, ...] = ()
-    """Nodes of the next start in this allocation."""
+    """Nodes of the next attempt in this allocation."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to exclude from now on, with the reason."""
     reason: str | None = None
@@ -114,11 +114,11 @@ class Decision:
 
 
 def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
-    """Decide what follows from the end of an attempt.
+    """Decide the next action after an attempt.
 
     Args:
         situation: the state of the run.
-        end: how the attempt ended.
+        end: kind and cause of the end of the attempt.
         now: current time, on the clock of `state.ends_at`.
     """
     match end.kind, situation.intent:
@@ -148,13 +148,13 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             and end.kind is not EndKind.NOT_STARTED
             and not situation.nodes.can_reallocate
         ):
-            # Nodes excluded earlier are better than none.
+            # Using previously excluded nodes is better than using none.
             return Decision(_action(situation.nodes.in_use, usable), usable)
     return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
 
 
 def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
-    """Return nodes to exclude because of their failures, with the reason; omits those already excluded."""
+    """Return nodes to exclude because of their failures, with the reason; excluded nodes are omitted."""
     found = {}
     for (host, kind), count in history.count_by_node().items():
         enough = policy[kind].exclude
@@ -164,7 +164,7 @@ def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
 
 
 def _nodes_to_exclude(situation: RunSituation, *, here: bool) -> dict[str, str]:
-    """Return nodes to exclude from now on, if enough nodes remain, here or elsewhere."""
+    """Return nodes to exclude from now on, if enough nodes remain in the allocation or at the site."""
     found = suspect_nodes(situation.policy, situation.history)
     enough_here = (
         len(situation.nodes.usable(situation.history.excluded.union(found))) >= situation.nodes.min_nodes
@@ -179,7 +179,7 @@ def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
 
 
 def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
-    """Return why the budget of this kind is spent; None if another start is allowed."""
+    """Return the reason if the budget of this kind is exhausted; None if another attempt is allowed."""
     policy, history = situation.policy, situation.history
     rule = policy[kind]
     if kind.is_stop:
@@ -191,7 +191,7 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
             return (
                 f"{count + 1} consecutive attempts ended at the time limit without a new checkpoint "
                 f"(restart.{kind}.retries); submit with a longer --time, or with a longer "
-                "--stop-before-limit if the last save did not fit"
+                "--stop-before-limit if there was not enough time for the last save"
             )
         return (
             f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after starting and without a new "

@@ -1,4 +1,4 @@
-"""The parts of a run's past that matter for the next decision."""
+"""History of a run, as far as the next decision depends on it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from hpctrain.spec.restart_policy import EndKind
 
-#: A longer attempt may have made progress: a script may save without a record of it.
+#: Longer attempts may have made progress: scripts may save without a record.
 SHORT_ATTEMPT_S = 300.0
 
-#: Rank and host at the head of a cause; the same failure may occur on another rank.
+#: Rank and host at the beginning of a cause; the same failure may occur on another rank.
 _RANK_PREFIX = re.compile(r"rank \d+ on \S+: ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -24,14 +24,14 @@ class PastFailure:
 
     kind: EndKind
     host: str | None = None
-    """The node of the rank that failed first."""
+    """Node of the rank that failed first."""
     normalized_cause: str = ""
-    """The cause, normalized so that equal failures have equal text."""
+    """The normalized cause, which is identical for identical failures."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The parts of a run's past that matter, counted since the user submitted it."""
+    """History of a run since the last submission by the user."""
 
     failures: tuple[PastFailure, ...] = ()
     """Failures since the newest checkpoint, oldest first."""
@@ -40,18 +40,18 @@ class History:
     stops: tuple[EndKind, ...] = ()
     """Consecutive stopped attempts that are known to have made no progress. See `shows_no_progress`."""
     slow_nodes: tuple[str, ...] = ()
-    """Nodes found to slow down the others, once per finding."""
+    """Nodes that slowed down the others, once per detection."""
     excluded: frozenset[str] = frozenset()
-    """Nodes that are excluded."""
+    """Excluded nodes."""
     agreed_to_stop: bool = False
-    """True if the ranks of the newest attempt agreed to stop, so that all their checkpoints are known."""
+    """True if the ranks of the newest attempt agreed to stop, so all checkpoints are recorded."""
 
     @classmethod
     def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
-        """Count over the run's events, oldest first.
+        """Compute the history from the run's events, oldest first.
 
-        A successor job continues the counts; only a submission by the user resets them. A step saved a second
-        time is not a new checkpoint. The step of a script's own checkpoints is not known.
+        A successor job continues the counts; only a submission by the user resets them. A step saved twice is
+        not a new checkpoint. The step of checkpoints written by the script itself is unknown.
         """
         failures: list[PastFailure] = []
         crashes: list[EndKind] = []
@@ -95,7 +95,7 @@ class History:
         return cls(*kept, agreed)
 
     def consecutive_identical(self) -> int:
-        """Count the identical failures in a row, up to the last one."""
+        """Count the consecutive identical failures at the end."""
         count = 0
         for past in reversed(self.failures):
             if (past.kind, past.normalized_cause) != (
@@ -107,20 +107,20 @@ class History:
         return count
 
     def count_by_node(self) -> Counter[tuple[str, EndKind]]:
-        """Count the failures of each node by kind, and how often it was slow."""
+        """Count the failures of each node by kind, and the detections of a slow node."""
         counts = Counter((past.host, past.kind) for past in self.failures if past.host is not None)
         return counts + Counter((host, EndKind.STRAGGLER) for host in self.slow_nodes)
 
 
 def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
-    """True if an attempt without a new checkpoint is known to have made no progress.
+    """Return true if an attempt without a new checkpoint certainly made no progress.
 
-    In a long attempt the script may have saved by itself, unless its ranks agreed to stop.
+    In a long attempt, the script may have saved its own checkpoint, unless the ranks agreed to stop.
 
     Args:
-        kind: how the attempt ended.
-        seconds: its duration.
-        agreed: True if its ranks agreed to stop.
+        kind: kind of the end of the attempt.
+        seconds: duration of the attempt.
+        agreed: True if the ranks agreed to stop.
     """
     return seconds < SHORT_ATTEMPT_S or (agreed and kind is EndKind.TIME_LIMIT)
 
@@ -132,7 +132,7 @@ def _parse_failure(event: Mapping[str, Any]) -> PastFailure:
 
 
 def normalize_cause(cause: str) -> str:
-    """Remove from a cause the parts that differ between equal failures."""
+    """Remove the parts of a cause that differ between identical failures."""
     return _ADDRESS.sub("0x", _RANK_PREFIX.sub("", cause, count=1))
 
 

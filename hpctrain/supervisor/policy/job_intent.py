@@ -1,4 +1,4 @@
-"""Pure functions about the jobs of a run: the one that trains, its intended fate, and its continuation."""
+"""Pure functions on the jobs of a run: choice of the training job, intent for the job, and continuation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class JobDisposition(Enum):
 
     STAYS = "stays"
     REQUEUED = "requeued"
-    """It is being ended and intent start again."""
+    """The job is being ended, and will start again."""
     EVICTED = "evicted"
-    """It is being ended for good, though not by request: preemption, or a lost node."""
+    """The job is being ended permanently, but not by request: preemption, or a lost node."""
     ENDS = "ends"
-    """It is being ended for good."""
+    """The job is being ended permanently."""
 
 
 class JobIntent(Enum):
@@ -25,11 +25,11 @@ class JobIntent(Enum):
 
     CONTINUE = "continue"
     CANCEL = "cancel"
-    """The user asked to end it."""
+    """The user requested the end of the job."""
     YIELD = "leave"
-    """The scheduler is ending it and decides what follows."""
+    """The scheduler is ending the job and decides on the continuation."""
     RELOCATE = "move"
-    """The scheduler is ending it for good, and the run must continue in another job."""
+    """The scheduler is ending the job permanently; the run must continue in another job."""
 
 
 def resolve_intent(*, cancelled: bool, disposition: JobDisposition, resume_mode: ResumeMode) -> JobIntent:
@@ -46,10 +46,10 @@ def resolve_intent(*, cancelled: bool, disposition: JobDisposition, resume_mode:
 
 
 class ContinuationMethod(Enum):
-    """Ways to get another allocation."""
+    """Methods to get another allocation."""
 
     REQUEUE = "requeue"
-    """Put the same job back into the queue."""
+    """Requeue the same job."""
     SUCCESSOR = "successor"
     """Continue the run in another job."""
 
@@ -57,12 +57,12 @@ class ContinuationMethod(Enum):
 def continuation_methods(
     resume_mode: ResumeMode, intent: JobIntent, *, can_requeue: bool
 ) -> tuple[ContinuationMethod, ...]:
-    """Return the methods to try in order, each after the scheduler refuses the one before.
+    """Return the methods in the order of trial; each is used if the scheduler rejects the previous method.
 
     Args:
         resume_mode: the user's preference.
         intent: the intent for the job.
-        can_requeue: True if the site requeues jobs, and would requeue this one.
+        can_requeue: true if the site requeues jobs, including this job.
     """
     if intent is JobIntent.RELOCATE:
         return (ContinuationMethod.SUCCESSOR,)
@@ -80,29 +80,29 @@ class OwnershipDecision(Enum):
 
     BEGIN = "begin"
     OVER = "over"
-    """End: the run is over."""
+    """Exit: the run is over."""
     SUPERSEDED = "superseded"
-    """End: another job continues the run."""
+    """Exit: another job continues the run."""
     CANCEL = "cancel"
-    """End the run: the user cancelled it while none of its jobs was running."""
+    """End the run: the user cancelled it while no job was running."""
 
 
 @dataclass(frozen=True)
 class OwnershipState:
-    """Position of a starting job among the jobs of its run."""
+    """Position of a starting job among the jobs of the run."""
 
     job_id: str
     newest: str | None
-    """The newest job in the run's record; None if it names none."""
+    """The newest job in the run's record; None without a job."""
     ended: str | None = None
-    """The state in which the run ended since that job was submitted."""
+    """The final state of the run since the submission of that job."""
     cancelled: bool = False
     predecessor: str | None = None
-    """The job that this one was submitted to continue; None if the user submitted it."""
+    """The predecessor of this job; None if the user submitted this job."""
     claimed_by: str | None = None
-    """The job that has taken over from the predecessor: this one, unless another was faster."""
+    """The job that has taken over from the predecessor: this job, unless another was faster."""
     successor: str | None = None
-    """A job that was submitted to continue this one, although Slurm then requeued this one."""
+    """The successor of this job, if Slurm requeued this job after submitting the successor."""
 
     def __str__(self) -> str:
         facts = {
@@ -117,7 +117,7 @@ class OwnershipState:
 
 
 def decide_ownership(state: OwnershipState) -> OwnershipDecision:
-    """Decide what a starting job does: of several jobs of a run, one trains."""
+    """Decide the action of a starting job: only one job of a run trains."""
     it = state
     if it.successor is not None:
         return OwnershipDecision.SUPERSEDED
@@ -127,5 +127,5 @@ def decide_ownership(state: OwnershipState) -> OwnershipDecision:
         if it.ended is not None:
             return OwnershipDecision.OVER
         return OwnershipDecision.CANCEL if it.cancelled else OwnershipDecision.BEGIN
-    # A run that ended in another state continues when the user starts its job again.
+    # A run that ended in another state continues if the user restarts its job.
     return OwnershipDecision.OVER if it.ended == "COMPLETED" else OwnershipDecision.BEGIN

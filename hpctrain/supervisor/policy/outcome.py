@@ -1,4 +1,4 @@
-"""Outcomes: of an attempt, judged from its tasks, and of what the supervisor did after it."""
+"""Outcomes: of an attempt, based on its tasks, and of the supervisor's next action."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class AttemptOutcome(Enum):
     DONE = "done"
     """Every rank finished."""
     STOPPED = "stopped"
-    """The ranks received a stop signal and exited, to be continued."""
+    """The ranks received a stop signal and exited; the run continues later."""
     FAILED = "failed"
     """A rank crashed."""
     NOT_STARTED = "not started"
@@ -28,6 +28,6 @@ class Continue:
 
 @dataclass(frozen=True)
 class Exit:
-    """This job ends with this exit code."""
+    """This job exits with this exit code."""
 
     code: int

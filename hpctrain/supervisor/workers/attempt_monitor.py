@@ -26,19 +26,19 @@ from hpctrain.supervisor.policy.outcome import AttemptOutcome
 
 log = logging.getLogger(__name__)
 
-#: Time for the other ranks to report their errors after the first failure; then they are ended.
+#: Time for the other ranks to report their errors after the first failure, before they are killed.
 _FAILURE_GRACE_S = 3.0
-#: Time for the other ranks to follow after the first one exited to be continued: their state is saved.
+#: Time for the other ranks to exit after the first rank saved its state and exited.
 _EXIT_GRACE_S = 60.0
-#: Upper bound on the time to end the step and requeue the job.
+#: Upper bound for ending the step and requeueing the job.
 _REQUEUE_S = 12.0
-#: Minimum time to follow, because ranks exit one after the other.
+#: Minimum time to wait for the other ranks, because ranks exit one after the other.
 _MIN_EXIT_GRACE_S = 2.0
 #: Time for ranks to save after a stop signal if no scheduler sets a limit.
 STOP_GRACE_S = 300.0
-#: Time for ranks of a cancelled run to exit; a second request to cancel ends them at once.
+#: Time for ranks of a cancelled run to exit; a second cancel request kills them immediately.
 CANCEL_GRACE_S = 60.0
-#: Time limit for a killed step to disappear.
+#: Time limit for the end of a killed step.
 _KILL_LIMIT_S = 60.0
 
 
@@ -53,13 +53,13 @@ class AttemptMonitor:
     stop_before_limit_s: float
     """Seconds before `ends_at` at which the ranks receive the signal."""
     process_name: str = "rank"
-    """Name of a process of the step."""
+    """Term for a process of the step."""
     exits: list[TaskExit] = field(default_factory=list)
-    """Processes that ended by themselves, in order of detection."""
+    """Processes that exited by themselves, in order of detection."""
     signals: list[signal.Signals] = field(default_factory=list)
     """Signals that the supervisor received."""
     hang: HangDetected | None = None
-    """The hang because of which the step was ended."""
+    """The hang that caused the step to be killed."""
     stragglers: list[StragglerDetected] = field(default_factory=list)
     """Slow ranks, in order of detection."""
     end: StepEnded | None = None
@@ -100,7 +100,7 @@ class AttemptMonitor:
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
-                        "all %ss have exited, but the step has not ended: killing its launcher",
+                        "all %ss have exited, but the step has not ended: killing the launcher",
                         self.process_name,
                     )
                     self._kill(step)
@@ -132,12 +132,12 @@ class AttemptMonitor:
             self._limit(follow_s, f"the other ranks to exit after {name} did")
 
     def _left_to_requeue_s(self) -> float:
-        """Return how long to wait for ranks so that the job can still be requeued before its time limit."""
+        """Return the maximum time to wait for ranks that leaves enough time to requeue the job."""
         left = known_seconds_left(self.job_control)
         return math.inf if left is None else max(_MIN_EXIT_GRACE_S, left - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
-        """Wait at most `seconds` from now on. An earlier limit is kept."""
+        """Wait at most `seconds` from now on. An earlier deadline is kept."""
         deadline = time.monotonic() + seconds
         if self._deadline is None or deadline < self._deadline:
             self._deadline, self._awaited = deadline, awaited
@@ -170,7 +170,7 @@ class AttemptMonitor:
                 self._kill(step)
 
     def _signal_ranks(self, step: JobStep, number: signal.Signals) -> None:
-        """Send a signal to the ranks; if the controller is unreachable, Slurm's own signal still arrives."""
+        """Send a signal to the ranks; if the controller is unreachable, Slurm still sends its own signal."""
         try:
             step.signal(number)
         except SchedulerError as error:

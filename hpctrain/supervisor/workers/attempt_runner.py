@@ -1,4 +1,4 @@
-"""One attempt: a rendezvous store, a job step for the ranks, and its monitor."""
+"""An attempt: a rendezvous store, a job step for the ranks, and the monitor."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from hpctrain.text import pluralize
 
 log = logging.getLogger(__name__)
 
-#: Grace time that the ranks receive for the signal before the time limit.
+#: Grace time of the ranks after the signal before the time limit.
 _TIME_LIMIT_GRACE = re.compile(r"(\bSIGUSR2=)[\d.]+")
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An attempt that is over."""
+    """An ended attempt."""
 
     attempt: int
     outcome: AttemptOutcome
@@ -49,7 +49,7 @@ class AttemptResult:
     store_used: bool
     """True if the ranks have used the store."""
     job_log_offset: int
-    """Size of the job's own log, in bytes, when the attempt began."""
+    """Size of the job log in bytes at the start of the attempt."""
     started_at: float
     """Start of the attempt, in seconds since the epoch."""
     world_size: int
@@ -74,7 +74,7 @@ class AttemptRunner:
         return len(self.launcher.hosts) * self.spec.ntasks_per_node
 
     def start(self, attempt: int) -> AttemptResult:
-        """Start the ranks and monitor them to their end."""
+        """Start the ranks and monitor them until they exit."""
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
         monitor = AttemptMonitor(
             events=self.events,
@@ -106,7 +106,7 @@ class AttemptRunner:
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.
 
-        Otherwise Slurm signals them itself, with the lead that the job was submitted with.
+        Otherwise, Slurm sends the signal itself, with the lead requested at submission.
         """
         if self.job_control.ends_job_at is not None or lead <= self.spec.stop_before_limit_s:
             return self.job_control.ends_job_at

@@ -1,8 +1,8 @@
-"""Hang detection: no rank makes progress for longer than ever before in this run.
+"""Hang detection: no rank makes progress for longer than any earlier phase of this run.
 
-Ranks wait for each other, so one stuck rank stops all. A slow rank, for example in a save, also stops the
-others, but legitimately. The attempt hangs only if no rank makes progress for longer than the most lenient
-limit among the ranks' current phases.
+Ranks wait for each other, so one stuck rank blocks all ranks. A slow rank, such as during a save, also blocks
+the others, but legitimately. The attempt hangs if no rank makes progress for longer than a limit. This limit
+is the longest among those of the ranks' current phases.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hpctrain.records.rank_phase import RankPhase
 
 #: Limit of a phase, as a multiple of its longest duration in this run.
 _DURATION_FACTOR = 10.0
-#: A rank sends a message every second, or every ten with ten thousand ranks. One that is silent for this many
-#: seconds is stuck or starved, and its last phase is no longer reliable.
+#: A rank sends a message every second, or every ten seconds with ten thousand ranks. A rank that is silent
+#: for this many seconds is stuck or starved, and its last reported phase is outdated.
 _SILENT_S = 30.0
 #: Minimum limit of each phase, as a multiple of the floor, because an unseen phase may be long. In `start`
 #: and `script` a rank that computes or prints makes progress (`runtime/program/script_monitor.py`). `first`
@@ -32,8 +32,8 @@ _FLOORS: dict[str, float] = {
     RankPhase.SAVE: 12.0,
     RankPhase.END: math.inf,
 }
-#: Minimum limit without an optimizer step for a script whose ranks are busy, as a multiple of the floor. It
-#: may evaluate, but it may also loop forever.
+#: Minimum limit without an optimizer step for a script whose ranks are busy, as a multiple of the floor. The
+#: script may be evaluating, but may also be in an endless loop.
 _NO_STEP_FLOOR = 12.0
 #: Key of the longest time between two steps of a script.
 _STEP_GAP = "step gap"
@@ -41,10 +41,10 @@ _STEP_GAP = "step gap"
 
 @dataclass
 class PhaseLimits:
-    """Time limits for a rank without progress, by phase."""
+    """Time limits without progress, by phase."""
 
     floor_s: float | None
-    """Minimum of all limits in seconds; None for no limit at all."""
+    """Lower bound of all limits in seconds; None disables the limits."""
     max_duration_s: dict[str, float] = field(default_factory=dict)
     """Longest duration of each phase in this run."""
 
@@ -56,7 +56,7 @@ class PhaseLimits:
         return max(self.floor_s * floor, self.max_duration_s.get(phase, 0.0) * _DURATION_FACTOR)
 
     def record(self, phase: str, seconds: float) -> None:
-        """Record the time that a rank spent in a phase before it made progress."""
+        """Record the time of a rank in a phase until its next progress."""
         self.max_duration_s[phase] = max(seconds, self.max_duration_s.get(phase, 0.0))
 
 
@@ -76,14 +76,14 @@ class RankProgress:
 
     @property
     def limit_phase(self) -> str:
-        """The phase whose limit applies."""
+        """Phase whose limit applies."""
         is_first = self.step == 0 and self.phase in (RankPhase.STEP, RankPhase.DATA)
         return RankPhase.FIRST if is_first else self.phase
 
 
 @dataclass(frozen=True)
 class HangInfo:
-    """Duration of a hang, and the limit that it exceeded."""
+    """Duration of a hang, and the exceeded limit."""
 
     seconds: float
     limit_s: float
@@ -111,16 +111,16 @@ class HangDetector:
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, last_step_at)
 
     def on_message(self, rank: int, now: float) -> None:
-        """Note a message of a rank, even if it shows no progress."""
+        """Record a message of a rank, even without progress."""
         if (state := self.ranks.get(rank)) is not None:
             state.last_message_at = now
 
     def remove_rank(self, rank: int) -> None:
-        """Forget a rank that has ended."""
+        """Remove an exited rank."""
         self.ranks.pop(rank, None)
 
     def discount_pause(self, seconds: float) -> None:
-        """Discount a pause in which neither the ranks nor the supervisor ran, such as a suspended job."""
+        """Discount a pause of both the ranks and the supervisor, such as a suspended job."""
         for state in self.ranks.values():
             state.since += seconds
             state.last_message_at += seconds
@@ -129,7 +129,7 @@ class HangDetector:
     def find_hang(self, now: float) -> HangInfo | None:
         """Return a `HangInfo` if the attempt hangs, else None.
 
-        The last phase of a silent rank does not extend the limit while other ranks report theirs.
+        The last phase of a silent rank does not extend the limit while other ranks report their phases.
         """
         if not self.ranks:
             return None
@@ -146,25 +146,25 @@ class HangDetector:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Report of a rank in a hung attempt about itself."""
+    """Report of a rank on its position in a hung attempt."""
 
     phase: str
     step: int
     place: str
-    """The user's innermost line, as `training_step (train.py:12)`."""
+    """The innermost line of user code, as `training_step (train.py:12)`."""
     waits: bool
-    """True if it waits for other ranks."""
+    """True if the rank waits for other ranks."""
 
 
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
     """Return the ranks that the others wait for; empty if unknown.
 
-    The first non-empty group counts: ranks that do not answer, ranks that are steps behind, ranks that do not
-    wait while others do, and ranks at a different place than most.
+    Returns the first non-empty group: ranks that do not respond, ranks that are steps behind, ranks that are
+    not waiting while others wait, and ranks at a different position than most.
 
     Args:
-        snapshots: reports of the ranks that answered.
-        silent: ranks that did not answer.
+        snapshots: reports of the ranks that responded.
+        silent: ranks that did not respond.
     """
     if silent and snapshots:
         return sorted(silent)

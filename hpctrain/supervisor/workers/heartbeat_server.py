@@ -1,4 +1,4 @@
-"""Server for the connections of all ranks: one thread receives their messages and checks regularly."""
+"""Server for the connections of all ranks: a thread receives the messages and performs regular checks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two checks.
 TICK_INTERVAL_S = 1.0
-#: Limit in bytes on a message; those of ranks are far shorter.
+#: Maximum size of a message in bytes; messages of ranks are far shorter.
 _MAX_MESSAGE = 1 << 16
-#: Limits before a connection has proved the secret: bytes, seconds, and number of such connections. A new one
-#: replaces the oldest; a rank that is dropped this way connects again.
+#: Limits for unauthenticated connections: bytes, seconds, and number of connections. A new connection
+#: replaces the oldest; a rank whose connection is dropped connects again.
 _UNPROVEN_BYTES, _UNPROVEN_S, _MAX_UNPROVEN = 512, 10.0, 256
-#: Number of refused connections that are logged.
+#: Maximum number of refused connections to log.
 _MAX_REPORTS = 10
-#: Pause in seconds after an error of the thread itself.
+#: Pause in seconds after an error of the thread.
 _PAUSE_S = 1.0
 
 
 @dataclass(eq=False)
 class RankConnection:
-    """A connection, assigned to a rank once the secret is proved."""
+    """A connection, assigned to a rank after authentication."""
 
     connection: socket.socket
     peer: tuple[str, int]
@@ -55,30 +55,30 @@ class RankConnection:
 
 
 class HeartbeatHandler(Protocol):
-    """Receiver of the ranks' messages. All calls come from one thread."""
+    """Receiver of the ranks' messages. All calls are made by one thread."""
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
 
     def on_disconnect(self, attempt: int, rank: int) -> None:
-        """Handle the end of a rank or of its connection."""
+        """Handle the exit of a rank or the loss of its connection."""
 
     def on_tick(self) -> None:
         """Check timeouts; called regularly."""
 
 
 class HeartbeatServer:
-    """Port to which every rank holds a connection. Use as a context manager.
+    """Port for the connections of all ranks. Use as a context manager.
 
-    Both sides prove knowledge of the secret, which only the run's ranks have, and every line carries a MAC.
-    Nothing is parsed before its MAC is checked.
+    Both sides prove that they have the secret, which only the run's ranks have. Every line has a MAC, which
+    is checked before the line is parsed.
     """
 
     def __init__(self, address: str, handler: HeartbeatHandler) -> None:
         """Bind a free port.
 
         Args:
-            address: where the ranks reach this host.
+            address: address of this host for the ranks.
             handler: receiver of the messages.
 
         Raises:
@@ -142,7 +142,7 @@ class HeartbeatServer:
         os.close(self._wake_read)
 
     def _serve(self) -> None:
-        """Receive until the server closes. An error is logged and ends at most its own connection."""
+        """Receive until the server closes. An error is logged and closes at most the affected connection."""
         while True:
             try:
                 if self._poll():
@@ -153,7 +153,7 @@ class HeartbeatServer:
 
     def _poll(self) -> bool:
         ready = self._selector.select(max(0.0, self._next_tick - time.monotonic()))
-        # Read from existing connections first: accepting a new one may drop one of them.
+        # Read from existing connections first: accepting a new connection may drop an existing one.
         for key, _ in sorted(ready, key=lambda event: event[0].data is None):
             if key.fileobj == self._wake_read:
                 return True
@@ -177,7 +177,7 @@ class HeartbeatServer:
         try:
             connection, peer = self._socket.accept()
         except OSError:
-            # Perhaps unknown peers have exhausted the limit of open files.
+            # Unknown peers may have exhausted the limit of open files.
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:
@@ -185,9 +185,7 @@ class HeartbeatServer:
             return
         rank_connection = RankConnection(connection, peer[:2])
         if len(self._unproven) >= _MAX_UNPROVEN:
-            self._refuse(
-                next(iter(self._unproven)), f"{_MAX_UNPROVEN} connections have not proved the secret"
-            )
+            self._refuse(next(iter(self._unproven)), f"{_MAX_UNPROVEN} connections are not authenticated")
         with suppress(OSError):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -227,7 +225,7 @@ class HeartbeatServer:
     def _handle_line(self, rank_connection: RankConnection, line: bytes) -> None:
         if rank_connection.up is None:
             if len(line) != NONCE_LENGTH:
-                raise Unauthenticated("its first message is not that of a rank")
+                raise Unauthenticated("its first message is not from a rank")
             rank_connection.up, rank_connection.down = sign_connection(
                 self._secret.encode(), rank_connection.nonce, line
             )

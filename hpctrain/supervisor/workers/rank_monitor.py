@@ -37,20 +37,21 @@ from hpctrain.text import format_ranks, pluralize
 
 log = logging.getLogger(__name__)
 
-#: Time limit for the answers. A rank reports its position and writes it to a file at once, unless the file
-#: system hangs.
+#: Time limit for the answers. A rank reports its position and writes it to a file immediately, unless the
+#: file system hangs.
 _SNAPSHOT_TIMEOUT_S = 10.0
-#: Time after a signal for silent ranks to print their position to their logs.
+#: Time for silent ranks to print their position to their logs after a signal.
 _SIGNAL_PAUSE_S = 2.0
-#: A longer pause between two checks means that the supervisor was suspended, and probably the ranks too.
+#: A longer pause between two checks means that the supervisor, and probably the ranks, were suspended.
 _PAUSE_S = 10.0
-#: Time after the last rank has left; the end of the step is known within seconds unless its report was lost.
+#: Time after the exit of the last rank. The end of the step is reported within seconds, unless the report is
+#: lost.
 _LAUNCHER_TIMEOUT_S = 60.0
 
 
 @dataclass
 class _HangProbe:
-    """Request to the ranks of a hung attempt for their positions."""
+    """Request for the positions of the ranks in a hung attempt."""
 
     hang: HangInfo
     since: float
@@ -73,15 +74,15 @@ class RankMonitor:
         host_of: Callable[[int], str],
         world_size: int,
     ) -> None:
-        """Begin to monitor.
+        """Start the monitor.
 
         Args:
             run: the run.
             attempt: number of the attempt.
             step: the ranks' step.
             send: sends a message to all ranks; returns the number of ranks reached.
-            emit: takes events.
-            limits: time limits of the phases; they adapt.
+            emit: receives events.
+            limits: time limits of the phases, which adapt.
             host_of: returns the host of a rank.
             world_size: number of ranks.
         """
@@ -115,13 +116,13 @@ class RankMonitor:
             self._probe.written.add(rank)
 
     def on_disconnect(self, rank: int) -> None:
-        """Note that a rank has disconnected."""
+        """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
         self._empty_since = None if self._hang_detector.ranks else time.monotonic()
 
     @property
     def modules(self) -> list[str] | None:
-        """Slow imports common to all ranks; None until all have imported PyTorch."""
+        """Slow imports common to all ranks; None until all ranks have imported PyTorch."""
         if len(self._modules) < self._world_size:
             return None
         first, *others = self._modules.values()
@@ -134,7 +135,7 @@ class RankMonitor:
         return sorted(self._changed)
 
     def on_tick(self) -> None:
-        """Check for hangs, stragglers and a lost end of the step."""
+        """Check for hangs, stragglers and a missed end of the step."""
         now = time.monotonic()
         if (paused := now - self._last_tick) > _PAUSE_S:
             self._hang_detector.discount_pause(paused)
@@ -159,7 +160,7 @@ class RankMonitor:
             self._report_stragglers(now)
 
     def close(self) -> None:
-        """Stop monitoring: the attempt is over."""
+        """Stop monitoring after the attempt."""
         self._stopped = True
 
     def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
@@ -182,7 +183,7 @@ class RankMonitor:
             threading.Thread(target=self._signal, daemon=True).start()
 
     def _check_launcher(self) -> None:
-        """Report a launcher that missed the end of its step and would wait forever."""
+        """Report a launcher that missed the end of the step and would wait forever."""
         try:
             if not self._step.is_over() or self._stopped:
                 return
@@ -207,7 +208,7 @@ class RankMonitor:
 
     def _report_stragglers(self, now: float) -> None:
         for straggler, times in self._straggler_detector.check_window(now):
-            # Report the first detection, then one in every `LASTING_WINDOWS` windows.
+            # Report the first detection, then every `LASTING_WINDOWS` windows.
             lasting = times % LASTING_WINDOWS == 0
             if not lasting and straggler.rank in self._reported:
                 continue

@@ -26,11 +26,11 @@ class StallDetector:
                 self._since = now
 
     def find_stall(self, now: float, logged_by: object) -> float | None:
-        """Return the seconds since the last step if that is a stall not yet reported.
+        """Return the seconds since the last step if this is an unreported stall.
 
         Args:
             now: time on a monotonic clock, in seconds.
-            logged_by: the attempt that has logged steps since the last call; None without any.
+            logged_by: the attempt that has logged steps since the last call; None without steps.
         """
         is_ours = self._attempt is None or logged_by == self._attempt
         if logged_by is not None and is_ours and not self._ended:

@@ -1,7 +1,8 @@
-"""Standby workers: a step for the next attempt, started in advance.
+"""Standby workers: a step started in advance for the next attempt.
 
-They run the same command on the same nodes as other workers, so Slurm gives them all that it gives to ranks.
-They have done the slow imports and begin when they receive the address of the next attempt's store.
+Standby workers run the same command on the same nodes as other workers, with the same Slurm environment. The
+slow imports are done in advance. Training begins when the workers receive the address of the next attempt's
+store.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class StandbyWorkers:
 
         Args:
             launcher: starts the step.
-            server: connections that tell the ranks to begin.
+            server: connections for the command to begin.
             command: command of each process.
-            variables: variables of the next attempt, as far as they are known.
+            variables: variables of the next attempt, as far as available.
             modules: modules to import in advance.
-            world_size: number of its ranks.
+            world_size: number of ranks.
 
         Raises:
             OSError: the step cannot be started.
@@ -56,7 +57,7 @@ class StandbyWorkers:
         self._step = launcher.start(command, told, self._on_event, beside=True)
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a worker's message that it is ready, or has failed."""
+        """Handle a message of a worker that is ready or has failed."""
         if message.get("ready"):
             self._ready.add(rank)
             if len(self._ready) == self._world_size:
@@ -68,17 +69,17 @@ class StandbyWorkers:
             self._is_broken = True
 
     def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
-        """True if the standby workers can replace a fresh start: all of them are connected.
+        """Return true if the standby workers can replace a new launch: all of them are connected.
 
-        They need not be ready: those that still import began earlier than fresh ones would.
+        They may still be importing modules, which is faster than launching new workers.
         """
         fits = (self.attempt, self.hosts) == (attempt, list(hosts))
         return fits and not self._is_broken and self._server.num_connected(self.attempt) == self._world_size
 
     def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
-        """Tell the workers to begin, with these additional variables. From then on, events go to `emit`.
+        """Start the training in the workers, with these additional variables. `emit` receives later events.
 
-        Returns None if a worker could not be reached; the whole step is then closed.
+        Returns None if a worker could not be reached; in that case, the step is closed.
         """
         told = self._server.send(self.attempt, {"go": dict(variables)})
         with self._lock:
@@ -94,7 +95,7 @@ class StandbyWorkers:
         return self._step
 
     def close(self) -> None:
-        """End the step. Waits, for a bounded time, until no process is left."""
+        """End the step. Waits for a bounded time until all processes have exited."""
         self._step.close()
 
     def _on_event(self, event: StepEvent) -> None:

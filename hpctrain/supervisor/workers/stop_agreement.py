@@ -19,10 +19,10 @@ class StopAgreement:
         self._world_size, self._send = world_size, send
         self._is_requested = False
         self._steps: dict[int, int | None] = {}
-        """Earliest step after which each rank can stop; None for a rank that counts no steps."""
+        """Earliest step after which each rank can stop; None for a rank without counted steps."""
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a rank: its request, or its answer."""
+        """Handle a request or an answer of a rank."""
         if message.get("stop") and not self._is_requested:
             self._is_requested = True
             self._send({"prepare_stop": True})

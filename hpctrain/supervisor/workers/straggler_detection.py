@@ -1,7 +1,7 @@
-"""Straggler detection: finds ranks that are slow by themselves and make the others wait at each step.
+"""Straggler detection: finds slow ranks that make the others wait at each step.
 
-Each rank reports its time for data, for computing, and for exchange with the others. All ranks take equally
-long for a step, so its duration shows nothing; a rank's time outside the exchange does.
+Each rank reports its time for data, for computing, and for exchange with the others. All ranks need the same
+time for a step, so step durations do not show stragglers. The time outside the exchange does.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: A rank is slow if it takes this many times as long as most,
+#: A rank is slow if its time is this multiple of the typical time,
 _SLOW_RATIO = 1.5
-#: and is longer by this share of the whole step, which leaves out negligible differences.
+#: and is longer by this fraction of the step, which excludes negligible differences.
 _SLOW_PART = 0.1
 #: Minimum length of a window in seconds and in steps; one pause does not make a straggler.
 WINDOW_S, _WINDOW_STEPS = 20.0, 5
-#: Number of slow windows in a row after which a rank counts as lasting straggler.
+#: Number of consecutive slow windows after which a rank counts as a lasting straggler.
 LASTING_WINDOWS = 3
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a rank since it began to train, in seconds, and its steps."""
+    """Times of a rank since it began to train, in seconds, and number of steps."""
 
     steps: int
     data_s: float
@@ -50,17 +50,17 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that makes the others wait."""
+    """A slow rank that makes the others wait."""
 
     rank: int
     ratio: float
-    """Ratio of its own time to that of most ranks."""
+    """Ratio of its time to the typical time of the ranks."""
     part: str
     """Part with the greatest loss: `data` or `compute`."""
     own_times: StepTimes
-    """Its own average step."""
+    """Average step of this rank."""
     typical_times: StepTimes
-    """A typical step of the ranks."""
+    """Typical step of the ranks."""
 
 
 def find_stragglers(spent: Mapping[int, StepTimes]) -> list[Straggler]:
@@ -108,7 +108,7 @@ class StragglerDetector:
             self._newest[rank] = spent
 
     def check_window(self, now: float) -> list[tuple[Straggler, int]]:
-        """Return the slow ranks of a window that has just ended, with their slow windows in a row."""
+        """Return the slow ranks of a window that has just ended, with their consecutive slow windows."""
         if len(self._newest) < self._world_size:
             return []
         if not self._window:

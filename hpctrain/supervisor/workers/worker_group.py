@@ -1,4 +1,4 @@
-"""The worker group: connections to the ranks over all attempts of a job, and standby workers."""
+"""Worker group: connections to the ranks of all attempts of a job, and standby workers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class WorkerGroup:
     """Starts the ranks of an attempt, from standby workers if possible, and receives their messages.
 
-    Use as a context manager: on exit, standby workers are ended. `start` and `stop_monitoring` are called in
-    turn, from one thread; messages are received in another.
+    Use as a context manager: on exit, standby workers are ended. `start` and `stop_monitoring` are called
+    alternately from one thread; another thread receives messages.
     """
 
     def __init__(self, run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
@@ -55,8 +55,8 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Close the connections first: then no new standby workers start, and waiting ones see their
-        # connection end.
+        # Close the connections first: no new standby workers start, and waiting workers detect the closed
+        # connection.
         self._server.__exit__(kind, error, trace)
         self._stop_standby()
 
@@ -72,8 +72,8 @@ class WorkerGroup:
         Args:
             attempt: its number.
             met_at: variables with the address of the store.
-            variables: returns all other variables of an attempt, given its number.
-            emit: takes events.
+            variables: returns all other variables of the attempt with the given number.
+            emit: receives events.
         """
         spec, hosts = self._spec, list(self._launcher.hosts)
         known = {**met_at, **variables(attempt)}
@@ -97,7 +97,7 @@ class WorkerGroup:
         return step
 
     def stop_monitoring(self) -> None:
-        """Stop monitoring the attempt's ranks, which are gone or about to be ended."""
+        """Stop monitoring the attempt's ranks, which have exited or will be killed."""
         with self._lock:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
@@ -147,21 +147,21 @@ class WorkerGroup:
     def _start_standby(self, monitor: RankMonitor) -> None:
         """Start standby workers for the next attempt once the current ranks have trained for a while."""
         after_s = self._spec.standby_workers_s
-        # MPI's processes must start together.
+        # MPI processes must start together.
         if after_s is None or self._spec.torchrun or self._spec.mpi != "none" or self._standby_started:
             return
         if (modules := monitor.modules) is None:
             return
         now = time.monotonic()
         if self._imported_at is None or modules != self._modules:
-            # Late imports, for example in the first step, are slow too.
+            # Late imports, such as in the first step, are also slow.
             self._imported_at, self._modules = now, modules
         if now - self._imported_at < after_s:
             return
         self._standby_started = True
         if changed := monitor.changed:
             log.info(
-                "no standby workers: the script itself sets %s, which imports may read; set it with "
+                "no standby workers: the script sets %s, which imports may read; set this variable with "
                 "--env instead",
                 ", ".join(changed),
             )
@@ -171,7 +171,7 @@ class WorkerGroup:
                 return
             attempt, of_attempt = self._attempt + 1, self._standby_variables
             hosts = len(self._launcher.hosts)
-            # Standby workers have their own secret, which is never sent.
+            # Standby workers have a separate secret, which is never sent.
             variables = {**of_attempt(attempt), **self._server.variables, **new_secret()}
             command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
             try:

@@ -1,4 +1,4 @@
-"""Goodput ratios of a run, each by a published definition, computed from its time breakdown."""
+"""Goodput ratios of a run, by published definitions, computed from the time breakdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEPS = (TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA)
 
 @dataclass(frozen=True)
 class Goodput:
-    """Ratios between 0 and 1; None if unknown, e.g. for a run that reports no steps."""
+    """Ratios between 0 and 1; None if unknown, such as for a run that reports no steps."""
 
     ettr: float | None
     """Effective training time ratio: productive time divided by the time in which the run should progress.
@@ -30,9 +30,9 @@ class Goodput:
     time after the last step or between submissions is not.
     """
     training: float | None
-    """Share of all time spent on steps that count."""
+    """Fraction of the total time spent on steps that count."""
     mfu: float | None = None
-    """Model FLOPs utilisation: FLOPs of the steps that count, divided by what the GPUs could have computed.
+    """Model FLOPs utilisation: FLOPs of the steps that count, divided by the peak FLOPs of the GPUs.
 
     The definition is that of A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", JMLR 24,
     2023, arXiv 2204.02311, appendix B. Known only if the run logs `model_flops` and `peak_flops`.
@@ -44,9 +44,8 @@ def compute_goodput(breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any
 
     Args:
         breakdown: the time breakdown of the run.
-        metrics: the metrics of the run, one record per step: the one that counts. `model_flops` is the number
-            of operations of the step over all ranks; `peak_flops` the peak rate of all GPUs together, per
-            second.
+        metrics: the metrics of the run, one record per step that counts. `model_flops` is the number of
+            operations of the step on all ranks; `peak_flops` is the total peak rate of all GPUs, per second.
     """
     if not breakdown.knows_lost_work:
         return Goodput(ettr=None, training=None)
@@ -68,5 +67,5 @@ def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]]) -> float | None:
             done, peak, steps, last = done + flops, max(peak, most), steps + 1, max(last, step)
     if not steps or not seconds or not math.isfinite(done) or not 0 < peak < math.inf:
         return None
-    # If only some steps are logged, the mean of these is used for all.
+    # If only some steps are logged, their mean is used for all steps.
     return done / steps * last / (peak * seconds)

@@ -1,4 +1,4 @@
-"""Fields of the lines in `metrics.jsonl`: which are metrics, and whether a run writes any."""
+"""Fields of the lines in `metrics.jsonl`, and detection of metrics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_count
 
-#: Fields that hpctrain writes into a line; no metric can have these names.
+#: Fields that hpctrain writes to a line; metrics cannot have these names.
 RESERVED_FIELDS = frozenset({"step", "epoch", "time", "attempt", "spent", "last_step"})
-#: Fields that are no curves. A script logs its FLOPs for the model FLOPs utilization only.
+#: Fields that are not shown as curves. FLOPs are logged only for the model FLOPs utilization.
 NOT_CURVES = RESERVED_FIELDS | {"model_flops", "peak_flops"}
 
-#: Placeholder for a figure derived from steps, in a run that reports none.
+#: Placeholder for a figure derived from steps, for runs without reported steps.
 NO_STEPS = "this script reports no steps"
 NO_STEPS_YET = "no steps reported"
 
 
 def reports_steps(run: RunDir, *, has_steps: bool, completed: bool) -> bool | None:
-    """True if the script of a run reports its steps; None if it may not have reached its first step yet.
+    """Return true if the script of a run reports its steps; None if the first step may be pending.
 
     Args:
         run: the run. The `Trainer` writes its environment before the first step.
         has_steps: metrics of at least one step exist.
-        completed: the script ran to its end.
+        completed: the script has completed.
     """
     if has_steps or run.environment.is_file():
         return True
@@ -37,7 +37,7 @@ def why_unknown(reports: bool | None) -> str:
 
 
 def describe_step(step: int | None, reports: bool | None) -> str:
-    """Return the last step as text for the user."""
+    """Return the last step as a string for the user."""
     if step is not None:
         return format_count(step)
     return "none so far" if reports else f"unknown: {why_unknown(reports)}"

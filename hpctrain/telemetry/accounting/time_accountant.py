@@ -1,4 +1,4 @@
-"""Assignment of every moment of a run to exactly one time category, from its events and metrics."""
+"""Assignment of the time of a run to categories, without gaps or overlaps, from events and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import STATE_CHANGES, SaveEvent, TimelineEvent
 
-#: Time of training steps; it becomes lost work if the steps have to be trained again.
+#: Time of training steps, which becomes lost work if the steps have to be trained again.
 _WORK = frozenset(
     {
         TimeCategory.TRAINING,
@@ -19,7 +19,7 @@ _WORK = frozenset(
         TimeCategory.SAVING,
     }
 )
-#: Categories that the field `spent` of a metrics line can report; the rest of its time is training.
+#: Categories that the field `spent` of a metrics line can report; the remaining time is training.
 CATEGORY_OF_FIELD = {
     "data": TimeCategory.DATA,
     "communication": TimeCategory.COMMUNICATING,
@@ -31,7 +31,7 @@ _RESTART_EVENTS = frozenset({"restart", "shrink", "replace", "requeue", "started
 
 @dataclass(slots=True)
 class Interval:
-    """A span in which steps `first` + 1 to `last` were trained; it may still become lost work."""
+    """A time span of the training of steps `first` + 1 to `last`, which may still become lost work."""
 
     start_us: int
     end_us: int
@@ -42,7 +42,7 @@ class Interval:
 
 
 class TimeAccountant:
-    """Converter of timeline events, in order, to intervals without gaps."""
+    """Converter of ordered timeline events to intervals without gaps."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TimeAccountant:
             first: the first event.
             end_us: end of the account.
             saves: spans in which saves blocked the training.
-            logs_steps: if the run reports its steps. Otherwise lost work is unknown.
+            logs_steps: true if the run reports its steps. Otherwise, lost work is unknown.
         """
         self.intervals: list[Interval] = []
         self.lost_steps = 0
@@ -66,14 +66,14 @@ class TimeAccountant:
         self._now = min(first.time_us - first.spent_us.get("all", 0), end_us)
         self._end, self._logs_steps = end_us, logs_steps
         self._saves = deque(saves)
-        #: Intervals of work that counts so far, in ascending order of steps.
+        #: Intervals of work that currently counts, in ascending order of steps.
         self._counted_intervals: list[Interval] = []
         self._attempt: int | None = None
         self._step = 0
         self._first_logged: int | None = None
         #: Category of the time until the next event; None while the ranks train.
         self._phase: TimeCategory | None = TimeCategory.IDLE
-        #: True if the ranks have ended and the next event is not known yet.
+        #: True if the ranks have exited and the next event is not yet available.
         self._ranks_ended = False
         #: True until the first step of the attempt is reported.
         self._awaits_first_step = True
@@ -106,14 +106,14 @@ class TimeAccountant:
         self._phase = TimeCategory.STARTING if self._logs_steps else None
 
     def _on_resume(self, event: TimelineEvent) -> None:
-        """Handle a loaded state: work after its step is lost, because it is trained again."""
+        """Handle a loaded state: work after its step is lost, because these steps are trained again."""
         self._fill(event.time_us - event.spent_us.get("loading", 0), self._phase or TimeCategory.STARTING)
         self._fill(event.time_us, TimeCategory.LOADING)
         self._step, self._phase = event.step or 0, None
         self._mark_lost(self._step)
 
     def _on_step(self, event: TimelineEvent) -> None:
-        """Handle a step, or a checkpoint, which implies that its step was trained."""
+        """Handle a step, or a checkpoint, which implies a trained step."""
         assert event.step is not None
         if self._awaits_first_step and event.kind == "checkpoint" and event.step == self._step:
             return
@@ -148,7 +148,7 @@ class TimeAccountant:
         elif self._phase not in (None, TimeCategory.STARTING):
             what = self._phase or TimeCategory.IDLE
         elif kind in ("started", "submitted"):
-            # The job was killed without an event, at or after its last record.
+            # The job was killed without an event, at the time of its last record or later.
             what = TimeCategory.QUEUED if kind == "started" else TimeCategory.IDLE
         elif self._phase is not None:
             what = self._phase
@@ -231,7 +231,7 @@ class TimeAccountant:
         return interval
 
     def _mark_lost(self, step: int) -> None:
-        """Mark all work after `step` as lost; an interval that contains `step` is split there."""
+        """Mark all work after `step` as lost; an interval that contains `step` is split."""
         kept: list[Interval] = []
         if self._counted_intervals:
             self.lost_steps += max(0, self._counted_intervals[-1].last - step)

@@ -1,4 +1,4 @@
-"""Time of a run by category, over all its attempts: every microsecond counts once. Imports no torch."""
+"""Time of a run by category, over all attempts: every microsecond counts once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TimeBreakdown:
     spans: tuple[TimeSpan, ...] = ()
     """Spans without gaps, from the first record of the run to the last."""
     lost_steps: int | None = 0
-    """Steps that were trained in vain, counted each time; None if no steps are reported."""
+    """Number of lost steps, counted each time; None if no steps are reported."""
     measured: frozenset[TimeCategory] = frozenset(TimeCategory) - frozenset(CATEGORY_OF_FIELD.values())
-    """Categories that the run reported separately; the time of the others is part of training."""
+    """Categories that the run reported separately; the time of other categories is part of training."""
     notes: tuple[str, ...] = ()
-    """Remarks for the reader on the accuracy of the figures."""
+    """Remarks on the accuracy of the figures."""
 
     @classmethod
     def from_records(
@@ -51,8 +51,8 @@ class TimeBreakdown:
             metrics: lines of `metrics.jsonl`, in file order.
             until: the current time of an active run, in seconds since the epoch; None ends at the last
                 record.
-            waits: if the run is in the queue, according to the scheduler.
-            reports_steps: if the run reports its steps; None infers it from the records.
+            waits: true if the run is in the queue, according to the scheduler.
+            reports_steps: true if the run reports its steps; None infers this from the records.
         """
         timeline, saves = read_timeline_events(events, metrics)
         if not timeline:
@@ -72,7 +72,7 @@ class TimeBreakdown:
 
     @property
     def knows_lost_work(self) -> bool:
-        """True if the run reports its steps; without them, lost work is unknown."""
+        """True if the run reports its steps. Without steps, lost work is unknown."""
         return TimeCategory.LOST in self.measured
 
     @property

@@ -1,4 +1,4 @@
-"""Categories of a run's time, and spans of it."""
+"""Categories and spans of a run's time."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ class TimeSpan:
     end_us: int
     category: TimeCategory
     attempt: int | None
-    """The attempt in or after which the span is; None before the first."""
+    """The attempt during or before this span; None before the first attempt."""

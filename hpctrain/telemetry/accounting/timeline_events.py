@@ -1,4 +1,4 @@
-"""Records of a run as timeline events in order, the input of its time breakdown. Imports no torch."""
+"""Ordered timeline events of a run, as input of the time breakdown. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LARGEST = sys.float_info.max
 
 @dataclass(slots=True)
 class TimelineEvent:
-    """Something that happened at a moment, in microseconds since the epoch."""
+    """An event at a time, in microseconds since the epoch."""
 
     time_us: int
     kind: str
     """The kind of an event in `events.jsonl`, or `step`."""
     attempt: int
     step: int | None = None
-    """Number of steps done by now, if known."""
+    """Number of completed steps, if known."""
     spent_us: dict[str, int] = field(default_factory=dict)
-    """Microseconds before this moment by category, as far as recorded."""
+    """Microseconds before this event by category, as far as recorded."""
     saved: bool = False
     """True if ranks that agreed to stop have saved."""
 
@@ -49,8 +49,8 @@ def read_timeline_events(
 ) -> tuple[list[TimelineEvent], list[SaveEvent]]:
     """Return timeline events in order, and the spans in which saves blocked the training.
 
-    Records without a usable time are skipped. Each file is in the order of writing. A time earlier than that
-    of the previous line, as from unsynchronized host clocks, is replaced by the previous one.
+    Records without a usable time are skipped. The lines of each file are in the order of writing. A time
+    before the previous line, such as from unsynchronized host clocks, is replaced with the previous time.
     """
     turns: list[TimelineEvent] = []
     steps: list[TimelineEvent] = []
@@ -62,7 +62,7 @@ def read_timeline_events(
         seconds_us = microseconds(event.get("seconds")) or 0
         if kind == "checkpoint" and known_step is not None:
             steps.append(TimelineEvent(time_us - seconds_us, kind, attempt, known_step))
-            # A second line for a step is about its copy, which does not block the training.
+            # A second line for a step refers to the copy, which does not block the training.
             saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
         elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
             spent = {"loading": seconds_us} if kind == "resumed" else {}
@@ -79,7 +79,7 @@ def read_timeline_events(
 
 
 def _merged(turns: list[TimelineEvent], steps: list[TimelineEvent]) -> Iterator[TimelineEvent]:
-    """Merge both in order of time; events at the same time in the order of an attempt's life."""
+    """Merge both in order of time; events at the same time are in the order of an attempt's phases."""
     done = 0
     for turn in turns:
         begins = turn.kind in ("submitted", "started", "resumed")
@@ -110,7 +110,7 @@ def _in_order(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
 
 
 def _save(event: Mapping[str, Any], time_us: int, seconds_us: int, step: int) -> SaveEvent:
-    """Return the span in which training stood still: the state copy, or the whole write if there was none."""
+    """Return the span that blocked training: the copy of the state or, without a copy, the complete write."""
     begun = time_us - seconds_us
     stall_us = microseconds(event.get("stall_s"))
     return SaveEvent(begun, min(time_us, begun + (seconds_us if stall_us is None else stall_us)), step)
@@ -123,7 +123,7 @@ def _spent(spent: object) -> dict[str, int]:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """True if a JSON value is a finite number that fits a float."""
+    """Return true if a JSON value is a finite number that fits a float."""
     kind = type(value)
     return (kind is float or kind is int) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 

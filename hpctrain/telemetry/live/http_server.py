@@ -21,8 +21,7 @@ from hpctrain.telemetry.report.index_page import run_url
 
 #: Seconds after which an idle connection is closed.
 _IDLE_S = 30.0
-#: Seconds until an unauthenticated connection is closed, and how many may be open; the oldest is closed
-#: first.
+#: Seconds until an unauthenticated connection is closed, and maximum number; the oldest is closed first.
 _UNAUTHORIZED_TIMEOUT_S, _MAX_UNAUTHORIZED = 10.0, 32
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -31,16 +30,16 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # One response per connection, so that no unused ones stay open.
+    # One response per connection, so that no unused connections remain open.
     "Connection": "close",
 }
 
 
 class PageSource(Protocol):
-    """Source of the served pages. It must not use a requested run id as a path, only to look up a run."""
+    """Source of the served pages. It must use a requested run id only to look up a run, not as a path."""
 
     def tag(self, run_id: str | None) -> str | None:
-        """Return a tag that changes with the page, None for an unknown run. Without an id: of all runs."""
+        """Return a tag that changes with the page, or None for an unknown run. No id means all runs."""
 
     def page(self, run_id: str | None) -> str:
         """Return the page.
@@ -61,8 +60,8 @@ class PageServer(ThreadingHTTPServer):
 
         Args:
             pages: source of the pages.
-            host: an address of this machine itself.
-            port: 0 selects a free one.
+            host: an address of this machine.
+            port: 0 selects a free port.
 
         Raises:
             OSError: the port is in use.
@@ -100,7 +99,7 @@ class PageServer(ThreadingHTTPServer):
                     _hang_up(connection)
 
     def brought_token(self, connection: Any) -> None:
-        """Stop tracking a connection as unauthenticated, because it has shown the token or closed."""
+        """Stop tracking a connection as unauthenticated after it has sent the token or closed."""
         with self._unauthorized_lock:
             self._unauthorized.pop(connection, None)
 
@@ -111,12 +110,12 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """URL for the browser; the token in it is turned into a cookie."""
+        """URL for the browser; the server converts the token in the URL to a cookie."""
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Shut down a socket, so that the thread that waits for it closes the connection."""
+    """Shut down a socket, so that the waiting thread closes the connection."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -148,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing, because a URL may contain the token."""
+        """Log nothing: URLs may contain the token."""
 
     def _refuse_method(self) -> None:
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, "These pages are read-only.", {"Allow": "GET, HEAD"})
@@ -161,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             parts = urlsplit(self.path)
             if self._brings_token(parts.query):
                 cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-                # Built from the run id, so that no text of the request is the target of a redirect.
+                # Built from the run id, so that the request does not determine the target of the redirect.
                 location = run_url(_run_id(parts.path))
                 return self._send(HTTPStatus.SEE_OTHER, "", {"Location": location, "Set-Cookie": cookie})
             self._check_token()
@@ -184,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
 
     def _check_origin(self) -> None:
-        """Accept only requests from our own pages or from direct navigation."""
+        """Accept only requests from pages of this server or from direct navigation."""
         host, origin = self.headers.get("Host"), self.headers.get("Origin")
         if host not in self.server.hosts:
             raise _Refused(HTTPStatus.FORBIDDEN, f"Unknown host {host!r}. Use 127.0.0.1 or localhost.")
@@ -204,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = None
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
-            raise _Refused(HTTPStatus.FORBIDDEN, "Open the address that hpctrain serve printed.")
+            raise _Refused(HTTPStatus.FORBIDDEN, "Open the address printed by hpctrain serve.")
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())
@@ -228,7 +227,7 @@ def _run_id(path: str) -> str | None:
     """Return the run id of a path; None for all runs.
 
     Raises:
-        _Refused: the path is not one of ours.
+        _Refused: this server does not have the path.
     """
     if path == "/":
         return None

@@ -1,4 +1,4 @@
-"""Current state of a run, from the newest lines of its files, as text for any terminal."""
+"""Current state of a run, from the newest lines of its files, as text for terminals."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class TopSnapshot:
     stops: int
     step: int | None
     reports_steps: bool | None
-    """If the script reports its steps; None if unknown."""
+    """True if the script reports its steps; None if unknown."""
     last_step: int | None
     loss: float | None
     steps_per_s: float | None
     left_s: float | None
     """Seconds until the last step, at the speed of the last minute."""
     waiting_for_data: float | None
-    """Share of the last minute spent waiting for data."""
+    """Fraction of the last minute spent waiting for data."""
     no_number_since: int | None = None
-    """First step of the current NaN or infinite losses; `loss` is then the last finite one."""
+    """First step of the current NaN or infinite losses; `loss` is then the last finite loss."""
     slowest: str | None = None
     """The rank or node that the supervisor detected as a straggler in this attempt."""
     losses: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class TopSnapshot:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """Return the document that `--json` prints."""
+        """Return the document printed by `--json`."""
         return {name: value for name, value in asdict(self).items() if name != "losses"}
 
 
@@ -117,7 +117,7 @@ class TopView:
                 self._no_number_since = int(record["step"])
 
     def _add_event(self, event: dict[str, Any]) -> None:
-        """Keep an event; of consecutive checkpoints, only the newest and their count."""
+        """Store an event; for consecutive checkpoints, only the newest and the number."""
         last = self._events[-1] if self._events else {}
         if event.get("kind") == "checkpoint" == last.get("kind"):
             more = event.get("step") is None or event.get("step") != last.get("step")
@@ -137,11 +137,11 @@ class TopView:
         """Return the current state of the run.
 
         Args:
-            run_id: the id of the run.
-            state: its state, from the caller.
+            run_id: id of the run.
+            state: state of the run, from the caller.
             words: remark of the scheduler.
             lines: the last telemetry line of each node.
-            reports_steps: if the script reports its steps, as far as the caller can determine.
+            reports_steps: true if the script reports its steps, None if unknown.
         """
         last = self._recent[-1] if self._recent else {}
         step = int(last["step"]) if last else None
@@ -189,7 +189,7 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     Args:
         snapshot: the current state.
         width: columns of the terminal.
-        height: lines of the terminal; those left over show events.
+        height: lines of the terminal; remaining lines show events.
     """
     width = max(_NARROWEST, width)
     lines = [("title", _title(snapshot))]
@@ -252,7 +252,7 @@ def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, most: int) -> Iterator[
 
 
 def _short(hosts: Sequence[str]) -> list[str]:
-    """Return host names without their domain, if they stay unique."""
+    """Return host names without their domain, if unique."""
     short = [host.partition(".")[0] for host in hosts]
     return short if len(set(short)) == len(set(hosts)) else list(hosts)
 

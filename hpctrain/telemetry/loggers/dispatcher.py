@@ -32,7 +32,7 @@ class LoggerDispatcher:
         self._report, self._error_reported, self._is_started = say, False, False
 
     def run(self, ended: threading.Event, ending: Callable[[], TrainingEnd]) -> None:
-        """Deliver new lines repeatedly until the training has ended and all are delivered."""
+        """Deliver new lines repeatedly until the training has ended and all lines are delivered."""
         begun, pause_s = time.monotonic(), 0.0
         while not ended.wait(pause_s):
             every_s = _FIRST_S if time.monotonic() - begun < _FIRST_FOR_S else _LATER_S
@@ -64,7 +64,7 @@ class LoggerDispatcher:
         return True
 
     def _deliver_part(self) -> bool:
-        """Deliver the next lines, at most 1 MiB; return True if there were any."""
+        """Deliver the next lines, at most 1 MiB; return True if there were lines."""
         state = self._state
         text, end = self._read()
         batch: list[MetricRecord] = []
@@ -105,7 +105,7 @@ class LoggerDispatcher:
         self._state.steps = dict(steps)
 
     def _read(self) -> tuple[bytes, int]:
-        """Return complete lines that are not delivered yet, and the offset of their end."""
+        """Return complete undelivered lines, and the offset of their end."""
         begin = self._state.offset
         try:
             with open_regular(self._metrics) as file:
@@ -124,7 +124,7 @@ class LoggerDispatcher:
             self._report(
                 f"hpctrain: the logger {self._logger.name!r} does not accept metrics: "
                 f"{type(error).__name__}: {error}. Training continues; the metrics are kept in "
-                f"{self._metrics} and sent when the logger works again."
+                f"{self._metrics} and will be sent when the logger works again."
             )
 
 

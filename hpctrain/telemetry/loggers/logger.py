@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-#: End of an attempt: all steps trained, stopped to be resumed later, or anything else.
+#: End of an attempt: completed, stopped for a later resume, or other.
 TrainingEnd = Literal["completed", "stopped", "failed"]
 
 
@@ -19,7 +19,7 @@ class LoggedRun:
     folder: Path
     """The run folder."""
     known: str | None = None
-    """Value that `start` returned in an earlier attempt: the tracker's own name for the run."""
+    """Value returned by `start` in an earlier attempt: the name of the run in the tracker."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the training, as plain values."""
 
@@ -38,17 +38,17 @@ class MetricRecord:
 
 @runtime_checkable
 class Logger(Protocol):
-    """Receiver of a run's metrics, in a separate process so that it cannot block the training.
+    """Receiver of a run's metrics, in a separate process, which cannot block the training.
 
-    Its methods are called one at a time. An exception is reported in the log of rank 0, and the call is
-    repeated later. The logger is pickled to reach its process.
+    Methods are called one at a time. An exception is reported in the log of rank 0, and the call is repeated
+    later. The logger is pickled for transfer to its process.
     """
 
     name: str
-    """Name of its state in the run folder; it must be unique among the loggers of a training."""
+    """Name of the logger's state in the run folder, unique among the loggers of a training."""
 
     def start(self, run: LoggedRun) -> str | None:
-        """Start or resume logging. The return value is saved, and passed as `known` next time."""
+        """Start or resume logging. The return value is saved, and passed as `known` in the next attempt."""
 
     def log(self, lines: Sequence[MetricRecord]) -> None:
         """Log lines. No value of a step is sent twice, unless `rewind` returned True."""
@@ -57,4 +57,4 @@ class Logger(Protocol):
         """Discard everything after `step`, which is trained again; return False if that is impossible."""
 
     def finish(self, ending: TrainingEnd) -> None:
-        """Make sure that all lines have arrived."""
+        """Ensure that all lines have been delivered."""

@@ -1,4 +1,4 @@
-"""Delivery state of a logger, kept in the run folder so that no step is sent twice."""
+"""Delivery state of a logger in the run folder, to avoid sending a step twice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hpctrain.files import make_folder, read_json, write_atomic
 
 @dataclass
 class LoggerState:
-    """Delivery state that outlives the process: the logger of the next attempt resumes from it."""
+    """Persistent delivery state, from which the logger of the next attempt resumes."""
 
     path: Path
     known: str | None = None
-    """The tracker's own name for the run."""
+    """Name of the run in the tracker."""
     offset: int = 0
-    """Offset in `metrics.jsonl`, in bytes, up to which everything was delivered."""
+    """Offset of the delivered lines in `metrics.jsonl`, in bytes."""
     attempt: int = -1
     """The newest attempt with delivered lines."""
     steps: dict[str, int] = field(default_factory=dict)
@@ -30,14 +30,15 @@ class LoggerState:
         try:
             kept = read_json(path)
             known, offset, attempt = kept["known"], int(kept["offset"]), int(kept["attempt"])
-            # Lines in flight when the process ended may have arrived, so they must not be sent again.
+            # Lines in flight at the end of the process may have been delivered, so they must not be sent
+            # again.
             steps = {str(name): int(step) for name, step in (kept["sending"] or kept["steps"]).items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return cls(path)
         return cls(path, None if known is None else str(known), offset, attempt, steps)
 
     def save(self, sending: dict[str, int] | None = None) -> None:
-        """Write the state. `sending` is the value of `steps` after the delivery that follows.
+        """Write the state. `sending` is the value of `steps` after the next delivery.
 
         Raises:
             OSError: the file cannot be written.

@@ -17,7 +17,7 @@ _STATES: dict[TrainingEnd, str] = {"completed": "FINISHED", "stopped": "SCHEDULE
 class MLflow:
     """Logger that writes one MLflow run for all attempts. Needs `pip install 'hpctrain[mlflow]'`.
 
-    The server is that of `tracking_uri` or MLFLOW_TRACKING_URI; without either, the run is stored in
+    The server is set by `tracking_uri` or MLFLOW_TRACKING_URI. Without a server, the run is stored in
     `mlflow.db` in the run folder.
     """
 
@@ -60,7 +60,7 @@ class MLflow:
         return False
 
     def finish(self, ending: TrainingEnd) -> None:
-        # A run that will be resumed is marked as scheduled, without an end time.
+        # A run to be resumed is marked as scheduled, without an end time.
         if ending == "stopped":
             self._client.update_run(self._id, status=_STATES[ending])
         else:

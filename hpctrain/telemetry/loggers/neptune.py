@@ -15,8 +15,8 @@ from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingE
 class Neptune:
     """Logger that writes one Neptune run for all attempts. Needs `pip install 'hpctrain[neptune]'`.
 
-    Neptune's hosted service has ended, and its data was deleted after 2026-03-05. `mode="offline"` still
-    writes files.
+    Neptune's hosted service was discontinued, and its data was deleted after 2026-03-05. `mode="offline"`
+    still writes files.
 
     NEPTUNE_PROJECT, NEPTUNE_API_TOKEN and NEPTUNE_MODE are respected. In offline mode the files are in the
     run folder.

@@ -1,7 +1,7 @@
-"""The process of the loggers, started next to rank 0 so that a slow tracker cannot block the training.
+"""The process of the loggers, separate from rank 0 so that a slow tracker cannot block the training.
 
-It reads its configuration from standard input, which stays open during the training. A final line reports how
-the training ended.
+The process reads its configuration from standard input, which remains open during the training. A final line
+reports the end of the training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LoggerConfig:
         """Read the configuration from a file descriptor.
 
         Raises:
-            EOFError: the training ended before it was written.
+            EOFError: the training ended before the configuration was written.
         """
         return cls(*pickle.loads(_exactly(fd, int.from_bytes(_exactly(fd, _HEAD), "big"))))
 
@@ -83,12 +83,12 @@ def main() -> int:
         thread.join(max(0.0, deadline - time.monotonic()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads left by a tracker's client must not keep the process alive.
+    # Remaining threads of a tracker's client must not keep the process alive.
     os._exit(0)
 
 
 def _read_ending(fd: int) -> TrainingEnd:
-    """Wait for the end of the training; a killed one sends nothing and counts as failed."""
+    """Wait for the end of the training; a killed training sends nothing and counts as failed."""
     told = b""
     while b"\n" not in told and (part := os.read(fd, 64)):
         told += part

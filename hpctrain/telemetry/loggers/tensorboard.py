@@ -36,7 +36,7 @@ class TensorBoard:
         self._events.flush()
 
     def rewind(self, step: int) -> bool:
-        """Start a new session, which discards everything logged since its step (tensorflow, event.proto)."""
+        """Start a new session, which discards all events logged since its step (tensorflow, event.proto)."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._events.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))

@@ -14,8 +14,8 @@ from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingE
 class Wandb:
     """Logger that writes one Weights & Biases run for all attempts. Needs `pip install 'hpctrain[wandb]'`.
 
-    Its environment variables are respected, e.g. WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY. Without a mode
-    the files are in the run folder.
+    Environment variables of Weights & Biases are respected, such as WANDB_MODE, WANDB_PROJECT and
+    WANDB_API_KEY. Without a mode, the files are in the run folder.
     """
 
     project: str | None = None
@@ -40,8 +40,8 @@ class Wandb:
                 **self.options,
             }
         )
-        # The step is logged as a metric and used as the axis: the tracker's own step only increases, but a
-        # step that is trained again may log a new metric, e.g. of validation.
+        # The step is logged as a metric and used as the axis. The tracker's own step only increases, but a
+        # repeated step may log a new metric, such as for validation.
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 

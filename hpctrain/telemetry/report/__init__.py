@@ -1,1 +1,1 @@
-"""Reports on one page: the data of a run, and its presentation."""
+"""Single-page reports: the data of a run, and the presentation."""

@@ -1,4 +1,4 @@
-"""Recommendations to make a run faster or cheaper, each with evidence from its measurements."""
+"""Recommendations to make a run faster or cheaper, each with evidence from measurements."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
 from hpctrain.text import format_duration, format_share, format_size, pluralize
 
-#: Shares of the time above which a recommendation is given.
+#: Minimum fractions of the time for a recommendation.
 _MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
-#: Shorter runs give too little evidence.
+#: Shorter runs provide too little evidence.
 _MIN_STEPS, _MIN_S = 20, 10.0
-#: Share of time spent on communication that is high; number of gradient buckets that is high; bucket size
-#: below which latency, not bandwidth, limits the speed; and the bucket size to recommend, which is torch's
-#: default.
+#: Limits for a high fraction of communication time and for a high number of gradient buckets; bucket size
+#: below which latency, not bandwidth, limits the speed; recommended bucket size, which is torch's default.
 _MUCH_COMMUNICATING, _MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 0.2, 8, 10 << 20, 25
 #: Ratio of the other nodes' median clock to a node's clock above which the node is slow.
 _SLOW_CLOCK_RATIO = 1.1
-#: Share of CPU use that is high, and share of GPU memory use that is low.
+#: Limits for high CPU utilization and for low use of GPU memory.
 _BUSY, _ROOMY = 0.9, 0.5
 #: More workers per rank rarely help.
 _MAX_WORKERS = 16
@@ -39,7 +38,7 @@ class Advice:
 
 
 def advise(run_data: RunData) -> list[Advice]:
-    """Return all recommendations with evidence, the most important first."""
+    """Return all recommendations with evidence, most important first."""
     told = [*_no_number(run_data), *_faults(run_data), *_slow_nodes(run_data)]
     if len(run_data.curves.effective) >= _MIN_STEPS and _steps_us(run_data) > _MIN_S * 1e6:
         told += [
@@ -64,7 +63,7 @@ def _setting(run_data: RunData, name: str) -> Any:
 
 
 def _no_number(run_data: RunData) -> Iterator[Advice]:
-    """Detect a NaN or infinite loss, after which all steps are worthless."""
+    """Detect a NaN or infinite loss, which makes all later steps useless."""
     if (since := run_data.curves.no_number_since("loss")) is None:
         return
     what = "Lower the learning rate, or clip gradients with Trainer(gradient_clip_norm=1.0)"
@@ -105,7 +104,7 @@ def _data(run_data: RunData) -> Iterator[Advice]:
 
 
 def _buckets(run_data: RunData) -> Iterator[Advice]:
-    """Detect gradients that are sent in many small buckets while ranks wait for communication."""
+    """Detect gradients sent in many small buckets while ranks wait for communication."""
     part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / _steps_us(run_data)
     known = run_data.environment.get("gradient_buckets"), run_data.environment.get("gradient_bytes")
     if TimeCategory.COMMUNICATING not in run_data.breakdown.measured or part < _MUCH_COMMUNICATING:
@@ -136,17 +135,17 @@ def _faults(run_data: RunData) -> Iterator[Advice]:
             evidence.append(pluralize(node.ecc_errors, "uncorrected memory error"))
         if evidence:
             yield Advice(
-                f"Have the GPUs of {node.host} checked, and exclude the node until then: --exclude "
-                f"{node.host}.",
+                f"Ask the administrator to check the GPUs of {node.host}, and exclude the node until then: "
+                f"--exclude {node.host}.",
                 _sentence(evidence),
             )
 
 
 def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
-    """Detect nodes that slow down every step of all others."""
+    """Detect nodes that slow down every step of all other nodes."""
     noticed: dict[str, list[str]] = {}
     for event in run_data.events:
-        # One slow interval may be chance; the supervisor marks a lasting straggler.
+        # A single slow interval may be accidental; the supervisor marks lasting stragglers.
         if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True):
             noticed.setdefault(str(event["host"]), []).append(
                 f"{describe_rank(event)} takes {describe_slowness(event)}"
@@ -161,7 +160,7 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
             and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW_CLOCK_RATIO
         ):
             evidence.append(
-                f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of other nodes at "
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, GPUs of other nodes at "
                 f"{statistics.median(others):.0f} MHz ({ratio:.1f} × faster)"
             )
         if evidence:
@@ -194,11 +193,11 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
     if part < _MUCH_SAVING or len(run_data.checkpoints) < 3:
         return
     if _setting(run_data, "checkpoint_async") is False:
-        what = "Set Trainer(checkpoint_async=True): training then pauses only while the state is copied."
+        what = "Set Trainer(checkpoint_async=True): training then pauses only for the copy of the state."
     elif _setting(run_data, "checkpoint_every") == "auto":
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
-        what = "Save less often: Trainer(checkpoint_every='auto') chooses the interval."
+        what = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
     saves = pluralize(len(run_data.checkpoints), "save")
     evidence = f"{saves} paused training for {format_duration(saving_us / 1e6)}"
     yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
@@ -215,12 +214,12 @@ def _lost_work(run_data: RunData) -> Iterator[Advice]:
     if is_finite(every):
         evidence.append(f"checkpoints were saved every {every:g} steps")
     yield Advice(
-        "Save more often: Trainer(checkpoint_every='auto') chooses the interval.", _sentence(evidence)
+        "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval.", _sentence(evidence)
     )
 
 
 def _memory(run_data: RunData) -> Iterator[Advice]:
-    """Detect room for larger micro-batches, if their size is fixed."""
+    """Detect unused memory for larger micro-batches of a fixed size."""
     known = [
         (node.highest_gpu_memory, node.gpu_memory_bytes)
         for node in run_data.devices.nodes
@@ -233,7 +232,7 @@ def _memory(run_data: RunData) -> Iterator[Advice]:
     if used / there < _ROOMY:
         yield Advice(
             f"Use larger micro-batches: Trainer(micro_batch_size='auto') instead of {micro_batch}.",
-            _sentence([f"no GPU used more than {format_size(used)} of its {format_size(there)} of memory"]),
+            _sentence([f"no GPU used more than {format_size(used)} of {format_size(there)} of memory"]),
         )
 
 

@@ -19,7 +19,7 @@ _MAX_DIFF = 200_000
 
 @dataclass
 class CheckpointRecord:
-    """A checkpoint that was written."""
+    """A written checkpoint."""
 
     time: float
     attempt: int
@@ -45,7 +45,7 @@ class CodeVersion:
 
 
 def read_checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[CheckpointRecord]:
-    """Return the checkpoints that were written, according to the events."""
+    """Return the written checkpoints, according to the events."""
     kept = set(list_checkpoint_steps(run.checkpoints))
     found = []
     for event in events:

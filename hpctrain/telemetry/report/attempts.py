@@ -1,4 +1,4 @@
-"""Attempts of a run: what each did, how it ended, and what its end cost."""
+"""Attempts of a run: progress, end, and cost of the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CANCELLED = "cancelled; the job ended before its supervisor could record it"
 
 @dataclass
 class Attempt:
-    """One attempt. Times are seconds since the epoch."""
+    """An attempt. Times are seconds since the epoch."""
 
     number: int
     started: float
@@ -24,13 +24,13 @@ class Attempt:
     nodes: int | None = None
     world_size: int | None = None
     resumed_step: int | None = None
-    """The step of the checkpoint from which it resumed."""
+    """The step of the loaded checkpoint."""
     first_step: int | None = None
     last_step: int | None = None
     """The last logged step."""
     ended: float | None = None
     end: str | None = None
-    """`failure`, `stop`, `vanished`, `completed`, `cancelled` or `failed`; None while it is active."""
+    """`failure`, `stop`, `vanished`, `completed`, `cancelled` or `failed`; None while active."""
     cause: str | None = None
     stopped_for: str | None = None
     """The reason for a requested stop, or the injected fault."""
@@ -40,13 +40,13 @@ class Attempt:
     followed_by: str | None = None
     """Next event: `restart`, `requeue`, `successor`, a new `submission`, or nothing."""
     lost_us: int | None = 0
-    """Time of training that had to be repeated; None if steps are not reported."""
+    """Training time that was lost; None if steps are not reported."""
     away_us: int = 0
-    """Time from its end until the next attempt trained: in the queue, starting, loading."""
+    """Time from the end of the attempt until the next attempt trained: in the queue, starting, loading."""
 
     @property
     def interrupted(self) -> bool:
-        """True if it ended before the run did."""
+        """True if the attempt ended before the run."""
         return self.end in ("failure", "stop", "vanished", "failed")
 
 

@@ -13,12 +13,12 @@ from hpctrain.text import format_duration
 
 _MAX_POINTS = 2000
 _MAX_METRICS = 12
-#: Limited by the number of colours of the page.
+#: Limited by the number of colors of the page.
 _MAX_CURVES = 8
 
 
 def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> str:
-    """Return one page about several runs: figures, overlaid curves and time breakdowns.
+    """Return a page that compares several runs: figures, overlaid curves and time breakdowns.
 
     See `render_page`.
     """

@@ -15,10 +15,10 @@ from hpctrain.telemetry.report.jsonl import read_jsonl
 COLUMNS = 240
 #: Byte for an interval without measurements; other bytes are values from 0 to 1, times 254.
 NO_VALUE = 255
-#: Lines with more are invalid.
+#: Maximum number of GPUs in a valid line.
 _MAX_GPUS = 64
 
-#: Lines that cover more time are invalid.
+#: Maximum time span of a valid line.
 _MAX_LINE_S = 3600.0
 #: GPU utilisation in per cent above which a GPU is busy.
 _BUSY = 50.0
@@ -36,9 +36,9 @@ class Quantity:
     name: str
     unit: str
     most: float | None = None
-    """The value drawn darkest; None selects the highest measured one."""
+    """The value drawn darkest; None selects the highest measured value."""
     scale: float = 1.0
-    """Factor applied to values of the file."""
+    """Factor for values in the file."""
 
 
 QUANTITIES = (
@@ -69,12 +69,12 @@ class HeatMap:
     cells: bytes
     """One row of `COLUMNS` bytes per GPU; see `NO_VALUE`."""
     means: list[float | None]
-    """Mean of each GPU over the whole time."""
+    """Mean of each GPU over the complete time."""
 
 
 @dataclass
 class NodeSeries:
-    """A node that was measured."""
+    """A measured node."""
 
     host: str
     cpus: int | None = None
@@ -84,7 +84,7 @@ class NodeSeries:
     """Memory per GPU, in bytes."""
     highest_gpu_memory: int | None = None
     throttled: dict[str, float] = field(default_factory=dict)
-    """Share of the time per reason for a lowered clock."""
+    """Fraction of the time per reason for a lowered clock."""
     clock_mhz: float | None = None
     """Mean clock of its GPUs while busy."""
     ecc_errors: int = 0
@@ -119,7 +119,7 @@ def read_device_metrics(files: list[Path], start: float, end: float) -> DeviceMe
     """Read the files of all nodes.
 
     Args:
-        files: `telemetry/node-000.jsonl` and so on; if the run moved, one file contains several hosts.
+        files: `telemetry/node-000.jsonl` etc.; if the run changed nodes, a file contains several hosts.
         start: start of the first column, in seconds since the epoch.
         end: end of the last column, in seconds since the epoch.
     """

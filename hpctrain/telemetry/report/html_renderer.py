@@ -1,4 +1,4 @@
-"""Rendering of a self-contained HTML page, in which no content of a run can be executed."""
+"""Rendering of self-contained HTML pages in which content of a run cannot be executed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def render_page(
     """Render a template; all content of the run is escaped, or part of a JSON block.
 
     Args:
-        template: its name among the assets.
+        template: name of the template among the assets.
         title: title of the page.
-        data: data that the page's script draws.
+        data: data for the script of the page.
         live_s: seconds between two polls of the server for updates; None disables polling.
         context: other variables of the template.
     """

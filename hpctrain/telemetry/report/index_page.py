@@ -36,13 +36,13 @@ def run_url(run_id: str | None) -> str:
 def render_index_page(
     folder: str, rows: Sequence[RunRow], *, live_s: int | None = None, left_out: int = 0
 ) -> str:
-    """Return the page of all runs, one row each. See `render_page`.
+    """Return the page of all runs, with one row per run. See `render_page`.
 
     Args:
         folder: the parent folder of the runs.
         rows: the runs.
         live_s: see `render_page`.
-        left_out: number of runs not shown because they are links out of the folder.
+        left_out: number of omitted runs, which are links out of the folder.
     """
     shown = [
         {

@@ -1,4 +1,4 @@
-"""Reading of a whole JSONL file of a run, which may be untrusted."""
+"""Reading of a complete JSONL file of a run, which may be untrusted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from hpctrain.files import IsValid, open_regular, parse_json_line
 
-#: Lines parsed together. A damaged line makes the whole batch slow, and their text takes extra memory.
+#: Number of lines parsed together. A damaged line makes the batch slow, and batches use extra memory.
 _LINES_AT_ONCE = 10_000
 
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable garbage collection: with millions of live values it takes half of the time."""
+    """Disable garbage collection: with millions of live values, it takes half of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -31,7 +31,7 @@ def gc_disabled() -> Iterator[None]:
 def read_jsonl(path: Path, is_valid: IsValid | None = None) -> list[dict[str, Any]]:
     """Return the objects that `read_json_lines` yields, in half the time by parsing many lines together.
 
-    An unreadable file yields none, so that a report does not depend on every file.
+    An unreadable file yields no objects, so that a report does not depend on every file.
     """
     records: list[dict[str, Any]] = []
     with suppress(OSError), open_regular(path, follow_links=False) as file:

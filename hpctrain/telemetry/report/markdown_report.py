@@ -30,7 +30,7 @@ def markdown_report(run_data: RunData) -> str:
         " ".join(map(_safe, summarize(run_data))),
         *map(_safe, run_data.notes),
         _table(("", "", ""), key_figures(run_data)),
-        "## Where the time went",
+        "## Time breakdown",
         _ledger(run_data),
     ]
     if run_data.attempts:
@@ -44,7 +44,7 @@ def markdown_report(run_data: RunData) -> str:
             )
             for one in run_data.attempts
         ]
-        parts += ["## What happened", _table(("attempt", "when", "ended", "then", "cost"), rows)]
+        parts += ["## Timeline", _table(("attempt", "when", "ended", "then", "cost"), rows)]
     if advice := advise(run_data):
         told = [(one.what, one.evidence) for one in advice]
         parts += ["## Recommendations", _table(("recommendation", "why"), told)]
@@ -53,7 +53,7 @@ def markdown_report(run_data: RunData) -> str:
         longest = max(map(len, re.findall(r"`*", "\n".join(run_data.resubmit_command))))
         fence = "`" * max(3, longest + 1)
         parts += [
-            "## Run it again",
+            "## Reproduce this run",
             "\n".join([fence + "bash", *map(printable, run_data.resubmit_command), fence]),
         ]
     return "\n\n".join(parts) + "\n"

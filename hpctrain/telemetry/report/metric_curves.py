@@ -1,4 +1,4 @@
-"""Metrics of a run as curves, and downsampling that preserves every spike."""
+"""Metrics of a run as curves, and downsampling that preserves spikes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricCurves:
     """Metrics of a run by step."""
 
     effective: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The line that counts of each logged step, in order of steps."""
+    """The valid line of each logged step, in order of steps."""
     superseded: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The previous line of each step that was repeated."""
     by_attempt: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class MetricCurves:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics: loss first, then validation metrics, then the others."""
+        """Names of all metrics: loss, then validation metrics, then others."""
         names = {name for record in self.effective.values() for name in record} - NOT_CURVES
         names = {name for name in names if self._has_numbers(name)}
         return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
@@ -97,7 +97,7 @@ class MetricCurves:
         return since
 
     def not_finite(self, name: str) -> list[tuple[int, str]]:
-        """Return the steps at which a metric is NaN or infinite, and the value as text."""
+        """Return the steps at which a metric is NaN or infinite, and the value as a string."""
         return [
             (step, format_number(value))
             for step, record in self.effective.items()
@@ -105,7 +105,7 @@ class MetricCurves:
         ]
 
     def last_text(self, name: str) -> str:
-        """Return the newest value of a metric as text; `NaN` if it is not a number."""
+        """Return the newest value of a metric as a string; `NaN` if it is not a number."""
         if self.no_number_since(name) is None:
             return format_number(self.last(name))
         return self.not_finite(name)[-1][1]
@@ -122,8 +122,8 @@ class MetricCurves:
 def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[CurvePoint]:
     """Return steps per second over the seconds since `start`, with a gap between attempts.
 
-    Each rate covers several lines, because the time between two is noisy: a line is normally written after
-    the next step is launched, but immediately if a save is due.
+    Each rate covers several lines, because the time between two lines is noisy. A line is normally written
+    after the launch of the next step, but immediately before a save.
     """
     stretch = max(_MIN_STRETCH, len(metrics) // _STRETCHES)
     points: list[CurvePoint] = []
@@ -145,7 +145,7 @@ def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[Curve
 
 
 def downsample(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
-    """Return about `most` points or fewer: the first, last, lowest and highest of each bucket.
+    """Return at most about `most` points: the first, last, lowest and highest of each bucket.
 
     Gaps are kept. Non-finite values such as NaN are gaps.
     """
@@ -179,7 +179,7 @@ def _extremes(points: Sequence[CurvePoint], begin: int, end: int) -> list[CurveP
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number; None for everything else."""
+    """Return a finite number; None for other values."""
     return float(value) if is_finite(value) else None
 
 

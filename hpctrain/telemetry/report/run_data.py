@@ -1,4 +1,4 @@
-"""All data of a run for a report, as plain values. Any file of the run may be missing or damaged."""
+"""Data of a run for a report, as plain values. Any file of the run may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class RunContext:
     """Facts about a run that its folder does not contain."""
 
     name: str | None = None
-    """COMPLETED, FAILED, CANCELLED, RUNNING, PENDING or UNKNOWN; None infers it from the folder."""
+    """COMPLETED, FAILED, CANCELLED, RUNNING, PENDING or UNKNOWN; None infers the state from the folder."""
     words: str = ""
     cause: str | None = None
     resubmit_command: Sequence[str] = ()
-    """The command that runs it again."""
+    """The command that reproduces the run."""
 
 
 @dataclass
@@ -65,12 +65,12 @@ class RunData:
     """Environment of the newest attempt, and the settings of its training."""
     resubmit_command: list[str]
     reports_steps: bool | None
-    """If the script reports its steps; None if unknown."""
+    """True if the script reports its steps; None if unknown."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def start(self) -> float:
-        """Time of the first record, in seconds since the epoch; the current time if there is none."""
+        """Time of the first record, in seconds since the epoch; the current time without records."""
         return self.breakdown.spans[0].start_us / 1e6 if self.breakdown.spans else self.now
 
     @property
@@ -95,7 +95,7 @@ class RunData:
 
     @property
     def interruptions(self) -> list[Attempt]:
-        """Attempts that ended before the run did."""
+        """Attempts that ended before the run."""
         return [attempt for attempt in self.attempts if attempt.interrupted]
 
 
@@ -105,7 +105,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
 
     Args:
         run: the folder; missing or damaged files are skipped.
-        state: further facts from the caller.
+        state: additional facts from the caller.
         now: seconds since the epoch.
     """
     events, metrics = read_jsonl(run.events, is_event), read_jsonl(run.metrics)
@@ -175,5 +175,5 @@ def _recorded_cause(
 
 
 def format_setting(value: object) -> str:
-    """Return a value of a specification or of the environment as text."""
+    """Return a value of a specification or of the environment as a string."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -37,7 +37,7 @@ from hpctrain.text import (
     pluralize,
 )
 
-#: Points of a large and a small chart: more than the pixel columns of a screen.
+#: Number of points of a large and a small chart: more than the pixel columns of a screen.
 _MAX_POINTS, _MAX_SMALL_POINTS = 4000, 1000
 _MAX_METRICS = 24
 _LARGEST = 1e300
@@ -87,7 +87,7 @@ def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
 
 
 def time_breakdown_rows(breakdown: TimeBreakdown) -> list[dict[str, Any]]:
-    """Return each category with its text and position in a bar; empty if the run has no time."""
+    """Return each category with its label and position in a bar; empty if the run has no time."""
     rows: list[dict[str, Any]] = []
     done = 0
     for what, us in breakdown.totals_us.items() if breakdown.wall_us else ():
@@ -115,14 +115,14 @@ def curve_data(
     not_finite: Iterable[tuple[int, str]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Return a curve for the page's script, with labels for points that are NaN or infinite."""
+    """Return a curve for the script of the page, with labels for NaN or infinite points."""
     kept = downsample(points, most)
     xs = [x for x, _ in kept]
     drawn = set(xs)
     return {
         "name": name,
         "x": xs,
-        # Sums of larger values overflow in the script.
+        # The script cannot sum larger values without overflow.
         "y": [y if y is None else min(max(y, -_LARGEST), _LARGEST) for _, y in kept],
         "not_finite": [[x, text] for x, text in not_finite if x in drawn],
         **more,
@@ -154,7 +154,7 @@ def _loss(run_data: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | N
         }
     )
     restarts = "Dashed lines mark restarts. " if marks else ""
-    lost = "Faint: steps that were repeated later." if again else ""
+    lost = "Faint lines show steps that were repeated later." if again else ""
     return {
         "id": "loss-chart",
         "title": "Loss",
@@ -259,7 +259,7 @@ def _node(node: NodeSeries) -> dict[str, Any]:
 
 
 def _environment(run_data: RunData) -> list[tuple[str, str]]:
-    """Return rows of the environment of the ranks, then of the training's settings."""
+    """Return rows with the environment of the ranks, then with the settings of the training."""
     known = {name: value for name, value in run_data.environment.items() if name not in ("time", "attempt")}
     settings = known.pop("settings", None)
     rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
@@ -320,5 +320,5 @@ def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:
 
 def _checkpoint_words(checkpoints: Sequence[CheckpointRecord]) -> str:
     kept = len({one.step for one in checkpoints if one.kept})
-    shown = " The last twelve are shown." if len(checkpoints) > 12 else ""
+    shown = " The last twelve checkpoints are shown." if len(checkpoints) > 12 else ""
     return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} still on disk.{shown}"

@@ -1,4 +1,4 @@
-"""Text about stragglers that the supervisor detected."""
+"""Descriptions of stragglers detected by the supervisor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PARTS = {"data": "waiting for data", "compute": "computing"}
 
 
 def describe_rank(event: Mapping[str, Any]) -> str:
-    """Return e.g. `rank 3 on n7`, as far as the event contains it."""
+    """Return a string such as `rank 3 on n7`, as far as the event has this data."""
     rank, host = event.get("rank"), event.get("host")
     return " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
 
 
 def describe_slowness(event: Mapping[str, Any]) -> str:
-    """Return e.g. `1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms`.
+    """Return a string such as `1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms`.
 
     Empty if unknown.
     """

@@ -1,4 +1,4 @@
-"""Summary of a run in sentences: what happened, and what it cost."""
+"""Summary of a run in sentences: events and their cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENDS = {"failure": "failure", "stop": "stop", "vanished": "lost job", "failed":
 _FOLLOWED = {
     "restart": "restarted in the same allocation",
     "shrink": "restarted on fewer nodes",
-    "replace": "restarted with another node",
+    "replace": "restarted with a replacement node",
     "requeue": "requeued",
     "successor": "continued by another job",
     "submission": "resubmitted",
@@ -58,7 +58,7 @@ def summarize(run_data: RunData) -> list[str]:
     resubmitted = sum(one.end == "cancelled" and one.followed_by is not None for one in run_data.attempts)
     if resubmitted:
         times = "once" if resubmitted == 1 else f"{resubmitted} times"
-        sentences.append(f"It was cancelled and resubmitted {times}.")
+        sentences.append(f"The run was cancelled and resubmitted {times}.")
     if interruptions := run_data.interruptions:
         sentences.append(_interruption_cost(run_data, interruptions))
     elif len(run_data.attempts) == 1 and not run_data.is_going:
@@ -77,30 +77,30 @@ def _interruption_cost(run_data: RunData, interruptions: Sequence[Attempt]) -> s
     )
     lost, away, cost = (format_duration(us / 1e6) for us in (lost_us, away_us, lost_us + away_us))
     if not run_data.breakdown.knows_lost_work:
-        return f"Interruptions: {told}. They cost {away} of downtime."
+        return f"Interruptions: {told}. Their cost is {away} of downtime."
     again = pluralize(run_data.breakdown.lost_steps, "step")
     return (
-        f"Interruptions: {told}. They cost {cost}: {lost} of lost work ({again} repeated) "
-        f"and {away} of downtime."
+        f"Interruptions: {told}. Their cost is {cost}: {lost} of lost work ({again} repeated) and {away} of "
+        "downtime."
     )
 
 
 def describe_follow_up(attempt: Attempt) -> str:
-    """Return what followed the end of an attempt."""
+    """Return the continuation after the end of an attempt."""
     if attempt.followed_by is None:
         return "the run ended" if attempt.end else "still running"
     return _FOLLOWED.get(attempt.followed_by, attempt.followed_by)
 
 
 def describe_attempt_end(attempt: Attempt) -> str:
-    """Return the end of an attempt in one sentence or less."""
+    """Describe the end of an attempt in one sentence or less."""
     if attempt.end is None:
         return "still running"
     return attempt.cause or attempt.end
 
 
 def describe_attempt_cost(attempt: Attempt) -> str:
-    """Return the cost of an attempt's end; empty if it did not interrupt the run."""
+    """Return the cost of an attempt's end; empty if the run was not interrupted."""
     if not attempt.interrupted:
         return ""
     lost = (
@@ -116,7 +116,7 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
     if (since := run_data.curves.no_number_since("loss")) is not None:
         at = f"since step {since}{f'; {at}' if at else ''}"
     steps = ("Steps", describe_step(run_data.step, run_data.reports_steps), _rate(run_data))
-    productive = ("Productive", format_share(run_data.goodput.ettr), "ETTR: share of wall-clock time")
+    productive = ("Productive", format_share(run_data.goodput.ettr), "ETTR: fraction of wall-clock time")
     lost = (
         "Lost work",
         format_duration(run_data.breakdown.totals_us[TimeCategory.LOST] / 1e6),
@@ -153,14 +153,14 @@ _OWN = frozenset({"run_id", "run_dir", "code"})
 
 
 def comparison_rows(runs: Sequence[RunData]) -> list[list[str]]:
-    """Return one row per figure: its name, and its value in each run."""
+    """Return one row per figure: the name, and the value in each run."""
     told = [{"State": run.state, **{name: value for name, value, _ in key_figures(run)}} for run in runs]
     names = list(dict.fromkeys(name for each in told for name in each))
     return [[name, *(each.get(name, "–") for each in told)] for name in names]
 
 
 def spec_differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """Return the configuration differences: the name of a field, and its value in each run."""
+    """Return the configuration differences: the name of a field, and the value in each run."""
     specs = [
         {
             **{name: format_setting(value) for name, value in run.spec.items() if name not in _OWN},

@@ -10,9 +10,9 @@ from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.summary import describe_attempt_end
 from hpctrain.text import format_clock, format_duration
 
-#: Horizontal units of the drawing; anything narrower is not drawn separately.
+#: Number of horizontal units of the drawing; narrower objects are not drawn separately.
 WIDTH = 1000
-#: Nodes visible at first, and after expanding.
+#: Number of nodes visible initially, and after expanding.
 _HOSTS_IN_SIGHT, _MAX_HOSTS = 12, 128
 _STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
@@ -31,7 +31,7 @@ class TimelineBar:
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """Something that happened at a moment."""
+    """An event at a single time."""
 
     x: float
     kind: str
@@ -49,12 +49,12 @@ class TimelineRow:
 
 @dataclass
 class Timeline:
-    """The whole drawing."""
+    """The complete drawing."""
 
     time: TimelineRow
     attempts: TimelineRow
     hosts: list[TimelineRow]
-    """If not all nodes are visible, those with failures come first."""
+    """If not all nodes are visible, nodes with failures are first."""
     more_hosts: list[TimelineRow]
     hosts_left_out: int
     ticks: list[tuple[float, str]]

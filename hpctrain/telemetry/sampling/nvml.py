@@ -11,10 +11,10 @@ from hpctrain.cluster.device_plan import visible_devices
 
 @dataclass(frozen=True)
 class GpuReading:
-    """Measurements of a GPU or MIG device at a moment; None if unknown."""
+    """Measurements of a GPU or MIG device at a time; None if unknown."""
 
     util: float | None = None
-    """Percentage of the last second in which a kernel ran."""
+    """Percentage of the last second during which a kernel ran."""
     memory: int | None = None
     """Bytes in use by all processes."""
     power_w: float | None = None
@@ -27,7 +27,7 @@ class GpuReading:
     processes: int | None = None
     """Number of compute processes."""
     xids: tuple[int, ...] = ()
-    """Xid numbers of errors that the driver reported since the last reading."""
+    """Xid numbers of errors reported by the driver since the last reading."""
     pcie_rx: float | None = None
     """Bytes per second received over PCIe."""
     pcie_tx: float | None = None
@@ -43,7 +43,7 @@ def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -
         handle: the GPU or MIG device.
         whole: the GPU.
         xids: errors that the driver reported since the last reading.
-        traffic: read PCIe and NVLink traffic, too.
+        traffic: also read PCIe and NVLink traffic.
     """
     import pynvml
 
@@ -58,7 +58,7 @@ def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -
         )
         links = _nvlink(whole)
     reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksEventReasons, whole)
-    if reasons is None:  # Drivers before 535 only have the older name.
+    if reasons is None:  # Drivers before 535 have only the older name.
         reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, whole)
     processes = query_driver(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return GpuReading(
@@ -122,7 +122,7 @@ def query_driver(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def read_field(answer: Any, name: str) -> Any:
-    """Return a field of an answer, if there is one."""
+    """Return a field of an answer, if present."""
     return None if answer is None else getattr(answer, name)
 
 
@@ -130,7 +130,7 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-#: Maximum number of errors per reading, because a broken GPU may report endlessly.
+#: Maximum number of errors per reading, because a faulty GPU may report errors endlessly.
 _MAX_ERRORS = 100
 
 
@@ -140,7 +140,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
-    """Return the number of devices in `listed` before the first that does not exist.
+    """Return the number of devices in `listed` before the first nonexistent device.
 
     Args:
         installed: UUIDs of the GPUs of the machine.
@@ -188,7 +188,7 @@ class DriverFacts:
     version: str | None = None
     """None without a driver."""
     cuda: str | None = None
-    """The newest CUDA version that it supports."""
+    """The newest CUDA version supported by the driver."""
     names: list[str] = field(default_factory=list)
     """Names of the GPUs that this process may open, in the driver's order."""
 
@@ -220,8 +220,8 @@ def read_driver_facts() -> DriverFacts:
 class GpuReader:
     """Reader of the GPUs that this process may open. Use as a context manager.
 
-    For a GPU with MIG enabled, the MIG devices are read: the driver reports only memory for these, so values
-    of the whole GPU, such as its power, are repeated for each. Without a driver there are no GPUs.
+    For a GPU with MIG enabled, the MIG devices are read: the driver reports only memory for these. Values of
+    the GPU, such as the power, are repeated for each MIG device. Without a driver, there are no GPUs.
     """
 
     def __init__(self, listed: Sequence[str] | None = None) -> None:
@@ -298,7 +298,7 @@ class GpuReader:
         """Read all devices.
 
         Args:
-            traffic: read PCIe and NVLink traffic, too, which takes the driver 40 ms per GPU.
+            traffic: read PCIe and NVLink traffic, which takes 40 ms per GPU.
         """
         xids = self._new_errors()
         return [
@@ -307,7 +307,7 @@ class GpuReader:
         ]
 
     def _new_errors(self) -> dict[str, tuple[int, ...]]:
-        """Return Xid numbers of errors that the driver reported since the last call, by GPU UUID."""
+        """Return Xid numbers of errors reported by the driver since the last call, by GPU UUID."""
         errors: dict[str, tuple[int, ...]] = {}
         if self._errors is None:
             return errors
@@ -352,5 +352,5 @@ def _parts(handle: Any) -> Iterator[Any]:
 
 
 def _means(entry: str, index: int, uuids: Sequence[str]) -> bool:
-    """True if an entry of CUDA_VISIBLE_DEVICES names the device, by its index or the start of its UUID."""
+    """Return true if an entry of CUDA_VISIBLE_DEVICES names the device, by index or UUID prefix."""
     return int(entry) == index if entry.isdecimal() else any(uuid.startswith(entry) for uuid in uuids)

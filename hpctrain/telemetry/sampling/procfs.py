@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Whole disks only: partitions and virtual devices would count bytes twice.
+#: Complete disks only: with partitions and virtual devices, bytes would be counted twice.
 _WHOLE_DISK = re.compile(r"(sd|vd|xvd|hd)[a-z]+|nvme\d+n\d+|mmcblk\d+")
-#: Sectors are always 512 bytes here, independent of the disk (Linux, Documentation/admin-guide/iostats).
+#: Sectors are always 512 bytes in procfs, regardless of the disk (Linux, Documentation/admin-guide/iostats).
 _SECTOR_BYTES = 512
 
 
@@ -23,7 +23,7 @@ class NodeReading:
     cpu: float | None = None
     """Utilisation of all CPUs together, in per cent."""
     memory: int | None = None
-    """Bytes that are not available to other programs."""
+    """Bytes unavailable to other programs."""
     disk_read: float | None = None
     """Bytes per second, over all disks."""
     disk_write: float | None = None
@@ -98,7 +98,7 @@ class ProcfsReader:
         return counters
 
     def _memory(self) -> dict[str, int]:
-        """Return the fields of meminfo in bytes; the file has KiB (proc(5))."""
+        """Return the fields of meminfo in bytes; the file uses KiB (proc(5))."""
         with suppress(OSError, ValueError, IndexError):
             lines = [line.split() for line in self._text("meminfo").splitlines()]
             return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}

@@ -1,9 +1,9 @@
-"""The process that measures a node: one per node, separate from the ranks.
+"""Sampler process, which measures a node: one per node, separate from the ranks.
 
     python -m hpctrain.telemetry.sampling.sampler RUN NODE
 
-writes `telemetry/node-NNN.jsonl` of the run until its standard input closes or receives a line. It therefore
-exits with its parent, however that ends. It ignores the signals that ask ranks to save.
+writes `telemetry/node-NNN.jsonl` of the run until its standard input closes or receives a line. The process
+therefore exits with its parent in all cases. Signals that request a save are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READ_INTERVAL_S = 1.0
 #: Seconds per line: short at first, when the user may be watching, longer after ten minutes.
 FIRST_LINE_INTERVAL_S, LATER_LINE_INTERVAL_S, FIRST_LINES_DURATION_S = 5.0, 30.0, 600.0
 
-#: Aggregation of the readings of a line; for other fields, the last value counts.
+#: Aggregation of the readings of a line; for other fields, the last value is used.
 _MEAN_FIELDS = frozenset({"util", "power_w", "clock_mhz"})
 _MAX_FIELDS = frozenset({"memory", "temp_c"})
 #: All distinct values of the interval.
@@ -59,7 +59,7 @@ class TelemetrySampler:
         Args:
             path: the output file.
             gpus: an open reader.
-            node: reader of the rest.
+            node: reader of all other measurements.
             host: the name of the node.
             run_id: the name of the run.
             clock: monotonic clock, in seconds.
@@ -86,14 +86,14 @@ class TelemetrySampler:
         self._counted = self._gpus.read(traffic=True)
 
     def read(self) -> None:
-        """Read once, and write a line if it is due."""
+        """Read once, and write a line if due."""
         line_is_due = self._clock() - self._line_began >= self._line_s
         self._readings.append(self._gpus.read(traffic=line_is_due))
         if line_is_due:
             self.flush()
 
     def flush(self) -> None:
-        """Write a line about the readings since the last one."""
+        """Write a line for the readings since the last line."""
         if not self._readings:
             return
         seconds = self._clock() - self._line_began
@@ -172,7 +172,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             sampler.flush()
             sampler.close()
         except OSError as error:
-            # The training must not depend on the measurement.
+            # The training must not depend on the measurements.
             print(f"hpctrain: node measurements have stopped: {error}", file=sys.stderr)
             return 1
     return 0

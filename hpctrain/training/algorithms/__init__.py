@@ -1,4 +1,4 @@
-"""Communication algorithms of `ddp`: ranks average gradients or, less often, weights, with fewer bytes."""
+"""Communication algorithms of `ddp`: ranks average gradients or weights with less communication."""
 
 from hpctrain.training.algorithms.algorithm_registry import find_algorithm, register_algorithm
 from hpctrain.training.algorithms.base import Algorithm

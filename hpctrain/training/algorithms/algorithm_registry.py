@@ -35,6 +35,6 @@ def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
     """Return a new instance of the named algorithm; an instance is returned unchanged.
 
     Raises:
-        UserError: no algorithm has this name.
+        UserError: there is no algorithm with this name.
     """
     return algorithm if isinstance(algorithm, Algorithm) else ALGORITHMS.find(algorithm)()

@@ -24,10 +24,10 @@ GradBucket = Any
 
 
 class Algorithm:
-    """Base class of the algorithms; by default DDP's all-reduce of gradients.
+    """Base class of the algorithms; the default is DDP's all-reduce of gradients.
 
-    An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint
-    `synchronize` makes them equal, so that a checkpoint fits any number of ranks.
+    An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint,
+    `synchronize` makes the replicas equal. Checkpoints thus fit any number of ranks.
 
     Attributes:
         sent_bytes: bytes that this rank has sent since the start.
@@ -48,7 +48,7 @@ class Algorithm:
         """Check that the settings are compatible with this algorithm.
 
         Raises:
-            UserError: they are not; the message states the reason.
+            UserError: the settings are not compatible; the message contains the reason.
         """
         if settings.precision == "16-mixed" and not cls.shares_gradients:
             raise UserError(
@@ -57,18 +57,18 @@ class Algorithm:
             )
 
     def begin(self, module: nn.Module, context: DistributedContext) -> None:
-        """Receive the replicas, which are equal. Called only if there are several ranks."""
+        """Receive the identical replicas. Called only if there are several ranks."""
         self.context = context
         self.weights = FlatParameters(module)
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Replace DDP's all-reduce of gradients; by default keep it."""
+        """Replace DDP's all-reduce of gradients; the default keeps it."""
 
     def setup_optimizers(self, optimization: OptimizerSetup) -> None:
         """Receive the optimizers, before the first step.
 
         Raises:
-            UserError: they are not compatible with this algorithm.
+            UserError: an optimizer is not compatible with this algorithm.
         """
         self.optimizers = optimization.optimizers
 
@@ -82,7 +82,7 @@ class Algorithm:
             self.average(self.weights.optimizer_tensors(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, after `synchronize`: the same on all ranks."""
+        """Return the state for a checkpoint, after `synchronize`; identical on all ranks."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Algorithm:
         self._state = state
 
     def average(self, tensors: list[torch.Tensor]) -> None:
-        """Replace tensors by their means over all ranks. All ranks must call this."""
+        """Replace tensors with their means over all ranks. All ranks must call this."""
         for together in self.weights.by_type(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
             self.all_reduce(flat)
@@ -110,20 +110,20 @@ class AllReduce(Algorithm):
 def register_comm_hook(
     parallel: DistributedDataParallel, exchange: Callable[[GradBucket], Future[torch.Tensor]]
 ) -> None:
-    """Replace DDP's all-reduce of each gradient bucket by `exchange`."""
-    # A lambda without annotations: torch checks them against a type that type checkers cannot see.
+    """Replace DDP's all-reduce of each gradient bucket with `exchange`."""
+    # A lambda without annotations: torch checks annotations against a type that is not public.
     parallel.register_comm_hook(None, lambda _state, bucket: exchange(bucket))
 
 
 def completed_future(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Return a future that already holds its result."""
+    """Return a completed future."""
     future: Future[torch.Tensor] = Future()
     future.set_result(tensor)
     return future
 
 
 def noop_hook(bucket: GradBucket) -> Future[torch.Tensor]:
-    """Keep each rank's own gradients: a communication hook that sends nothing."""
+    """Communication hook that keeps the gradients of each rank and sends nothing."""
     return completed_future(bucket.buffer())
 
 

@@ -48,7 +48,7 @@ _LEVELS = 255
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of 8-bit codes, each with its own minimum and maximum.
+    """Rows of 8-bit codes, each with a minimum and a maximum.
 
     The error of an element is at most half a step: (maximum − minimum) / 510.
     """
@@ -79,11 +79,11 @@ class QuantizedRows:
 def quantized_all_reduce_mean(flat: torch.Tensor, world_size: int) -> tuple[torch.Tensor, int]:
     """Return the mean of a vector over all ranks, sent at 8 bits per element. All ranks must call this.
 
-    Each rank receives one piece of the vector from all others, averages it, and sends the mean to all
+    Each rank receives a piece of the vector from all others, averages it, and sends the mean to all
     (ByteGrad: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021).
 
     Returns:
-        The mean, equal on all ranks, and the number of bytes that this rank sent.
+        The mean, equal on all ranks, and the number of bytes sent by this rank.
     """
     each = -(-len(flat) // world_size)
     padded = torch.nn.functional.pad(flat, (0, each * world_size - len(flat)))

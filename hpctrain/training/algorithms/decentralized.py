@@ -17,7 +17,7 @@ from hpctrain.training.algorithms.compression import QuantizedRows
 
 
 class Decentralized(Algorithm):
-    """Averaging of weights with one peer after each step, a different peer every time."""
+    """Averaging of weights with one peer after each step; the peer changes every step."""
 
     shares_gradients = False
 
@@ -82,16 +82,16 @@ class LowPrecisionDecentralized(Algorithm):
             self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Reset own and neighbours' copies to the current weights, which are equal on all ranks."""
+        """Reset the copies of own and neighbours' weights to the current weights, equal on all ranks."""
         self._own = self.weights.flat()
         self._left, self._right = self._own.clone(), self._own.clone()
 
 
 def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
-    """Return the peer of a rank in a step; in each cycle of steps every pair of ranks meets once.
+    """Return the peer of a rank in a step; every pair of ranks occurs once per cycle.
 
-    One rank keeps its seat and the others rotate (the circle method). If the number of ranks is odd, one rank
-    per step has no peer and gets None.
+    One rank keeps its position and the others rotate (the circle method). With an odd number of ranks, one
+    rank per step has no peer; the result is None.
     """
     seats = world_size + world_size % 2
     turn = step % (seats - 1)
@@ -105,7 +105,7 @@ def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
 
 
 def exchange_tensors(transfers: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-    """Exchange tensors with all peers at once: (peer, tensor to send, buffer for the tensor received)."""
+    """Exchange tensors with all peers concurrently: (peer, tensor to send, receive buffer)."""
     operations = []
     for peer, own, theirs in transfers:
         operations += [dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)]

@@ -15,7 +15,7 @@ from hpctrain.training.algorithms.base import Algorithm, noop_hook, register_com
 
 
 class LocalSGD(Algorithm):
-    """Averaging of weights after every `every` steps, without communication in between.
+    """Averaging of weights every `every` steps, without communication in between.
 
     Stich, "Local SGD Converges Fast and Communicates Little", 2019; averaging gradients during warm-up
     follows Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020.
@@ -39,9 +39,9 @@ class LocalSGD(Algorithm):
 class AsyncAveraging(Algorithm):
     """Continuous averaging of weights in the background while each replica trains.
 
-    A rank takes the mean of all weights from the start of the averaging and adds its own progress since then.
-    No step waits; the age of a mean depends on the network, so runs are not reproducible. After
-    Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021.
+    A rank adds its progress since the start of the averaging to the mean of all weights. No step waits. The
+    age of a mean depends on the network, so runs are not reproducible. Based on Gan et al., "BAGUA: Scaling
+    up Distributed Learning with System Relaxations", 2021.
     """
 
     shares_gradients = False
@@ -66,7 +66,7 @@ class AsyncAveraging(Algorithm):
             self._start_average()
 
     def synchronize(self) -> None:
-        # Ranks that are behind start the averagings that other ranks have started already.
+        # Slower ranks start the averaging operations that other ranks have already started.
         for _ in range(max(self.context.all_gather(self._num_started)) - self._num_started):
             if self._pending is not None:
                 self._apply_average()

@@ -17,14 +17,14 @@ from hpctrain.training.algorithms.base import Algorithm, GradBucket, completed_f
 class PowerSGD(Algorithm):
     """Transfer of gradients of shape [n, m] as [n, rank] and [m, rank], by one step of a power iteration.
 
-    The residual is added to the next gradient (error feedback). Vectors, and matrices that would not become
-    smaller, are averaged uncompressed. Before a checkpoint the ranks average their residuals, which keeps
-    their sum over the ranks, and so the next mean. They are stored by parameter; torch's hook stores them by
-    bucket, so that a checkpoint would depend on the bucket size.
+    The residual is added to the next gradient (error feedback). Vectors, and matrices that compression does
+    not make smaller, are averaged uncompressed. Before a checkpoint the ranks average their residuals, which
+    preserves the sum over the ranks, and thus the next mean. Residuals are stored by parameter. torch's hook
+    stores them by bucket: a checkpoint would depend on the bucket size.
     """
 
     def __init__(self, rank: int = 2, seed: int = 0) -> None:
-        """Use `rank` columns, drawn at first from `seed`, which must be the same on all ranks."""
+        """Use `rank` columns, initially drawn from `seed`, which must be the same on all ranks."""
         super().__init__()
         self.rank, self._seed = rank, seed
         self._number: dict[torch.Tensor, int] = {}

@@ -27,10 +27,10 @@ _LARGEST = 3.0
 
 
 class QAdam(Algorithm):
-    """Adam over averaged gradients during the warm-up, over averaged momenta after it.
+    """Adam with averaged gradients during the warm-up, and with averaged momenta afterwards.
 
-    After the warm-up each rank updates the momentum from its own gradient, the ranks average the momenta in
-    8 bits, in units of their deviation, and the variance is frozen.
+    After the warm-up, each rank updates the momentum from its local gradient. The ranks average the momenta
+    in 8 bits, in units of their deviation. The variance is frozen.
     """
 
     def __init__(self, warmup_steps: int = 100) -> None:
@@ -45,12 +45,13 @@ class QAdam(Algorithm):
             if getattr(settings, name) is not None:
                 raise UserError(
                     f"{name} is {getattr(settings, name)!r}, but algorithm 'qadam' exchanges momenta, so "
-                    "there is no common gradient to clip. Remove the setting, or choose another algorithm."
+                    "there is no averaged gradient to clip. Remove the setting, or choose another "
+                    "algorithm."
                 )
         if settings.precision == "16-mixed":
             raise UserError(
-                "precision '16-mixed' does not work with algorithm 'qadam': the loss scale would end up in "
-                "the momenta. Use 'bf16-mixed'."
+                "precision '16-mixed' does not work with algorithm 'qadam': the momenta would contain the "
+                "loss scale. Use 'bf16-mixed'."
             )
 
     def attach(self, parallel: DistributedDataParallel) -> None:
@@ -97,7 +98,7 @@ class QAdam(Algorithm):
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"])
             gradient.mul_(1 - beta).add_(optimizer.state[parameter]["exp_avg"], alpha=beta)
             # In units of the deviation: otherwise rounding would erase elements with small or zero gradients.
-            # The clamp keeps elements that had no variance in the warm-up from taking up the whole range.
+            # Without the clamp, elements without variance in the warm-up would use the complete range.
             gradient.div_(self._deviation(parameter)).clamp_(-_LARGEST, _LARGEST)
         mean, sent = quantized_all_reduce_mean(gradients, self.context.ranks.world_size)
         self.sent_bytes += sent
@@ -109,7 +110,7 @@ class QAdam(Algorithm):
     def _deviation(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the square root of the frozen variance, equal on all ranks."""
         optimizer, group = self._group[parameter]
-        # The variance is that of the warm-up, so its bias correction is too.
+        # The variance is from the warm-up, and so is its bias correction.
         settled = 1 - group["betas"][1] ** float(self.warmup_steps)
         root: torch.Tensor = (optimizer.state[parameter]["exp_avg_sq"] / settled).sqrt_()
         return root.add_(group["eps"])

@@ -15,19 +15,20 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.telemetry.sampling.nvml import GpuReader
 
-#: A number of devices, their indices, "auto", or a number or indices as text.
+#: A number of devices, their indices, "auto", or a number or indices as a string.
 Devices = int | str | Sequence[int]
 
 _FORMS = (
-    "a number of devices, -1 for all, a list of indices such as [1, 3] or '1,3', or 'auto' for all free ones"
+    "a number of devices, -1 for all, a list of indices such as [1, 3] or '1,3', or 'auto' for all free "
+    "devices"
 )
 
 
 def parse_devices(devices: Devices) -> int | list[int] | None:
-    """Return the number of devices (-1: all), their indices, or None for all free ones.
+    """Return the number of devices (-1: all), their indices, or None for all free devices.
 
     Raises:
-        UserError: the value has another form.
+        UserError: the value is invalid.
     """
     wanted: int | list[int] | None = None
     match devices:
@@ -51,7 +52,7 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
 
 
 def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> list[int | None]:
-    """Return the selected indices among the visible GPUs; None stands for a process on the CPU.
+    """Return the selected indices among the visible GPUs; None means a process on the CPU.
 
     Args:
         devices: the user's setting.
@@ -76,8 +77,8 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
     if wanted is None:
         if not free:
             raise UserError(
-                f"devices is {devices!r}, but all {num_gpus} visible GPUs are in use. Wait for one, or name "
-                "GPUs to share: devices=[0, …]."
+                f"devices is {devices!r}, but all {num_gpus} visible GPUs are in use. Wait for a free GPU, "
+                "or name GPUs to share: devices=[0, …]."
             )
         return list(free)
     if wanted == -1:
@@ -106,13 +107,13 @@ def find_devices(devices: Devices, environ: Mapping[str, str]) -> list[int | Non
 
 def _others(index: int, pids: Collection[int]) -> int:
     """Return the number of other processes that use the GPU."""
-    # In a container, the driver reports pids of the host, which differ from those inside.
+    # In a container, the driver reports pids of the host, which differ from those in the container.
     is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
     return len(pids) - is_own if pids else 0
 
 
 def has_launcher(ranks: Ranks) -> bool:
-    """True if a launcher started the ranks and so assigned their devices."""
+    """Return true if a launcher started the ranks and therefore assigned their devices."""
     return ranks.environment != "local"
 
 

@@ -1,4 +1,4 @@
-"""Accumulation of a rank's part of the means over the global batch."""
+"""Accumulation of metrics: the contribution of a rank to the means over the global batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from hpctrain.errors import UserError
 
-#: Name of the training step's output for the number of tokens, or other units, that its loss is a mean over.
+#: Output name of the training step for the number of tokens, or other units, over which the loss is a mean.
 TOKENS_FIELD = "num_tokens"
 #: Fields of a line of `metrics.jsonl` that are not metrics.
 RESERVED_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
 
 
 class MetricAccumulator:
-    """Sum over a rank's micro-batches of its part of the means over the global batch."""
+    """Sums over the micro-batches of a rank, as contribution to the means over the global batch."""
 
     def __init__(self) -> None:
         # Plain numbers on the CPU, because reading them is cheaper than adding tensors.
@@ -24,7 +24,7 @@ class MetricAccumulator:
     def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         """Add means over samples that are `share` of the global batch.
 
-        With `num_tokens`, `loss` is the mean over that many tokens, independent of the samples.
+        With `num_tokens`, `loss` is the mean over this number of tokens, independent of the samples.
 
         Raises:
             UserError: the names differ from those of the previous micro-batch.
@@ -32,13 +32,13 @@ class MetricAccumulator:
         if self.values and self.values.keys() != scalars.keys():
             raise UserError(
                 f"training_step returned {sorted(scalars)} for a micro-batch, but {sorted(self.values)} for "
-                "the one before. Return the same names every time."
+                "the previous micro-batch. Return the same names every time."
             )
         tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None
         parts: dict[str, torch.Tensor | float] = {}
         for name, scalar in scalars.items():
             weight = share if tokens is None or name not in ("loss", TOKENS_FIELD) else 1.0
-            # A rank without samples computes on one that is not its own; zeros avoid 0 · inf = nan.
+            # A rank without samples uses a sample of another rank; zeros avoid 0 · inf = nan.
             part = _double(scalar) * weight if share else 0.0 * _double(torch.zeros_like(scalar))
             parts[name] = part * tokens if tokens is not None and name == "loss" else part
         self.values = (
@@ -46,13 +46,13 @@ class MetricAccumulator:
         )
 
     def put(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
-        """Insert means; existing ones with the same name are replaced."""
+        """Insert means; existing means with the same name are replaced."""
         beside = MetricAccumulator()
         beside.add(scalars, share)
         self.values |= beside.values
 
     def join(self, other: MetricAccumulator) -> None:
-        """Merge another optimizer's pass over the batch: add the losses, insert the other means."""
+        """Merge the pass of another optimizer over the batch: add the losses, insert the other means."""
         losses = [each.values["loss"] for each in (self, other) if "loss" in each.values]
         self.values |= other.values
         if losses:

@@ -22,13 +22,13 @@ def canonical_precision(precision: str | int) -> str:
     """Return the canonical name of a precision, which may be a Lightning or Hugging Face name.
 
     Raises:
-        UserError: it is unknown.
+        UserError: the name is unknown.
     """
     precision = _ALIASES.get(str(precision), str(precision))
     if precision in _APEX:
         raise UserError(
-            f"precision is {precision!r}, which is an Apex mode. PyTorch has this built in: use "
-            "'16-mixed', or 'bf16-mixed' on GPUs that support bfloat16."
+            f"precision is {precision!r}, which is an Apex mode. Use PyTorch's built-in mixed precision "
+            "instead: '16-mixed', or 'bf16-mixed' on GPUs that support bfloat16."
         )
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; choose from {', '.join(map(repr, PRECISIONS))}.")
@@ -47,7 +47,7 @@ def casts_batches(precision: str) -> bool:
 
 
 def cast_batch(batch: Any, precision: str) -> Any:
-    """Return `batch` with its floating-point tensors in the weights' type, unless that is float32."""
+    """Return `batch` with floating-point tensors converted to the weights' type, unless it is float32."""
     if not casts_batches(precision):
         return batch
     return map_tensors(batch, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
@@ -62,7 +62,7 @@ def forward_context(precision: str, device: torch.device) -> contextlib.Abstract
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
     """Return the loss scaler of `16-mixed`, which keeps small gradients from vanishing; None otherwise.
 
-    If gradients overflow, the step is skipped and the scale reduced. All ranks decide the same, because an
-    infinity on one rank is in the averaged gradients of all.
+    If gradients overflow, the step is skipped and the scale is reduced. All ranks make the same decision,
+    because an infinity on one rank is part of the averaged gradients of all ranks.
     """
     return torch.amp.GradScaler(device.type) if precision == "16-mixed" else None

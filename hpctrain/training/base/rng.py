@@ -18,7 +18,7 @@ def derive_seed(*parts: object) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (on all devices), Python's `random` and, if imported, NumPy's legacy generator."""
+    """Seed torch (on all devices), Python's `random` and NumPy's legacy generator, if imported."""
     torch.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -37,7 +37,7 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 
 def capture_rng_state() -> dict[str, torch.Tensor]:
-    """Return this process's random state, as tensors of constant shapes."""
+    """Return the random state of this process, as tensors of constant shapes."""
     version, words, gauss = random.getstate()
     state = {"torch": torch.get_rng_state(), **_as_tensors("python", [version, *words], gauss)}
     if torch.cuda.is_available():
@@ -49,7 +49,7 @@ def capture_rng_state() -> dict[str, torch.Tensor]:
 
 
 def restore_rng_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the result of `capture_rng_state`, for the generators that this process has."""
+    """Restore the result of `capture_rng_state`, for the generators available in this process."""
     torch.set_rng_state(state["torch"])
     (version, *words), gauss = _from_tensors(state, "python")
     random.setstate((version, tuple(words), gauss))
@@ -61,7 +61,7 @@ def restore_rng_state(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _as_tensors(name: str, words: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
-    """Return a Mersenne Twister's state, with the normal number drawn ahead, if any."""
+    """Return the state of a Mersenne Twister, including the cached normal number, if any."""
     kept = [0.0, 0.0] if gauss is None else [1.0, gauss]
     return {
         name: torch.tensor(words, dtype=torch.int64),

@@ -13,7 +13,7 @@ from hpctrain.training.data.sample_order import SampleOrder
 
 @dataclass(frozen=True)
 class DataRank:
-    """Division of a batch between the ranks, from the view of one rank."""
+    """Division of a batch among the ranks, for a single rank."""
 
     rank: int
     world_size: int
@@ -23,23 +23,23 @@ class DataRank:
         return split_range(count, self.rank, self.world_size)
 
     def largest(self, count: int) -> int:
-        """Return the number of samples of the rank that gets most of a batch of `count`."""
+        """Return the largest number of samples that a rank receives from a batch of `count`."""
         return -(-count // self.world_size)
 
 
 class RankBatch(NamedTuple):
-    """One rank's part of one global batch."""
+    """Part of a rank in a global batch."""
 
     step: int
-    """Optimizer step that this batch belongs to, from 1."""
+    """Optimizer step of this batch, counted from 1."""
     epoch: int
-    """Epoch of the batch, from 0."""
+    """Epoch of the batch, counted from 0."""
     batch_idx: int
-    """Number of the batch in its epoch, from 0."""
+    """Number of the batch in its epoch, counted from 0."""
     batch_size: int
-    """Samples of all ranks together."""
+    """Total number of samples of all ranks."""
     largest: int
-    """Samples of the rank that has most of them."""
+    """Largest number of samples on a rank."""
     indices: torch.Tensor
     """Samples of this rank, as int64; may be empty if the batch has fewer samples than there are ranks.
 
@@ -47,7 +47,7 @@ class RankBatch(NamedTuple):
     """
 
     def parts(self, micro_batch_size: int | None) -> list[tuple[int, int]]:
-        """Return this rank's micro-batches as half-open ranges, maybe empty; equally many on all ranks.
+        """Return this rank's micro-batches as half-open, possibly empty ranges; the same number on all ranks.
 
         Args:
             micro_batch_size: maximum samples per micro-batch; None for a single micro-batch.
@@ -62,7 +62,7 @@ class RankBatch(NamedTuple):
 class BatchPlan:
     """Order in which a run consumes its data set: a pure function of the step, for any number of ranks.
 
-    Step s is in epoch (s - 1) // steps_per_epoch. A short last batch of an epoch is kept.
+    Step s is in epoch (s - 1) // steps_per_epoch. The last batch of an epoch may be shorter.
     """
 
     order: SampleOrder
@@ -90,7 +90,7 @@ class BatchPlan:
         return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices)
 
     def padding_sample(self, step: int) -> torch.Tensor:
-        """Return one sample of the batch, of shape [1], for a rank that has none in `step`."""
+        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         start, _ = self._range(batch)
         return self.order.indices(epoch, start, start + 1)

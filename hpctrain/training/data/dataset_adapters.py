@@ -38,8 +38,7 @@ def make_step_source(
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which is divided among the ranks, but with this strategy every "
-                "rank needs the whole of each batch. Use a map-style data set, with __len__ and "
-                "__getitem__."
+                "rank requires complete batches. Use a map-style data set, with __len__ and __getitem__."
             )
         source = StreamStepSource(dataset, loading, data_rank, context, until)
     else:
@@ -63,28 +62,28 @@ def _refuse_loader(dataset: Any, name: str) -> None:
 
 
 def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
-    """Check that all ranks have the same data, because each computes the shares of all ranks by itself.
+    """Check that all ranks have the same data, because each rank computes the shares of all ranks.
 
     Raises:
-        UserError: they differ; raised on all ranks.
+        UserError: the data differs; raised on all ranks.
     """
     first, *others = context.all_gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise UserError(
-                f"{name} is {first} on rank 0, but {other} on rank {rank}. It must be the same on all ranks: "
-                "check that all nodes have the same copy of the data and the same settings."
+                f"{name} is {first} on rank 0, but {other} on rank {rank}. Both must be the same: check "
+                "that all nodes have the same copy of the data and the same settings."
             )
 
 
 class ValidationSet(Protocol):
-    """Validation samples, each used exactly once per validation for any number of ranks."""
+    """Validation samples, each used once per validation for any number of ranks."""
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks."""
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
-        """Yield (number of samples, batch) of this rank's part; augmentation is the same every time."""
+        """Yield (number of samples, batch) of this rank's part; augmentation is always the same."""
 
 
 def make_validation_set(
@@ -107,7 +106,7 @@ def make_validation_set(
 
 
 class _ValidationMap:
-    """Validation on a map-style data set: each rank takes a range."""
+    """Validation on a map-style data set: each rank processes a range."""
 
     def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._loading, self._data_rank, self._name = loading, data_rank, name
@@ -127,7 +126,7 @@ class _ValidationMap:
 
 
 class _ValidationStream:
-    """Validation on a stream: each rank takes its training shards; ranks with a common shard take turns."""
+    """Validation on a stream: each rank reads its training shards; ranks with a common shard take turns."""
 
     def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._stream = ShardedStream(dataset, name)

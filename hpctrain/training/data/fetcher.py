@@ -15,7 +15,7 @@ from hpctrain.training.data.sample_seeds import SampleSeeds
 Collate = Callable[[list[Any]], Any]
 #: Request for a batch: an epoch, and sample indices as an int64 tensor of shape [n].
 BatchOrder = tuple[int, torch.Tensor]
-#: Maximum batches fetched at once, and their total size in bytes, which fits into a core's cache.
+#: Maximum number of batches to fetch together, and their total size in bytes, to fit into a core's cache.
 _BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
 
 
@@ -28,7 +28,7 @@ class Fetcher(Protocol):
         """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
 
     def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
-        """Yield the batch of each order; may read orders ahead."""
+        """Yield the batch for each order; may read orders in advance."""
 
 
 def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
@@ -36,7 +36,7 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
 
     Args:
         dataset: map-style, or tensors and NumPy arrays: alone, in a TensorDataset, a tuple or a dict.
-        collate_fn: makes a batch out of a list of samples; None for torch's default.
+        collate_fn: combines a list of samples into a batch; None for torch's default.
         seeds: random generators of the samples.
         name: name of the data set in messages.
 
@@ -66,7 +66,7 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
 
 
 class ColumnFetcher:
-    """Fetcher that indexes tensors by whole batches. It runs no user code, so nothing is random."""
+    """Fetcher that indexes tensors by batches. It runs no user code, so nothing is random."""
 
     def __init__(self, dataset: Any, columns: list[Any], subset: torch.Tensor | None) -> None:
         self._subset = subset
@@ -80,7 +80,7 @@ class ColumnFetcher:
         return self._batch(self._parts(indices))
 
     def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
-        """Fetch several small batches at a time, which takes as long as one."""
+        """Fetch several small batches together, in the time of one batch."""
         orders = iter(orders)
         for epoch, indices in orders:
             most = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
@@ -127,7 +127,7 @@ class _SampleFetcherBase:
     ) -> None:
         self._dataset, self._subset, self._collate = dataset, subset, collate
         self._seeds, self._name = seeds, name
-        # Then no user code runs, neither for samples nor for collation, and nothing random is drawn.
+        # In this case, no user code runs for samples or collation, so nothing is random.
         self._is_plain = type(dataset) in (list, tuple) and collate is default_collate
         self.num_samples = num_samples if subset is None else len(subset)
 
@@ -147,7 +147,7 @@ class _SampleFetcherBase:
 
 
 class ItemsFetcher(_SampleFetcherBase):
-    """Fetcher that reads all samples of a batch at once, by torch's `__getitems__`."""
+    """Fetcher that reads all samples of a batch in one call of torch's `__getitems__`."""
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
         inner = self._inner(indices)
@@ -161,7 +161,7 @@ class ItemsFetcher(_SampleFetcherBase):
 
 
 class SampleFetcher(_SampleFetcherBase):
-    """Fetcher that reads one sample at a time, each with its own random generators."""
+    """Fetcher that reads samples one by one, each with separate random generators."""
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
         inner = self._inner(indices)
@@ -191,7 +191,7 @@ def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
 
 
 def _columns(dataset: Any, name: str) -> list[Any] | None:
-    """Return the tensors and arrays of equal length that make up `dataset`; None for any other data set."""
+    """Return the tensors and arrays of equal length in `dataset`; None for other data sets."""
     parts: list[Any]
     if type(dataset) is TensorDataset:
         parts = list(dataset.tensors)
@@ -216,6 +216,6 @@ def _is_column(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """True if `value` is a numeric NumPy array; detected without importing NumPy, which is optional."""
+    """Return true if `value` is a numeric NumPy array; detected without importing the optional NumPy."""
     bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
     return ("numpy", "ndarray") in bases and value.dtype.kind in "biufc"

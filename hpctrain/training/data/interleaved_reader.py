@@ -16,20 +16,21 @@ from hpctrain.errors import UserError
 from hpctrain.torch_compat import dataloader_worker
 from hpctrain.training.data.sample_seeds import SampleSeeds
 
-#: True if this rank keeps a sample: (epoch, shard, number in the shard) -> bool. Others are read and dropped.
+#: Returns true if this rank keeps a sample: (epoch, shard, number in the shard) -> bool. Other samples are
+#: read and dropped.
 SampleFilter = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)
 class ReaderCheckpoint:
-    """Position in a shard at which reading can begin."""
+    """Position in a shard at which reading can start."""
 
     number: int = 0
-    """Samples of the shard before this position."""
+    """Number of samples of the shard before this position."""
     state: Any = None
     """State from the stream's `state_dict` at this position; None for the beginning of the shard."""
     resumable: bool = False
-    """True if the stream has a `state_dict`, so that reading can also begin at other positions."""
+    """True if the stream has a `state_dict`, so reading can also start at other positions."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ShardChunk:
     epoch: int
     shard: int
     checkpoint: ReaderCheckpoint | None
-    """Start of the chunk; None if the stream cannot resume there."""
+    """Start of the chunk; None if the stream cannot resume at this position."""
     samples: dict[int, Any]
     """Samples to keep, by their numbers in the shard."""
     stop: int
@@ -49,7 +50,7 @@ class ShardChunk:
 
 
 class ShardedStream:
-    """Stream as a set of shards; a single one if the stream does not offer shards."""
+    """Stream as a set of shards; a single shard if the stream does not provide shards."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         """Wrap a stream.
@@ -67,10 +68,10 @@ class ShardedStream:
         has_shards = callable(getattr(dataset, "shard", None))
         self.num_shards = offered if isinstance(offered, int) and has_shards else 1
         if self.num_shards < 1:
-            raise UserError(f"{name} has {self.num_shards} shards; it must have at least one.")
+            raise UserError(f"{name} has {self.num_shards} shards, but must have at least one.")
 
     def shard(self, index: int) -> Any:
-        """Return a shard as an iterable, at its beginning."""
+        """Return a shard as an iterable, positioned at its beginning."""
         if self.num_shards == 1:
             return self._dataset
         return self._dataset.shard(num_shards=self.num_shards, index=index)
@@ -87,7 +88,7 @@ class _ShardReader:
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         self._samples = iter(dataset)
-        # In torchdata's protocol either the iterator or the data set has the state.
+        # In torchdata's protocol, either the iterator or the data set has the state.
         self._holder = next((h for h in (self._samples, dataset) if _keeps_state(h)), None)
         if checkpoint.state is None:
             return
@@ -137,12 +138,12 @@ class _ShardReader:
 
 @dataclass
 class InterleavedReader(IterableDataset[ShardChunk]):
-    """Reader of several shards in turns, chunk by chunk, for all epochs; in the rank or a data worker."""
+    """Reader that alternates between shards, chunk by chunk, for all epochs; in the rank or a data worker."""
 
     stream: ShardedStream
     shards: list[int]
     checkpoints: Mapping[int, ReaderCheckpoint | None]
-    """First-epoch start of each shard, by default its beginning; None if the shard has ended."""
+    """Start of each shard in the first epoch, by default the beginning; None if the shard has ended."""
     _: KW_ONLY
     first_epoch: int
     num_epochs: int | None
@@ -151,8 +152,8 @@ class InterleavedReader(IterableDataset[ShardChunk]):
     seeds: SampleSeeds
 
     def __iter__(self) -> Iterator[ShardChunk]:
-        # In a DataLoader worker some streams return only a part of themselves, but here each shard has just
-        # one reader.
+        # In a DataLoader worker, some streams return only a part of their samples, but each shard has a
+        # single reader.
         dataloader_worker._worker_info = None
         epoch, checkpoints = self.first_epoch, dict(self.checkpoints)
         while self.num_epochs is None or epoch < self.num_epochs:
@@ -171,7 +172,7 @@ class InterleavedReader(IterableDataset[ShardChunk]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """True if `dataset` has no index and is read from its beginning."""
+    """Return true if `dataset` has no index and is read from its beginning."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
@@ -198,7 +199,7 @@ def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> t
         load_checkpoints(dumped)
     except Exception as error:
         raise UserError(
-            f"the state_dict of {name} contains something that a checkpoint cannot store: {error}. "
+            f"the state_dict of {name} contains a value that a checkpoint cannot store: {error}. "
             "Return only numbers, strings, tensors, and lists and dicts of them."
         ) from error
     return dumped

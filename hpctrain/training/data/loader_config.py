@@ -1,4 +1,4 @@
-"""Loading of batches, in the rank itself or by data workers that run ahead of it."""
+"""Loading of batches, in the rank itself or by data workers in advance."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ class LoaderConfig:
     def batches(
         self, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
     ) -> Generator[Any, None, None]:
-        """Yield the batch of each order. Data workers run ahead.
+        """Yield the batch for each order. Data workers load batches in advance.
 
         Raises:
-            HpctrainError: a data worker died or did not answer in time.
+            HpctrainError: a data worker died or did not respond in time.
         """
         if not self.num_workers:
             batches = fetcher.batches(orders)
             yield from map(pin_batch, batches) if self.pin_memory else batches
             return
-        # A list travels inside one message; a tensor would need a file descriptor.
+        # A list is sent within a message; a tensor would need a file descriptor.
         lists = _OrderSampler((epoch, indices.tolist()) for epoch, indices in orders)
         with closing(self.workers(_BatchDataset(fetcher), lists, name, self.num_workers)) as workers:
             yield from workers
 
     def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> LoaderWorkers:
-        """Start data workers on a data set whose elements are whole batches."""
+        """Start data workers on a data set whose elements are batches."""
         return LoaderWorkers(
             dataset,
             orders,
@@ -87,7 +87,7 @@ def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> 
 
 
 def needs_transfer(device: torch.device) -> bool:
-    """True if `to_device` has to copy."""
+    """Return true if `to_device` has to copy."""
     return device.type != "cpu"
 
 

@@ -1,8 +1,8 @@
-"""Data workers of a rank: torch's DataLoader with control over signals and the workers' end.
+"""Data workers of a rank: torch's DataLoader with control over signals and the exit of the workers.
 
-Slurm signals every process of a step, but a rank that has to stop still needs its last batches. A data
-worker therefore ignores the job's signals from its first instruction. It exits when its rank dies for any
-reason, and a rank that exits does not wait for a stuck data worker.
+Slurm signals every process of a step, but a rank that has to stop still needs its last batches. A data worker
+therefore ignores the job's signals from its first instruction. The data worker exits when the rank dies for
+any reason. An exiting rank does not wait for a stuck data worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, write_progress_
 _IGNORED_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
 #: Interval, in seconds, of the check that a data worker is alive while the rank waits for it.
 _POLL_INTERVAL_S = 2.0
-#: Time, in seconds, that a data worker may take to exit once it is no longer needed.
+#: Time limit, in seconds, for the exit of a data worker that is no longer needed.
 _EXIT_TIMEOUT_S = 1.0
 
 
@@ -74,13 +74,13 @@ class LoaderWorkers:
             pin_memory=pin_memory,
             timeout=_POLL_INTERVAL_S,
             worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards),
-            # The iterator draws a seed; a separate generator keeps the rank's unchanged.
+            # The iterator draws a seed; a separate generator leaves the rank's generator unchanged.
             generator=torch.Generator(),
         )
         before = set(multiprocessing.active_children())
         with _signals_blocked():
             self._results: Iterator[Any] | None = iter(loader)
-        # At exit, multiprocessing sends its processes SIGTERM and waits, but data workers ignore SIGTERM.
+        # At exit, multiprocessing sends SIGTERM and waits, but data workers ignore SIGTERM.
         atexit.register(self._end_at_exit)
         self._processes: list[BaseProcess] = sorted(
             set(multiprocessing.active_children()) - before,
@@ -94,7 +94,7 @@ class LoaderWorkers:
         """Return the next result.
 
         Raises:
-            HpctrainError: a data worker died or did not answer in time.
+            HpctrainError: a data worker died or did not respond in time.
         """
         if self._results is None:
             raise StopIteration
@@ -112,8 +112,8 @@ class LoaderWorkers:
                 places = "; ".join(self._position(i) for i in range(len(self._processes)))
                 raise HpctrainError(
                     f"no batch of {self._name} arrived from {len(self._processes)} data workers within "
-                    f"{self._timeout_s:g} s (dataloader_timeout_s). They are at: {places}. "
-                    "Check what its __getitem__ waits for, or increase dataloader_timeout_s."
+                    f"{self._timeout_s:g} s (dataloader_timeout_s). Positions of the data workers: "
+                    f"{places}. Check __getitem__ for a blocking call, or increase dataloader_timeout_s."
                 )
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class LoaderWorkers:
         killer = threading.Timer(_EXIT_TIMEOUT_S, self._kill)
         killer.daemon = True
         killer.start()
-        self._results = None  # its finalizer is torch's shutdown
+        self._results = None  # the finalizer is torch's shutdown
         killer.cancel()
         self._kill()
         for process in self._processes:
@@ -131,7 +131,7 @@ class LoaderWorkers:
         atexit.unregister(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        # No thread, and so no timer, can be started at this point.
+        # No thread or timer can be started at this point.
         self._kill()
         self._closed = True
 
@@ -143,7 +143,7 @@ class LoaderWorkers:
     def _death_message(self, number: int) -> str:
         code = self._processes[number].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        hint = " The kernel does this when memory runs out." if code == -signal.SIGKILL else ""
+        hint = " The kernel kills processes when memory runs out." if code == -signal.SIGKILL else ""
         return (
             f"data worker {number} (pid {self._processes[number].pid}) {how} "
             f"at {self._position(number)}.{hint}"
@@ -160,9 +160,9 @@ class LoaderWorkers:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Start processes inside this block with the job's signals blocked.
+    """Block the job's signals for processes started in this block.
 
-    Signals to this process are delivered when the block ends. Torch's SIGCHLD handler, which raises at an
+    Signals to this process are delivered at the end of the block. Torch's SIGCHLD handler, which raises at an
     arbitrary point of the main thread, is removed: `LoaderWorkers` checks its processes itself.
     """
     in_main = threading.current_thread() is threading.main_thread()
@@ -185,7 +185,7 @@ def _initialize_worker(rank_pid: int, boards: list[Any], number: int) -> None:
     for ignored in _IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
-    # On a crash in C code, print the Python traceback.
+    # Print the Python traceback on a crash in C code.
     faulthandler.enable()
     write_progress_to(boards[number])
 

@@ -1,7 +1,7 @@
 """Order of samples: a keyed permutation that is computed, not stored.
 
 The order of an epoch is a pure function of (seed, epoch, position), independent of the number of ranks. A
-checkpoint needs only a position.
+checkpoint stores only a position.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import math
 
 import torch
 
-#: Rounds of the network. Six pass the uniformity tests at any size; the rest is margin.
+#: Number of rounds of the network. Six rounds pass the uniformity tests at any size; the others are a margin.
 _ROUNDS = 10
-#: Positions computed at once: a tensor operation costs the same for one as for some thousand.
+#: Number of positions computed together: the cost of a tensor operation is the same up to some thousand.
 _CHUNK = 16384
 
 
 class SampleOrder:
     """Pseudo-random permutation of [0, num_samples) for each epoch, with O(1) access to any position.
 
-    A Feistel network over a grid of `a × b ≥ num_samples` cells with modular addition in place of XOR
-    (the generalised construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002):
-    a composition of invertible rounds is a bijection. Because a and b are close to the square root, fewer
-    than 2·√n cells are out of range; those are permuted again (cycle walking).
+    A Feistel network over a grid of `a × b ≥ num_samples` cells with modular addition in place of XOR (the
+    generalised construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a
+    composition of invertible rounds is a bijection. Because a and b are close to the square root, fewer than
+    2·√n cells are out of range; these cells are permuted again (cycle walking).
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -31,7 +31,7 @@ class SampleOrder:
 
         Args:
             num_samples: size of the data set, at least 1.
-            seed: any integer; the same seed gives the same orders on any machine.
+            seed: any integer; the same seed yields the same orders on any machine.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; it must be at least 1.")

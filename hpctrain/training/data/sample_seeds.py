@@ -1,8 +1,8 @@
 """Per-sample randomness, independent of the process that fetches the sample.
 
 While a sample is fetched, Python's, NumPy's and torch's generators are seeded by (seed, epoch, index). Random
-draws of a data set then depend neither on the number of data workers or ranks nor on where a run stopped. A
-rank that fetches samples itself gets its own generators back afterwards.
+numbers in a data set then do not depend on the number of data workers or ranks, or on earlier stops. In a
+rank that fetches samples itself, the generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GeneratorKind = Literal["torch", "numpy", "python"]
 
-#: Numbers that describe what a process fetches: epoch, index, second index; -1 for none.
+#: Numbers that identify the sample being fetched: epoch, index, second index; -1 for none.
 PROGRESS_FIELDS = 3
 
 
@@ -38,13 +38,13 @@ class SampleSeeds:
         Args:
             seed: seed of the training.
             purpose: name that separates data sets, such as training and validation.
-            seed_globals: True to seed the global generators, too; takes some microseconds per sample.
+            seed_globals: also seed the global generators; takes some microseconds per sample.
         """
         self._seed, self._purpose, self._seed_globals = seed, purpose, seed_globals
         self._stem = (-1, b"")
 
     def enter(self, epoch: int, *index: int) -> None:
-        """Begin to fetch a sample: `index` is its index, or its shard and number in the shard."""
+        """Start fetching a sample: `index` is its index, or its shard and number in the shard."""
         if self._stem[0] != epoch:
             key = derive_seed(self._seed, "sample", self._purpose, epoch).to_bytes(8, "little")
             self._stem = (epoch, key)
@@ -59,9 +59,9 @@ class SampleSeeds:
                 numpy.random.seed(seed & 0xFFFFFFFF)
 
     def enter_batch(self, epoch: int, indices: list[int]) -> None:
-        """Begin to fetch several samples at once; `sample_generator` then needs the index of one of them.
+        """Start fetching several samples together; `sample_generator` then requires the index of a sample.
 
-        The global generators are seeded for the first one.
+        The global generators are seeded for the first sample.
         """
         self.enter(epoch, *indices[:1])
         if _now.sample is not None and len(indices) > 1:
@@ -69,7 +69,7 @@ class SampleSeeds:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Restore this process's own generators when the block ends."""
+        """Restore the generators of this process at the end of the block."""
         own = _own_generators() if self._seed_globals else None
         try:
             yield
@@ -81,7 +81,7 @@ class SampleSeeds:
 
 @dataclass
 class _Sample:
-    """Sample that is being fetched."""
+    """The sample being fetched."""
 
     key: bytes
     index: tuple[int, ...]
@@ -95,7 +95,7 @@ class _Sample:
 
 @dataclass
 class _FetchState:
-    """Fetching state of this process."""
+    """State of fetching in this process."""
 
     sample: _Sample | None = None
     board: MutableSequence[int] | None = None
@@ -106,7 +106,7 @@ _now = _FetchState()
 
 
 def write_progress_to(board: MutableSequence[int]) -> None:
-    """Write this process's fetching progress to `board`, for the rank to read."""
+    """Write the fetching progress of this process to `board`, which the rank reads."""
     _now.board = board
 
 
@@ -117,18 +117,19 @@ def sample_generator(kind: Literal["python"], *, index: int | None = None) -> ra
 @overload
 def sample_generator(kind: Literal["numpy"], *, index: int | None = None) -> numpy.random.Generator: ...
 def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None) -> Any:
-    """Return a new random generator for the sample that is being fetched, seeded by (seed, epoch, index).
+    """Return a new random generator for the sample being fetched, seeded by (seed, epoch, index).
 
-    Call it in a data set's `__getitem__` or in a transform called from there. Its numbers are the same in any
-    data worker, on any rank, for any number of ranks, and after a resume. Two calls for one sample return
-    generators in the same state. Outside of training the seed comes from this process's own generator.
+    Call this in the `__getitem__` of a data set, or in a transform called from `__getitem__`. The random
+    numbers are the same in any data worker, on any rank, for any number of ranks, and after a resume. Two
+    calls for the same sample return generators in the same state. Outside of training, the seed is drawn from
+    the generator of this process.
 
     Args:
         kind: `torch` (on the CPU), `numpy`, or `python` for a `random.Random`.
         index: the sample, in a data set's `__getitems__`, which fetches several at once.
 
     Raises:
-        UserError: `kind` is unknown, or several samples are being fetched and `index` is none of them.
+        UserError: `kind` is unknown, or several samples are being fetched and `index` is not among them.
     """
     sample = _now.sample
     if sample is None:
@@ -140,7 +141,7 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
     else:
         raise UserError(
             f"sample_generator(index={index!r}): __getitems__ is fetching {len(sample.among)} samples. "
-            "Pass the index of one of them."
+            "Pass the index of a sample being fetched."
         )
     if kind == "torch":
         return torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Buffers for samples that a rank has read but not yet trained, with checkpoints for resuming."""
+"""Buffers for samples that are read but not yet trained, with checkpoints for resuming."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _ShardBuffer:
 
 
 class ShardBuffers:
-    """Buffers of this rank's shards, one for each shard and epoch."""
+    """Buffers of this rank's shards: a buffer for each shard and epoch."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ShardBuffers:
 
         Args:
             own: shards of this rank.
-            lengths_in: returns the length of each shard in an epoch; `UNKNOWN_LENGTH` if not known.
+            lengths_in: returns the length of each shard in an epoch; `UNKNOWN_LENGTH` if unknown.
             open_readers: opens the shards at the first read.
         """
         self._own, self._lengths_in, self._open_readers = own, lengths_in, open_readers
@@ -58,13 +58,13 @@ class ShardBuffers:
         self._readers: ShardReaders | None = None
 
     def reset(self, epoch: int, checkpoints: Mapping[int, ReaderCheckpoint | None]) -> None:
-        """Begin at these checkpoints, by default at the beginning; None skips a shard that has ended."""
+        """Start at these checkpoints, by default at the beginning; None skips an ended shard."""
         for shard in self._own:
             if (checkpoint := checkpoints.get(shard, ReaderCheckpoint())) is not None:
                 self._buffers[epoch, shard] = _ShardBuffer(checkpoint)
 
     def read(self, epoch: int, shard: int, until: int) -> int | None:
-        """Read a shard up to sample `until`; return its length if it is known by then."""
+        """Read a shard up to sample `until`; return its length if the end was reached."""
         buffer = self._buffer(epoch, shard)
         while buffer.length is None and buffer.read < until:
             self._readers = self._readers or self._open_readers()
@@ -73,7 +73,7 @@ class ShardBuffers:
         return buffer.length
 
     def pop(self, epoch: int, shard: int, number: int) -> Any:
-        """Remove and return a sample, to train it."""
+        """Remove and return a sample for training."""
         return self._buffers[epoch, shard].samples.pop(number)
 
     def samples(self) -> Iterator[Any]:
@@ -82,7 +82,7 @@ class ShardBuffers:
             yield from buffer.samples.values()
 
     def checkpoints(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
-        """Return the checkpoint of each shard to resume from after `taken[shard]` trained samples."""
+        """Return the checkpoint of each shard for a resume after `taken[shard]` trained samples."""
         return {
             shard: self._buffers[epoch, shard].mark_before(taken[shard])
             for shard in self._own

@@ -1,4 +1,4 @@
-"""Readers of a rank's shards, in the rank itself or in data workers that each read a part of them."""
+"""Readers of a rank's shards, in the rank itself or divided among data workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.training.data.stream_order import list_rank_shards, owner_rank
 
 
 class ShardReaders:
-    """Chunks of one rank's shards. Close it to stop the data workers."""
+    """Chunks of a rank's shards. Close the object to stop the data workers."""
 
     def __init__(
         self,
@@ -41,10 +41,11 @@ class ShardReaders:
             data_rank: this rank.
             seeds: random generators of the samples.
             chunk_size: maximum samples per chunk.
-            num_epochs: epochs to read; None for no end.
-            first_epoch: epoch to begin in.
+            num_epochs: number of epochs to read; None for no limit.
+            first_epoch: first epoch to read.
             trained: samples of each shard to skip in the first epoch.
-            checkpoints: start of each shard in it, by default its beginning; None if the shard has ended.
+            checkpoints: start of each shard in the first epoch, by default its beginning; None if the shard
+                has ended.
         """
         num_shards = stream.num_shards
         own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
@@ -66,7 +67,7 @@ class ShardReaders:
             self._readers.update(dict.fromkeys(reader.shards, chunks))
 
     def next_chunk(self, shard: int) -> ShardChunk:
-        """Return the next chunk from the reader of `shard`: of this shard, or of another that it reads."""
+        """Return the next chunk from the reader of `shard`, which may be from another shard of the reader."""
         return next(self._readers[shard])
 
     def all_chunks(self) -> Iterator[ShardChunk]:
@@ -82,7 +83,7 @@ class ShardReaders:
 
 
 class _OwnSampleFilter:
-    """Filter for samples that this rank trains and has not trained yet."""
+    """Filter for samples of this rank that are not yet trained."""
 
     def __init__(
         self, data_rank: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]

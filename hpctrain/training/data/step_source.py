@@ -15,18 +15,18 @@ from hpctrain.training.data.sample_order import SampleOrder
 
 @dataclass(frozen=True)
 class StopCondition:
-    """End of a training: after `steps` steps or, if that is None, after `epochs` epochs."""
+    """End of a training: after `steps` steps or, if None, after `epochs` epochs."""
 
     steps: int | None
     epochs: int | None = None
 
 
 class MicroBatch(NamedTuple):
-    """Samples of a rank that one forward pass processes."""
+    """Samples of a rank for one forward pass."""
 
     batch: Any
     num_samples: int
-    """Samples that count; 0 if the rank has none left and runs with a spare one to match the other ranks."""
+    """Number of own samples; 0 if the rank has none left and uses a spare sample to match the other ranks."""
 
 
 class StepData(NamedTuple):
@@ -43,13 +43,13 @@ class StepSource(Protocol):
     """Source of steps. All ranks must call every method, at the same point of the loop."""
 
     micro_batch_size: int | None
-    """Maximum samples per forward pass of a rank; None for all. Set it before `steps`."""
+    """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""
     last_step: int | None
     """Last step of the training; None if it depends on the length of the data."""
     exchanges_ends: bool
     """True if the ranks must exchange `local_ends` after every step."""
     remarks: Sequence[str]
-    """Remarks for the user at the start, as sentences without a full stop."""
+    """Remarks shown to the user at the start, as sentences without a period."""
 
     def identity(self) -> dict[str, Any]:
         """Return all values that determine the order of samples."""
@@ -58,37 +58,37 @@ class StepSource(Protocol):
         """Return the position after the last yielded step: plain values and tensors, equal on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore the result of `state_dict`; return sentences for the user about what cannot be restored."""
+        """Restore the result of `state_dict`; return messages on state that cannot be restored."""
 
     def begin(self, after: int) -> None:
-        """Prepare the steps that follow `after`, the last trained step."""
+        """Prepare the steps after `after`, the last trained step."""
 
     def steps(self) -> Iterator[StepData]:
-        """Yield one step after the other, to the end of the training."""
+        """Yield the steps in order, until the end of the training."""
 
     def close(self) -> None:
         """Stop the data workers."""
 
     def trial_batches(self) -> tuple[int, Any]:
-        """Return the most samples that a rank gets in a step, and a function that makes a batch of n."""
+        """Return the maximum samples of a rank per step, and a function that creates a batch of n samples."""
 
     def local_ends(self) -> float:
-        """Return a number to be summed over ranks together with the result of the last yielded step."""
+        """Return a number to sum over the ranks, together with the result of the last yielded step."""
 
     def receive_ends(self, total: float) -> None:
-        """Receive the sum of all ranks' `local_ends`, before the step after the next is requested."""
+        """Receive the sum of all ranks' `local_ends`, at most one step later."""
 
     @property
     def at_epoch_end(self) -> bool:
-        """True if the last yielded step is the last of its epoch; valid after `receive_ends`."""
+        """Return true if the last yielded step is the last of its epoch; valid after `receive_ends`."""
 
     @property
     def finished(self) -> bool:
-        """True if the last yielded step is the last of the training; valid after `receive_ends`."""
+        """Return true if the last yielded step is the last of the training; valid after `receive_ends`."""
 
 
 class MapStepSource:
-    """Step source for a map-style data set. Its whole state follows from the step number."""
+    """Step source for a map-style data set. Its state is determined by the step number."""
 
     micro_batch_size: int | None = None
     exchanges_ends = False
@@ -109,7 +109,7 @@ class MapStepSource:
         if batch_size > num_samples:
             # Users relate learning rates and throughput to the batch size that they configured.
             remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples; "
-            self.remarks = [f"{remark}every step uses all of them"]
+            self.remarks = [f"{remark}every step uses all samples"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
         self._step = 0
@@ -159,7 +159,7 @@ class MapStepSource:
 
     def trial_batches(self) -> tuple[int, Any]:
         rank_batch = self._plan.rank_batch(min(self._step + 1, self._last), self._data_rank)
-        # The largest share of any step: the next step may be an epoch's short last one.
+        # The largest share of any step: the next step may be the shorter last step of an epoch.
         most = self._data_rank.largest(min(self._plan.global_batch_size, self._plan.order.num_samples))
         some = rank_batch.indices if len(rank_batch.indices) else self._plan.padding_sample(rank_batch.step)
 

@@ -1,8 +1,8 @@
-"""Order in which a stream's samples are trained, and the rank that reads each: pure functions.
+"""Pure functions for the order of a stream's samples, and for their assignment to ranks.
 
-A stream is a set of shards, each read from its beginning. In round k each shard longer than k gives its
-sample number k, in the order of the shards; ended shards drop out. The length of a shard becomes known only
-when it ends; until then it counts as endless.
+A stream is a set of shards, each read from its beginning. In round k, each shard longer than k provides its
+sample number k, in the order of the shards. Ended shards are skipped. The length of a shard is determined at
+its end; until then, the shard counts as endless.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class StreamCursor:
 
     epoch: int = 0
     batch: int = 0
-    """Batches of the epoch before this position."""
+    """Number of batches of the epoch before this position."""
     round: int = 0
     shard: int = 0
-    """Shards below this one have already given their sample of the round."""
+    """Shards before this shard have already provided their sample of the round."""
 
     def taken(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the number of samples of each shard before the cursor in its epoch, int64 like `lengths`."""
@@ -43,7 +43,7 @@ class StreamBatch:
     epoch: int
     batch_idx: int
     picks: torch.Tensor
-    """Shard of each sample and its number in the shard; int64 of shape [n, 2]."""
+    """Shard of each sample, and number of the sample in the shard; int64 of shape [n, 2]."""
     after: StreamCursor
 
 
@@ -51,8 +51,8 @@ def next_batch(lengths: torch.Tensor, cursor: StreamCursor, count: int) -> Strea
     """Return the next `count` samples from `cursor`, or the rest of its epoch; None if nothing is left.
 
     Args:
-        lengths: shard lengths in this epoch, int64 of shape [num_shards]; `UNKNOWN_LENGTH` if not known.
-        cursor: position to begin at.
+        lengths: shard lengths in this epoch, int64 of shape [num_shards]; `UNKNOWN_LENGTH` if unknown.
+        cursor: start position.
         count: samples per batch, at least 1.
     """
     parts: list[torch.Tensor] = []
@@ -89,5 +89,5 @@ def owner_rank(shard: Number, number: Number, num_shards: int, world_size: int) 
 
 
 def list_rank_shards(rank: int, num_shards: int, world_size: int) -> list[int]:
-    """Return the shards of which `rank` trains samples."""
+    """Return the shards with samples for `rank`."""
     return list(range(rank, num_shards, world_size)) if num_shards >= world_size else [rank % num_shards]

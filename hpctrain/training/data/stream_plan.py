@@ -1,4 +1,4 @@
-"""Plan of a stream's next steps, from the shard lengths known so far."""
+"""Plan of the next steps of a stream, based on the available shard lengths."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpctrain.errors import UserError
 from hpctrain.training.data.step_source import StopCondition
 from hpctrain.training.data.stream_order import UNKNOWN_LENGTH, StreamBatch, StreamCursor, next_batch
 
-#: Steps that are planned in advance.
+#: Number of steps planned in advance.
 _AHEAD = 2
 
 
 class StreamPlan:
-    """Plan of the next steps, equal on all ranks: it uses only shard ends that all ranks have received.
+    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used.
 
     Attributes:
         cursor: position after the last step taken.
@@ -36,7 +36,7 @@ class StreamPlan:
         return self._lengths[epoch]
 
     def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
-        """Begin at a position, with the known lengths of its epoch."""
+        """Start at a position, with the available shard lengths of its epoch."""
         self.cursor = cursor
         self._lengths = {} if lengths is None else {cursor.epoch: lengths}
 
@@ -55,7 +55,7 @@ class StreamPlan:
             self.upcoming.append(batch)
 
     def pop_next(self) -> StreamBatch:
-        """Remove and return the batch of the next step, to train it."""
+        """Remove and return the batch of the next step for training."""
         batch = self.upcoming.popleft()
         self.cursor = batch.after
         if batch.batch_idx == 0:
@@ -69,7 +69,7 @@ class StreamPlan:
         self.upcoming.clear()
 
     def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
-        """Return the batch from `cursor`, based on known lengths; None if the training has ended."""
+        """Return the batch from `cursor`, based on available lengths; None if the training has ended."""
         while self._until.epochs is None or cursor.epoch < self._until.epochs:
             batch = next_batch(self.lengths_in(cursor.epoch), cursor, self._global_batch_size)
             if batch is not None:

@@ -1,9 +1,9 @@
 """Step source for a stream: each step trains the same samples on any number of ranks.
 
-Each rank reads its own shards. The samples of a batch follow from the lengths of the shards; a shard that
-ends changes the batch that would have used it. Ranks therefore plan two steps ahead: with the result of a
-step they exchange a flag for any shard that ends in the step after the next. Only if it is set do they
-exchange which shards end, and at which sample.
+Each rank reads its own shards. The lengths of the shards determine the samples of a batch: the end of a shard
+changes the next batch with this shard. Ranks therefore plan two steps ahead. With the result of a step, they
+exchange a flag for shards that end in the step after the next. If the flag is set, the ranks also exchange
+the shards and the numbers of their last samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpctrain.training.data.stream_order import (
 )
 from hpctrain.training.data.stream_plan import StreamPlan
 
-#: Maximum samples between two checkpoints of a shard; a resume begins to read at one of them.
+#: Maximum number of samples between two checkpoints of a shard; a resumed run starts reading at a checkpoint.
 _MAX_CHUNK = 64
 
 
@@ -82,7 +82,7 @@ class StreamStepSource:
         """Return the position after the last yielded step. All ranks must call this.
 
         Raises:
-            UserError: the stream's own state cannot be saved.
+            UserError: the state of the stream cannot be saved.
         """
         cursor, coming = self._plan.cursor, self._plan.upcoming
         if coming and coming[0].epoch > cursor.epoch:
@@ -127,7 +127,7 @@ class StreamStepSource:
             self._plan.reset(StreamCursor(cursor.epoch))
             remark = (
                 "train_dataset has no state_dict and load_state_dict to resume from its position: epoch "
-                f"{cursor.epoch} starts over, which repeats {int(taken.sum())} samples."
+                f"{cursor.epoch} starts over and repeats {int(taken.sum())} samples."
             )
             return [remark]
         self._plan.reset(cursor, lengths)
@@ -215,7 +215,7 @@ class StreamStepSource:
     # Agreement of the ranks on the next steps.
 
     def _unplanned_ends(self) -> dict[tuple[int, int], int]:
-        """Return ends of own shards that the plan does not include yet, by (epoch, shard)."""
+        """Return the ends of own shards that are not yet in the plan, by (epoch, shard)."""
         ends: dict[tuple[int, int], int] = {}
         for batch in self._plan.upcoming:
             needed = StreamCursor(batch.epoch, 0, batch.after.round, batch.after.shard)
@@ -238,13 +238,13 @@ class StreamStepSource:
             self._plan.plan(self._step)
 
     def _find_padding_sample(self) -> None:
-        """Set a spare sample for steps without own samples, from another rank if this one has none."""
+        """Set a spare sample for steps without own samples, from another rank if this rank has no samples."""
         own = next(self._buffers.samples(), None)
         have = self._context.all_gather(own is not None)
         if not self._plan.upcoming or all(have):
             self._padding_sample = own
             return
-        given = self._context.broadcast(own, have.index(True), "a sample for ranks that have none")
+        given = self._context.broadcast(own, have.index(True), "a sample for ranks without samples")
         self._padding_sample = given if own is None else own
 
     def _open_readers(self) -> ShardReaders:

@@ -52,7 +52,7 @@ def build_training_loop(
     stop: StopFlag,
     strategy: type[Strategy] | None = None,
 ) -> TrainingLoop:
-    """Prepare the data, and put the module on its device and into its strategy. All ranks must call this.
+    """Prepare the data, and set up the module on its device with its strategy. All ranks must call this.
 
     Args:
         settings: the training's settings.
@@ -67,7 +67,7 @@ def build_training_loop(
         strategy: replaces the strategy named by the settings.
 
     Raises:
-        UserError: a data set is empty, or is not usable.
+        UserError: a data set is empty or not usable.
     """
     ranks = context.ranks
     strategy_class = strategy or find_strategy(settings.strategy, environ)
@@ -136,9 +136,9 @@ def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
     """
     if settings.keep_best and not validates and settings.monitor.startswith("val_"):
         raise UserError(
-            f"keep_best={settings.keep_best} needs monitor={settings.monitor!r}, which validation "
-            "measures, but fit() received no validation set. Pass one, or set monitor to a metric that "
-            "training_step returns, such as 'loss'."
+            f"keep_best={settings.keep_best} requires the validation metric monitor={settings.monitor!r}, "
+            "but fit() received no validation set. Pass a validation set, or set monitor to a metric of "
+            "training_step, such as 'loss'."
         )
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a module on a data set: means of metrics, each sample counted once; predictions."""
+"""Evaluation of a module on a data set: means of metrics with each sample counted once, and predictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Evaluation:
-    """Evaluation of one module in its strategy, on a data set shared among the ranks."""
+    """Evaluation of a module with its strategy, on a data set divided among the ranks."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Evaluation:
         """Put the module on its device. All ranks must call this.
 
         Raises:
-            UserError: the data set is empty, or is not a usable data set.
+            UserError: the data set is empty or not usable.
         """
         strategy = find_strategy(settings.strategy, environ)
         self._data = make_validation_set(
@@ -71,7 +71,7 @@ class Evaluation:
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
         return [
-            output for outputs in context.all_gather(own, "what predict_step returned") for output in outputs
+            output for outputs in context.all_gather(own, "the result of predict_step") for output in outputs
         ]
 
     def finish(self) -> None:
@@ -98,7 +98,7 @@ def run_validation(
         data: the samples.
         method: the module's method, such as `validation_step`.
         lone_name: name of the metric if the method returns a scalar.
-        num_batches: batches per rank, from the first on; None for all.
+        num_batches: number of batches per rank, from the first; None for all.
         stop: this rank's stop flag; None to ignore stop signals.
 
     Raises:
@@ -135,16 +135,16 @@ def evaluate_batches(
 def pad_to_longest(
     batches: Iterator[tuple[int, Any]], context: DistributedContext
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) as often as the rank with the most batches.
+    """Yield (number of samples, batch) as many times as the rank with the most batches.
 
-    A rank that has none left yields its last batch with 0 samples, or another rank's batch if it never had
-    one. All ranks must call this.
+    A rank without remaining batches yields its last batch with 0 samples, or the batch of another rank if it
+    never had a batch. All ranks must call this.
     """
     held: tuple[int, Any] | None = None
     new = next(batches, None)
     while who := [rank for rank, has in enumerate(context.all_gather(new is not None)) if has]:
         if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
-            held = context.broadcast(new, who[0], "a batch for ranks that have none")
+            held = context.broadcast(new, who[0], "a batch for ranks without batches")
         held = new or held
         assert held is not None
         yield (held[0] if new else 0), held[1]
@@ -164,7 +164,7 @@ class _SampleMeans:
         """Add means over `num_samples`.
 
         Raises:
-            UserError: the names differ from those before.
+            UserError: the names differ from earlier names.
         """
         sums = self._sums
         if sums and sums.keys() != scalars.keys():
@@ -196,7 +196,7 @@ class _SampleMeans:
             (rank, names) for rank, names in enumerate(self._context.all_gather(own)) if names is not None
         ]
         if not gathered:
-            raise UserError(f"the data set for {self.origin} gave no samples on any rank.")
+            raise UserError(f"the data set for {self.origin} returned no samples on any rank.")
         first, names = gathered[0]
         for rank, others in gathered:
             if set(others) != set(names):
@@ -208,13 +208,13 @@ class _SampleMeans:
 
 
 class StoppableLoop:
-    """Loop in which each rank iterates over its own batches until one receives a stop signal.
+    """Loop in which each rank iterates over its own batches until a rank receives a stop signal.
 
-    Messages are read one batch later, as in training. A rank without batches keeps answering until all ranks
+    Messages are read one batch later, as in training. A rank without batches keeps responding until all ranks
     are done.
 
     Attributes:
-        interrupted: True if the ranks stopped early; all after the same number of batches.
+        interrupted: True if the ranks stopped early, all after the same number of batches.
     """
 
     def __init__(self, context: DistributedContext, stop: StopFlag) -> None:
@@ -229,7 +229,7 @@ class StoppableLoop:
         self.interrupted = False
 
     def iterate(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`, to their end or to the agreed stop. All ranks must iterate over this."""
+        """Yield `batches`, until the end or the agreed stop. All ranks must iterate over this."""
         for batch in batches:
             yield batch
             self._batcher.add()

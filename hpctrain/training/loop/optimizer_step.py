@@ -37,9 +37,9 @@ class OptimizerStep:
         """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this.
 
         Args:
-            optimizers: those whose gradients are complete.
+            optimizers: optimizers with complete gradients.
             step: the optimizer step, from 1.
-            per_token: factor applied to the gradients first, if the loss is a mean over tokens.
+            per_token: factor for the gradients before clipping, if the loss is a mean over tokens.
 
         Returns:
             The norm of the gradients before clipping by norm; None if they are not clipped by norm.
@@ -64,7 +64,7 @@ class OptimizerStep:
             self._scaler.update()
         if not self._optimization.schedulers:
             return
-        # Schedules also count the steps that optimizers skip because of float16.
+        # Schedules also count steps skipped by optimizers because of float16.
         with _suppress_order_warning() if self._scaler and step == 1 else contextlib.nullcontext():
             for scheduler in self._optimization.schedulers:
                 scheduler.step()
@@ -105,7 +105,7 @@ class LrScaler:
 
     @classmethod
     def from_settings(cls, settings: TrainerConfig) -> LrScaler | None:
-        """Return the scaler for the settings; None if they change no rate."""
+        """Return the scaler for the settings; None if the rates are unchanged."""
         ratio = settings.global_batch_size / (settings.lr_reference_batch_size or settings.global_batch_size)
         scale = ratio if settings.lr_scaling == "linear" else ratio**0.5
         lr_scaler = cls(scale, settings.warmup_steps)
@@ -148,9 +148,9 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _suppress_order_warning() -> Iterator[None]:
-    """Suppress PyTorch's warning that a schedule steps before its optimizer.
+    """Suppress PyTorch's warning about a schedule that steps before its optimizer.
 
-    It appears if float16 makes the optimizer skip its first step.
+    The warning appears if the optimizer skips its first step because of float16.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")

@@ -55,7 +55,7 @@ def session(
     """Provide the `Trainer`'s infrastructure to your own loop. All ranks must call this.
 
     Args:
-        seed: decides the order of the data, and random numbers from here on.
+        seed: seed of the data order and of all subsequent random numbers.
         run_dir: output folder; the run folder by default.
         options: options of the `Trainer` about checkpoints, logs and data.
 
@@ -69,7 +69,7 @@ def session(
     folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     run = RunDir(Path(folder).absolute()) if folder else None
     ranks = detect(os.environ)
-    # Install handlers only after the rendezvous: until then a stop signal ends the process at once, because
+    # Install handlers only after the rendezvous: earlier stop signals end the process immediately, because
     # the ranks cannot agree on a stop yet.
     context = init_distributed(ranks, os.environ)
     with capture_stop_signals() as stop:
@@ -82,13 +82,13 @@ def session(
 
 
 class Session:
-    """Handle of a custom training loop; made by `session`.
+    """Handle of a custom training loop, created by `session`.
 
     Attributes:
         ranks: this process's ranks.
         device: this rank's device.
-        weight: factor for the loss over this rank's batch, so that the mean of gradients over the ranks
-            equals that of the global batch; 1 unless batches cannot be shared evenly.
+        weight: factor for the loss of this rank's batch, which makes the mean of the ranks' gradients equal
+            to the gradient of the global batch; 1 for batches of equal size.
         ending: reason to end the loop before its last step, or None.
     """
 
@@ -123,15 +123,16 @@ class Session:
             things: modules, optimizers and learning-rate schedules.
 
         Returns:
-            The things in the same order, or the only one itself; trainable modules wrapped if distributed.
+            The things in the same order, or the thing itself if single; trainable modules are wrapped if
+            distributed.
 
         Raises:
-            UserError: a thing has another type, or `batches` was called before.
+            UserError: a thing has an unsupported type, or `batches` was called before.
         """
         if self._loop is not None:
             raise UserError(
-                "prepare() was called after batches(). Call it first: batches() loads the checkpoint into "
-                "what prepare() was given."
+                "prepare() was called after batches(). Call prepare() first: batches() loads the "
+                "checkpoint into the prepared objects."
             )
         prepared = [self._prepare(thing) for thing in things]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -146,12 +147,12 @@ class Session:
     ) -> Iterator[Any]:
         """Yield this rank's share of each global batch, on its device: one per optimizer step.
 
-        Loads the newest checkpoint first. The loop body makes the step; a due checkpoint is saved when the
+        Loads the newest checkpoint first. The loop body performs the step; a due checkpoint is saved when the
         loop requests the next batch. All ranks must iterate to the end, once per session.
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.
-            UserError: nothing was prepared, or the data set is not usable.
+            UserError: `prepare` was not called, or the data set is not usable.
         """
         with self._training as training:
             self._loop = self._make_loop(
@@ -160,10 +161,10 @@ class Session:
             yield from self._batches(training, self._loop)
 
     def end(self, reason: str = "end() was called") -> None:
-        """End the training a step or two later, and save; one rank that calls it is enough.
+        """End the training one or two steps later, and save. A call on a single rank is sufficient.
 
-        Steps shorter than 5 ms share messages between ranks, so up to 17 more of them are trained. A `break`
-        in the loop saves nothing, because it is unknown if its step was trained.
+        Steps shorter than 5 ms share messages between ranks, so up to 17 more steps are trained. A `break` in
+        the loop saves nothing, because the state of its step is unknown.
         """
         self.ending = reason
 
@@ -174,8 +175,8 @@ class Session:
     def log(self, **scalars: torch.Tensor | float) -> None:
         """Average `scalars` over the global batch; show and log them with the step.
 
-        The values are means over this rank's batch. Every rank must call it in every step, with the same
-        names. If a name is logged twice, the last value counts.
+        The values are means over this rank's batch. Every rank must call this in every step, with the same
+        names. If a name is logged twice, the last value is used.
         """
         if self._loop is None:
             raise UserError("log() was called outside the loop over batches().")
@@ -192,8 +193,8 @@ class Session:
             )
         if self._loop is not None:
             raise UserError(
-                "batches() was called twice in one session. Use one session per loop: its checkpoints belong "
-                "to the first loop."
+                "batches() was called twice in one session. Create a new session for each loop: the "
+                "checkpoints of a session belong to its first loop."
             )
         settings = TrainerConfig(**length, **self._options)
         resolve_strategy(settings, os.environ)
@@ -227,7 +228,7 @@ class Session:
     def _warn_of_early_exit(self, step: int) -> None:
         if self.is_main:
             print(
-                f"hpctrain: the loop over batches() was left early, in step {step}: work since the last "
+                f"hpctrain: the loop over batches() ended early, in step {step}: work since the last "
                 "checkpoint is lost. To end training early, call end() and keep iterating until the loop "
                 "stops.",
                 flush=True,
@@ -269,7 +270,7 @@ class _PreparedModules(Module):
 
 
 class _PreparedStrategy(Strategy):
-    """Strategy for prepared modules, which are on their device and synchronize their gradients themselves."""
+    """Strategy for prepared modules, which are on their device and synchronize gradients themselves."""
 
     def place(self) -> None:
         pass

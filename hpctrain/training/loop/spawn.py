@@ -1,4 +1,4 @@
-"""Start of the ranks from the process that called `fit`, such as a notebook."""
+"""Launch of the ranks from the process that called `fit`, such as a notebook."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hpctrain.serialization import dumps
 
 #: Time limit of the rendezvous, in seconds.
 _RENDEZVOUS_TIMEOUT_S = 300.0
-#: Time for the other ranks to detect a failed one themselves, in seconds.
+#: Time for the other ranks to detect a failed rank, in seconds.
 _NOTICE_S = 5.0
 _POLL_INTERVAL_S = 0.05
 
@@ -45,12 +45,12 @@ class SpawnResult:
     step: int
     metrics: dict[str, float]
     callbacks: dict[str, Any]
-    """State that the callbacks would keep in a checkpoint."""
+    """State of the callbacks, as in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Error that ended a rank."""
+    """Error of a failed rank."""
 
     text: str
     is_users: bool
@@ -65,21 +65,21 @@ def spawn_ranks(
     environ: Mapping[str, str],
     **arguments: Any,
 ) -> SpawnResult:
-    """Start a process for each place with `train(**arguments)`, and wait for them.
+    """Start a process with `train(**arguments)` for each place, and wait for all processes.
 
-    The processes do not import the script again, so it needs no `if __name__ == "__main__"`. Its definitions
-    are pickled with the arguments.
+    The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
+    Definitions in the script are pickled with the arguments.
 
     Args:
-        places: GPU of each process, as an index into the visible ones, or None for the CPU.
-        train: called in each process, one rank each; its result on rank 0 is returned.
-        whose: the function that the user called, for messages.
+        places: GPU of each process, as an index of the visible GPUs, or None for the CPU.
+        train: function to call in each process, one rank each; the result on rank 0 is returned.
+        whose: the function called by the user, for messages.
         environ: environment of this process.
         **arguments: arguments of `train`.
 
     Raises:
-        UserError: an argument cannot be pickled (the message names the part), or `train` raised one.
-        HpctrainError: a process failed; the message has its traceback.
+        UserError: an argument cannot be pickled (the message names the part), or `train` raised a UserError.
+        HpctrainError: a process failed; the message contains the traceback.
         SystemExit: with code 75, if the ranks agreed to stop.
     """
     call = dumps((train, arguments), whose, list(arguments.items()))
@@ -141,7 +141,7 @@ def _variables(
 def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
     """Run one rank: load the call, run it, and write its result or failure."""
     die_with_parent()
-    # Ctrl-C in a terminal reaches all processes. The caller handles it and ends the ranks.
+    # Ctrl-C in a terminal signals all processes. The caller handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(variables)
     sys.argv = argv
@@ -160,7 +160,7 @@ def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[s
 
 
 def _write_result(folder: Path, result: SpawnResult) -> None:
-    """Write tensors separately: pickled with the rest, they would need their memory twice."""
+    """Write tensors separately: pickling would require twice the memory."""
     tensors = {name: value for name, value in result.weights.items() if isinstance(value, torch.Tensor)}
     others = {name: value for name, value in result.weights.items() if name not in tensors}
     torch.save(tensors, folder / "tensors")
@@ -179,7 +179,7 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
         return _read_result(folder)
     if all(code in (0, EXIT_CONTINUE) for code in codes):
         raise SystemExit(EXIT_CONTINUE)
-    # The first failure is the cause; later ones only report the lost rank.
+    # The first failure is the cause; later failures only report the lost rank.
     failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
     if failures:
         rank = failures[0].name.partition("-")[2]
@@ -188,13 +188,13 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
         raise kind(f"Rank {rank} of {len(processes)} failed:\n{failure.text}")
     lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))
     raise HpctrainError(
-        f"Rank {lost} of {len(processes)} exited with code {code} without reporting an error. It was killed, "
-        "or it called os._exit()."
+        f"Rank {lost} of {len(processes)} exited with code {code} without reporting an error. The rank was "
+        "killed or called os._exit()."
     )
 
 
 def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
-    """Wait until all have ended, or the others had time to detect a failed one; forward a stop signal."""
+    """Wait until all ranks have exited, or had time to detect a failed rank; forward a stop signal."""
     is_told = False
     while any(process.is_alive() for process in processes):
         if stop.signal_name and not is_told:
@@ -212,7 +212,7 @@ def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
 
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
-    """Keep multiprocessing from importing the script, which would start the training again."""
+    """Prevent multiprocessing from importing the script, which would start the training again."""
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {
         name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
@@ -226,7 +226,7 @@ def _hide_main_module() -> Iterator[None]:
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes started within the block, until they can ignore it."""
+    """Block Ctrl-C for processes started within the block, until they can ignore the signal."""
     resource_tracker.ensure_running()  # started later, it would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""Exchange of trained steps between the ranks; results go to callbacks, progress and metrics."""
+"""Exchange of trained steps between the ranks; callbacks, progress and metrics receive the results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NO_REQUESTS = StepFlags()
 class StepExchange:
     """Exchange of metrics and requests after each step.
 
-    A step's message travels during the next step, so no step waits for it. The exception is a step after
-    which all ranks validate, save or stop.
+    The message of a step is sent during the next step, so no step waits. The exception is a step after which
+    all ranks validate, save or stop.
     """
 
     def __init__(self, parts: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
@@ -29,7 +29,7 @@ class StepExchange:
         )
 
     def begin(self) -> None:
-        """Restart the clock at the first step, and after other work of the ranks."""
+        """Restart the clock at the first step and after other work of the ranks."""
         self._sync.begin()
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
@@ -40,8 +40,8 @@ class StepExchange:
             metrics: this rank's part of the metrics.
 
         Returns:
-            The ranks' requests if a validation, a save or a stop follows this step, whose metrics are in the
-            state then. Otherwise None: its metrics arrive during the next step.
+            The requests of the ranks if a validation, a save or a stop follows this step; the state then
+            contains the metrics of the step. Otherwise None: the metrics arrive during the next step.
         """
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
@@ -85,7 +85,7 @@ class StepExchange:
         return requests, results
 
     def _show(self, results: Sequence[StepResult]) -> None:
-        """Show the latest of `results`, and log those that are to be logged."""
+        """Show the latest of `results`, and log the results that are due."""
         if results:
             self._parts.progress.show(results[-1].step, results[-1].scalars)
             self._parts.log.write_steps(results)

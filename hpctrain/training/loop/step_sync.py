@@ -1,7 +1,7 @@
 """Exchange between the ranks after each step: losses, stop and save requests, ends of stream shards.
 
-The sum is computed during the next step and read at its end, so no step waits for it. All ranks read the same
-sum at the same step, so they agree on a stop without further messages. Short steps share a message (see
+The sum is computed during the next step and read at its end, so no step waits. All ranks read the same sum at
+the same step, and thus agree on a stop without further messages. Short steps share a message (see
 `MessageBatcher`), with bitwise the same results.
 """
 
@@ -22,30 +22,30 @@ from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumu
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timer import TimingSample
 
-#: Seconds of work that one message covers, if it covers more than one item.
+#: Seconds of work per message, if a message covers more than one item.
 _WORK_S = 0.01
-#: Maximum items per message; limits the delay of a stop if items suddenly take longer.
+#: Maximum items per message; limits the delay of a stop if items suddenly become slower.
 _MOST = 16
-#: Maximum number of ranks with several steps per message. With more ranks, such short steps are rare.
+#: Maximum number of ranks with several steps per message. With more ranks, short steps are rare.
 _MAX_GATHER_RANKS = 32
 
 
 @dataclass(frozen=True)
 class StepFlags:
-    """Requests of one rank, or of all ranks together."""
+    """Requests of a rank, or combined requests of all ranks."""
 
     stop: bool = False
     """A stop signal arrived."""
     save: bool = False
     """A checkpoint is requested."""
     end: bool = False
-    """The training is to end with the steps done so far."""
+    """The training should end with the current steps."""
     stream_ends: float = 0.0
     """Value from the step source, to be summed over all ranks."""
 
 
 class MessageBatcher:
-    """Counter of work items; the ranks derive the same message size from the last exchanged duration.
+    """Counter of work items. All ranks derive the same message size from the last exchanged duration.
 
     Attributes:
         size: items in the next message; the same on all ranks.
@@ -55,7 +55,7 @@ class MessageBatcher:
         """Start counting.
 
         Args:
-            one_by_one: if true, each item gets its own message, however short it is.
+            one_by_one: if true, each item has a separate message, regardless of its duration.
             clock: monotonic clock in seconds.
         """
         self._max_size, self._clock = 1 if one_by_one else _MOST, clock
@@ -63,7 +63,7 @@ class MessageBatcher:
         self.reset()
 
     def reset(self) -> None:
-        """Discard unsent items and restart the clock: the time since then went to other work."""
+        """Discard unsent items and restart the clock after other work."""
         self._count, self._since = 0, self._clock()
 
     def add(self) -> None:
@@ -95,7 +95,7 @@ class StepSync:
 
         Args:
             context: the ranks that take part.
-            one_by_one: if true, each step is sent before the next but one, however short it is.
+            one_by_one: if true, each step has a separate message, regardless of its duration.
         """
         self._context = context
         self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _MAX_GATHER_RANKS)
@@ -115,7 +115,7 @@ class StepSync:
 
     @property
     def is_due(self) -> bool:
-        """True if the recorded steps are to be sent now."""
+        """True if the recorded steps should be sent now."""
         return self._batcher.is_full
 
     @property
@@ -139,7 +139,7 @@ class StepSync:
         self._read = _send(self._context, [*flags, float(names_differ)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
-        """Wait for the sum over all ranks, which had a step's time to arrive.
+        """Wait for the sum over all ranks, which was started a step earlier.
 
         Raises:
             RuntimeError: nothing was sent.
@@ -155,7 +155,7 @@ class StepSync:
             values = _send(self._context, [], self._values())()
         results, rest = [], iter(values)
         for own in self._sent:
-            # The names come first, so that zip does not take a value too many from `rest`.
+            # The names are the first argument, so that zip does not consume an extra value of `rest`.
             scalars = dict(zip(sorted(own.sums.values), rest, strict=False))
             if scalars.get(TOKENS_FIELD):
                 scalars["loss"] /= scalars[TOKENS_FIELD]
@@ -191,7 +191,7 @@ class _RecordedStep(NamedTuple):
 def _send(
     context: DistributedContext, flags: list[float], scalars: list[torch.Tensor | float]
 ) -> Callable[[], list[float]]:
-    """Start the sum over all ranks; return a function that waits for it."""
+    """Start the sum over all ranks; return a function that waits for the result."""
     device = context.device
     if device.type == "cpu":
         return start_sum(context, [*flags, *map(float, scalars)])
@@ -223,7 +223,7 @@ def _send(
 
 
 def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], list[float]]:
-    """Start the sum of host numbers over all ranks; return a function that waits for it."""
+    """Start the sum of host numbers over all ranks; return a function that waits for the result."""
     if not context.is_distributed:
         return lambda: own
     gathered, pending = _exchange(context, torch.tensor(own, dtype=torch.float64), context.cpu_group)
@@ -241,11 +241,11 @@ def _exchange(
     """Start the exchange of numbers.
 
     The order of additions in an all-reduce depends on a number's position in the message, which is constant
-    only with one step per message. Up to `_MAX_GATHER_RANKS` ranks gather instead, and each adds in rank
-    order.
+    only with one step per message. Up to `_MAX_GATHER_RANKS` ranks use a gather instead, and each rank adds
+    in rank order.
 
     Returns:
-        A row per rank, or one row with the sum; and a handle to wait for it.
+        A row per rank, or one row with the sum; and a handle to wait for the result.
     """
     if context.ranks.world_size > _MAX_GATHER_RANKS:
         return own[None], dist.all_reduce(own, group=group, async_op=True)

@@ -33,7 +33,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class TrainStep:
-    """Optimizer steps, taken by all ranks together."""
+    """Optimizer steps, performed by all ranks together."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class TrainStep:
         self._optimizers = optimization.optimizers
         self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
         self._optimizers_alternate = takes_optimizer_idx(self._module)
-        # A pipeline runs its backward passes within the training step.
+        # A pipeline runs the backward passes within the training step.
         self._runs_backward = strategy.splits_batches and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
         self._world_size = strategy.data_rank(self._context.ranks).world_size
@@ -89,7 +89,7 @@ class TrainStep:
         self._optimizer_step.advance(number)
 
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
-        """Return the configured size; for "auto", the size from before a stop if it still fits, or search."""
+        """Return the configured size; for "auto", the size before a stop if still valid, otherwise search."""
         setting, module, context = self._settings.micro_batch_size, self._module, self._context
         if self._strategy.splits_batches and context.is_distributed:
             return None
@@ -111,11 +111,11 @@ class TrainStep:
         return size
 
     def _try_out(self, batch: Any) -> None:
-        """Compute the gradients of a batch on this rank alone."""
+        """Compute the gradients of a batch on this rank only."""
         batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         turn = self._strategy.toggled_optimizer(0) if self._optimizers_alternate else _NOTHING
         with turn, self._forward_context:
-            # No rank may wait here for one that runs out of memory.
+            # Ranks must not wait for a rank that runs out of memory.
             scalars = self._scalars(self._strategy.trial_step(batch))
         torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
 
@@ -123,7 +123,7 @@ class TrainStep:
         """Return the checked output of a training step.
 
         Raises:
-            UserError: it has no loss, or the loss needs no gradient.
+            UserError: the output has no loss, or the loss requires no gradient.
         """
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
@@ -145,7 +145,7 @@ class TrainStep:
     ) -> torch.Tensor | None:
         """Accumulate gradients and scalars of all micro-batches; return the factor for the gradients."""
         for number, micro_batch in enumerate(micro_batches, 1):
-            # Ranks exchange gradients once a step, after the last micro-batch.
+            # Ranks exchange gradients once per step, after the last micro-batch.
             last = number == step.num_micro_batches
             with _NOTHING if last else self._strategy.accumulating():
                 try:
@@ -159,7 +159,7 @@ class TrainStep:
     def _forward_backward(
         self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
     ) -> None:
-        """Add the gradient of a micro-batch, at its weight in the global batch."""
+        """Add the gradient of a micro-batch, with its weight in the global batch."""
         batch = micro_batch.batch
         if self._converts_batches:
             batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
@@ -182,7 +182,7 @@ class TrainStep:
 
     def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
         if norm is not None:
-            # Every rank has the full norm, and the ranks' values are summed.
+            # Every rank has the full norm, and the values of the ranks are summed.
             part = norm.detach().double() / self._context.ranks.world_size
             sums.values.setdefault("grad_norm", part.item() if part.device.type == "cpu" else part)
 
@@ -190,8 +190,9 @@ class TrainStep:
 class _Tokens:
     """Token counter for losses that are means over tokens.
 
-    The token count of the global batch is known only after every rank's last micro-batch. Until then a loss
-    is weighted as if each sample had one token; a final factor on the gradients corrects that.
+    The token count of the global batch is available only after the last micro-batch of every rank. Until
+    then, a loss is weighted as if each sample had one token. A final factor for the gradients corrects the
+    weights.
     """
 
     def __init__(self, context: DistributedContext, world_size: int) -> None:

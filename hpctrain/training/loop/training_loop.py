@@ -1,4 +1,4 @@
-"""Order of a training: resume; train, exchange, validate and save, step after step; stop or finish."""
+"""Training loop: resume; train, exchange, validate and save in each step; stop or finish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 
 class TrainingLoop:
-    """Loop of one training; `build_training_loop` makes it.
+    """Loop of a training, created by `build_training_loop`.
 
     Attributes:
         state: the state of the training.
@@ -52,7 +52,7 @@ class TrainingLoop:
         self.metrics = MetricAccumulator()
 
     def run(self) -> None:
-        """Resume, and train to the last step or to an agreed stop.
+        """Resume, and train until the last step or an agreed stop.
 
         Raises:
             SystemExit: with code 75, after a stop.
@@ -65,9 +65,9 @@ class TrainingLoop:
                 self._train_step.run(step, micro_batches, self.metrics)
 
     def steps(self) -> Generator[StepData, None, None]:
-        """Resume, and yield each step; the caller trains it and adds to `metrics`.
+        """Resume, and yield each step; the caller trains the step and adds to `metrics`.
 
-        The ranks' joint work runs between the steps. Close the generator if not all steps are taken.
+        Joint work of the ranks runs between the steps. Close the generator if not all steps are used.
 
         Raises:
             SystemExit: with code 75, after a stop.
@@ -93,7 +93,7 @@ class TrainingLoop:
         self._print_hint(parts.strategy.finish())
 
     def _steps(self) -> Iterator[StepData]:
-        """Yield the steps. The metrics of a step arrive during the next, unless ranks work together first."""
+        """Yield the steps. The metrics of a step arrive during the next step, unless joint work follows."""
         parts, state = self._parts, self.state
         parts.step_timer.sample()
         self._exchange.begin()
@@ -128,7 +128,9 @@ class TrainingLoop:
             self._print_hint(remark)
         parts.source.begin(state.step)
         state.finished = parts.source.finished
-        if not parts.module.training:  # keep parts frozen in evaluation mode, such as a norm layer
+        if (
+            not parts.module.training
+        ):  # parts frozen in evaluation mode, such as a norm layer, remain unchanged
             parts.module.train()
         if state.step == 0:
             self._validator.check_sanity()
@@ -136,7 +138,7 @@ class TrainingLoop:
             self._print_hint(warn_too_many_workers(num_workers, self._cpus))
         parts.callbacks.fit_start()
         parts.end_if_requested()
-        if self._validator.due():  # a stop came before or during this validation
+        if self._validator.due():  # a stop was requested before or during this validation
             if not self._validator.run():
                 self._checkpoints.save_and_exit()
             self._log_step()
@@ -152,7 +154,7 @@ class TrainingLoop:
         self._checkpoints.save_and_exit()
 
     def _log_step(self) -> None:
-        """Show and log the latest step, whatever its number."""
+        """Show and log the latest step, regardless of `log_every`."""
         parts, state = self._parts, self.state
         parts.progress.show(state.step, state.latest)
         ended = parts.step_timer.sample()

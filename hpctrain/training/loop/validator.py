@@ -1,4 +1,4 @@
-"""Validations of one training: when they are due, and the use of their results."""
+"""Validations of a training: schedule, and use of the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Validator:
         self._every = None if data is None else parts.settings.validate_every
 
     def due(self) -> bool:
-        """True if a validation is due; False if it already ran before the run was stopped at this step."""
+        """Return true if a validation is due and did not already run before a stop at this step."""
         every, state = self._every, self._state
         if every is None or state.step in (0, state.validated_step):
             return False
@@ -32,10 +32,10 @@ class Validator:
         )
 
     def run(self) -> bool:
-        """Validate; return False if the ranks agreed to stop during it, with no state changed."""
+        """Validate; return False, with unchanged state, if the ranks agreed to stop meanwhile."""
         assert self._data is not None
         parts, state = self._parts, self._state
-        # Checkpoints do not keep a callback's request to end, so this validation must not be interrupted.
+        # Checkpoints do not contain a callback's request to end, so this validation must not be interrupted.
         stop = None if state.finished and not parts.source.finished else parts.stop
         put_back = snapshot_buffers(parts.module)
         with activity.in_phase(RankPhase.VALIDATE), parts.step_timer.measure("validation"):
@@ -53,7 +53,7 @@ class Validator:
         return True
 
     def check_sanity(self) -> None:
-        """Validate a few batches, so that an error in validation shows at once."""
+        """Validate a few batches, to detect errors in the validation immediately."""
         parts = self._parts
         if self._data is None or self._every is None:
             return
@@ -68,7 +68,8 @@ class Validator:
         Raises:
             UserError: a metric is missing.
         """
-        # A name that the training also has gets the prefix "val_"; so far only `loss` is known to be one.
+        # Names shared with the training have the prefix "val_"; at this point, only `loss` is known to be
+        # shared.
         given = {"val_loss" if name == "loss" else name for name in results}
         accepted = {*given, *(f"val_{name}" for name in results)}
         self._parts.callbacks.check_names(given, accepted)
@@ -76,6 +77,6 @@ class Validator:
         metric = settings.monitor
         if settings.keep_best and metric.startswith("val_") and metric not in accepted:
             raise UserError(
-                f"keep_best={settings.keep_best} needs monitor={metric!r}, but validation returned "
+                f"keep_best={settings.keep_best} requires monitor={metric!r}, but the validation returned "
                 f"only: {', '.join(sorted(given))}."
             )

@@ -1,7 +1,7 @@
-"""Timer of a rank's own computation and of its exchange with other ranks, to find slow ranks.
+"""Timer for the computation of a rank and for its exchange with other ranks, to find slow ranks.
 
 The first parameter's gradient is computed last; from then until the update, the rank waits for others. On a
-GPU, CUDA events measure one step in ten, which counts for all ten.
+GPU, CUDA events measure every tenth step, which represents all ten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 
-#: On a GPU, one in this many steps is measured.
+#: Interval of measured steps on a GPU.
 _SAMPLE_INTERVAL = 10
 
 
@@ -26,7 +26,7 @@ class ComputeTimer:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, context: DistributedContext
     ) -> None:
-        """Register hooks for the last gradient and the update; the exchange takes place in between."""
+        """Register hooks for the last gradient and the update; the exchange is in between."""
         self._on_gpu = context.device.type == "cuda"
         self._started_at = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
@@ -38,7 +38,7 @@ class ComputeTimer:
             optimizer.register_step_pre_hook(self._record_update)
 
     def begin(self) -> None:
-        """Mark the start of a step; its time without waits for data and other ranks counts as computation."""
+        """Mark the start of a step. Its time counts as computation, except for waits."""
         if self._on_gpu:
             self._begin_on_gpu()
         self._started_at, self._elsewhere = time.perf_counter(), activity.data_s + activity.exchange_s
@@ -71,7 +71,7 @@ class ComputeTimer:
         if not self._on_gpu:
             self._local_done = time.perf_counter()
         elif self._is_sampled:
-            # With several backward passes per step, the last one counts.
+            # With several backward passes per step, the last pass is used.
             self._events[1:] = [_event_now()]
 
     def _begin_on_gpu(self) -> None:
@@ -82,7 +82,7 @@ class ComputeTimer:
             self._events = [_event_now()]
 
     def _read_sample(self) -> None:
-        """Read the last sample if the GPU has completed it; does not wait."""
+        """Read the last sample if the GPU has completed it, without waiting."""
         if not self._events or not self._events[-1].query():  # type: ignore[no-untyped-call]
             return
         begin, *between, end = self._events

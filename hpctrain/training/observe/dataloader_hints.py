@@ -1,4 +1,4 @@
-"""Hints for users whose steps wait for data, or whose data workers outnumber the processors."""
+"""Hints on steps that wait for data, and on more data workers than processors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 from hpctrain.text import pluralize
 
-#: Minimum training time in seconds, and minimum share of waiting, for a hint.
+#: Minimum training time in seconds, and minimum fraction of waiting, for a hint.
 _SEEN_S, _SHARE = 20.0, 0.2
 
 
 def count_rank_cpus(ranks_here: int) -> int:
-    """Return the number of processors this rank is bound to, or its share of the machine's.
+    """Return the number of processors bound to this rank, or its share of the machine's processors.
 
     Args:
         ranks_here: ranks on this machine.
@@ -22,7 +22,7 @@ def count_rank_cpus(ranks_here: int) -> int:
 
 
 def warn_too_many_workers(num_workers: int, cpus: int) -> str | None:
-    """Return a hint for the start; None if a rank has a processor per data worker."""
+    """Return a hint at the start; None if a rank has a processor per data worker."""
     if num_workers <= cpus:
         return None
     return (
@@ -32,10 +32,10 @@ def warn_too_many_workers(num_workers: int, cpus: int) -> str | None:
 
 
 def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: int) -> str | None:
-    """Return a hint for the end of training; None if waits for data were short.
+    """Return a hint at the end of training; None if waits for data were short.
 
     Args:
-        waited_s: seconds in which a rank waited for batches.
+        waited_s: seconds during which a rank waited for batches.
         all_s: seconds of its training.
         num_workers: data workers of each rank.
         cpus: processors of each rank.

@@ -14,8 +14,8 @@ from hpctrain.serialization import dumps
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
 from hpctrain.telemetry.loggers.process import LoggerConfig
 
-#: Seconds for the loggers' last lines. They are few after a stop or a failure, because others wait for the
-#: rank.
+#: Seconds for the last lines of the loggers. The time is short after a stop or a failure, because others wait
+#: for the rank.
 _LIMITS_S: dict[TrainingEnd, float] = {"completed": 30.0, "stopped": 8.0, "failed": 8.0}
 
 
@@ -29,7 +29,7 @@ class LoggerProcess:
         environment: Mapping[str, Any],
         print_message: ReportMessage,
     ) -> None:
-        """Prepare the loggers, on rank 0; the other ranks have none.
+        """Prepare the loggers on rank 0; other ranks have no loggers.
 
         Args:
             loggers: loggers that receive the metrics.
@@ -61,7 +61,7 @@ class LoggerProcess:
                 self._process = Sidecar("hpctrain.telemetry.loggers.process")
             except OSError as error:
                 self._print_message(
-                    f"hpctrain: cannot start a process for the loggers, so they receive nothing: {error}"
+                    f"hpctrain: cannot start a process for the loggers, so they receive no metrics: {error}"
                 )
             else:
                 self._process.write(self._order)
@@ -77,6 +77,6 @@ class LoggerProcess:
         )
         if not self._process.stop(_LIMITS_S[ending], ending):
             self._print_message(
-                f"hpctrain: the loggers did not finish within {_LIMITS_S[ending]:g} s and may be missing "
-                "the last steps; metrics.jsonl has all of them."
+                f"hpctrain: the loggers did not finish within {_LIMITS_S[ending]:g} s and may lack the last "
+                "steps; metrics.jsonl contains all steps."
             )

@@ -1,4 +1,4 @@
-"""Progress of a training for users: a bar on a terminal, plain lines in a log."""
+"""Progress of a training: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hpctrain.text import format_number
 
 #: Seconds between two plain lines.
 _LINE_INTERVAL_S = 5.0
-#: Minimum interval for a rate, in seconds; shorter ones are too inaccurate.
+#: Minimum interval for a rate, in seconds; shorter intervals are too inaccurate.
 _PACE_AFTER_S = 1.0
 
 
 class Progress:
-    """Display of a run's progress; this one shows nothing. Use as a context manager."""
+    """Base class of progress displays, which shows nothing. Use as a context manager."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,12 +46,12 @@ class SampleRate:
     """Rate of trained samples per second."""
 
     def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take the samples per step, and a monotonic clock in seconds."""
+        """Initialize with the samples per step and a monotonic clock in seconds."""
         self._batch_size, self._clock = batch_size, clock
         self._since: tuple[float, int] | None = None
 
     def rate_since_last(self, step: int) -> str:
-        """Return the rate since the last call as text; empty at first, or if the interval is too short."""
+        """Return the rate since the last call as a string; empty initially and for short intervals."""
         now, before = self._clock(), self._since
         if before is not None and (now - before[0] < _PACE_AFTER_S or step <= before[1]):
             return ""
@@ -88,7 +88,7 @@ class _Bar(Progress):
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            # Many metrics wrap into several lines, so that the number of steps is never cut.
+            # Many metrics wrap into several lines, to avoid truncating the number of steps.
             TextColumn("{task.fields[scalars]}", markup=False, table_column=Column()),
         )
         self._pace, self._paced = pace, ""
@@ -112,5 +112,5 @@ class _Bar(Progress):
 
 
 def format_scalars(scalars: Mapping[str, float]) -> str:
-    """Return names and values as one line of text."""
+    """Return names and values as one line."""
     return "  ".join(f"{name} {format_number(value)}" for name, value in scalars.items())

@@ -18,7 +18,7 @@ from hpctrain.training.observe.step_timer import TimingSample
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step, summed over all ranks; the same on every rank except for `ended`."""
+    """Result of a step, summed over all ranks; the same on every rank except for `ended`."""
 
     step: int
     epoch: int
@@ -29,7 +29,7 @@ class StepResult:
 
 
 class RunWriter:
-    """Writer of one attempt; only rank 0 writes events and metrics. Without a run folder it writes nothing.
+    """Writer of an attempt; only rank 0 writes events and metrics. Without a run folder, nothing is written.
 
     Attributes:
         run: the run folder, or None.
@@ -67,7 +67,7 @@ class RunWriter:
             self._make_samples_folder()
 
     def is_asked_to_requeue(self) -> bool:
-        """True if the user requested a requeue: save now, and continue in another attempt."""
+        """True if the user requested a requeue: save now and continue in another attempt."""
         return self.run is not None and self.run.is_asked_to_requeue(self._attempt)
 
     def write_event(self, kind: EventKind, **fields: Any) -> None:
@@ -81,7 +81,7 @@ class RunWriter:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
     def is_logged(self, step: int) -> bool:
-        """True if this rank logs `step`."""
+        """Return true if this rank logs `step`."""
         return self._metrics is not None and step % self._log_every == 0
 
     def write_steps(self, results: Iterable[StepResult]) -> None:
@@ -99,7 +99,7 @@ class RunWriter:
             )
 
     def flush(self) -> None:
-        """Retry earlier failed writes."""
+        """Retry failed writes."""
         if self._samples is not None and self._samples.last_error is not None:
             self._make_samples_folder()
         for file in (self._events, self._metrics, self._environment, self._samples):

@@ -1,4 +1,4 @@
-"""Breakdown of step time, as measured on rank 0's host."""
+"""Breakdown of step time, as measured on the host of rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TimingSample:
-    """A point in time, and the use of the seconds since the previous one."""
+    """A time sample, with the breakdown of the seconds since the previous sample."""
 
     time: float
     """Wall-clock time."""
@@ -37,7 +37,7 @@ class StepTimer:
         self._started_at, self._data_wait_s, self._data_counted_s = self._since, 0.0, 0.0
 
     def sample(self) -> TimingSample:
-        """Return a sample for now, and restart the sums."""
+        """Return a sample for the current time, and restart the sums."""
         now = time.perf_counter()
         taken = {"all": now - self._since, **self._seconds, "data": self._data_wait_s - self._data_counted_s}
         taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
@@ -47,7 +47,7 @@ class StepTimer:
     def _communication(self, room_s: float) -> float:
         """Return the seconds of communication since the last sample, at most `room_s`.
 
-        On a GPU, one measured step in ten counts for all ten; the excess moves to the next sample.
+        On a GPU, every tenth step is measured and represents all ten; the excess is moved to the next sample.
         """
         self._uncounted_s += activity.exchange_s - self._exchange_s
         self._exchange_s = activity.exchange_s
@@ -69,7 +69,7 @@ class StepTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`; time to get each counts as waiting for data, unless the GPU is busy."""
+        """Yield `batches`; the time to get a batch counts as waiting for data, unless the GPU is busy."""
         iterator = iter(batches)
         while True:
             activity.set_phase(RankPhase.DATA)

@@ -17,7 +17,7 @@ from hpctrain.torch_compat import BatchNorm
 
 @contextlib.contextmanager
 def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Keep only the inputs of the submodules that match `patterns`, within the block.
+    """Store only the inputs of the submodules that match `patterns`, within the block.
 
     Dropout is the same in both passes (torch restores the random state), and running statistics of batch norm
     are updated once.
@@ -27,7 +27,7 @@ def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iter
         patterns: names as in `named_modules`, such as `blocks.*`; `*` matches anything but a dot.
 
     Raises:
-        UserError: a pattern matches no submodule, or one inside another match.
+        UserError: a pattern matches no submodule, or a submodule of another match.
     """
     chosen = _chosen(module, patterns)
     for part in chosen.values():
@@ -78,7 +78,7 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         outer = [other for other in chosen if name.startswith(f"{other}.")]
         if outer:
             raise UserError(
-                f"recompute matches {name!r} and {outer[0]!r}, which contains it. Choose one of them."
+                f"recompute matches {name!r} and also {outer[0]!r}, which contains it. Choose only one."
             )
     return chosen
 

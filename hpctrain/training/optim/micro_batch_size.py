@@ -15,9 +15,9 @@ from hpctrain.training.base import rng
 
 
 def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest micro-batch size with which a share of this size can be trained.
+    """Return the largest micro-batch size that can train a share of this size.
 
-    Only useful sizes are tried: `share` in 1, 2, 3 … equal parts. If some number of parts fits, more parts
+    Only useful sizes are tried: `share` in 1, 2, 3 … equal parts. If a number of parts fits, larger numbers
     are assumed to fit.
 
     Raises:
@@ -27,8 +27,8 @@ def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
     while not fits(_part(share, parts)):
         if _part(share, parts) == 1:
             raise UserError(
-                "micro_batch_size is 'auto', but a training step does not fit into memory even with one "
-                "sample. Use a smaller model or smaller inputs."
+                "micro_batch_size is 'auto', but even a training step with one sample does not fit into "
+                "memory. Use a smaller model or smaller inputs."
             )
         too_few, parts = parts, min(2 * parts, share)
     while parts - too_few > 1:
@@ -48,14 +48,14 @@ def find_micro_batch_size(
 ) -> int:
     """Return the largest size that fits on every rank, found by trial. All ranks must call this.
 
-    Without a GPU, the whole share is used, because memory is not the limit.
+    Without a GPU, the complete share is used, because memory is not the limit.
 
     Args:
         module: the module to train; its state and this process's random generators are restored.
         context: the ranks.
         share: largest number of samples on any rank.
-        forward_backward: computes a loss and its gradients for a number of samples. It must not wait for
-            other ranks, because one may run out of memory while others do not.
+        forward_backward: computes a loss and its gradients for a number of samples. This function must not
+            wait for other ranks, because only some ranks may run out of memory.
 
     Raises:
         UserError: not even one sample fits; or the module has layers that wait for all ranks.
@@ -64,8 +64,8 @@ def find_micro_batch_size(
         return share
     if context.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise UserError(
-            "micro_batch_size is 'auto', but the module has SyncBatchNorm layers, in which ranks wait for "
-            "each other, so the search could deadlock when a rank runs out of memory. Set a number."
+            "micro_batch_size is 'auto', but ranks wait for each other in the SyncBatchNorm layers of the "
+            "module. The search could deadlock if a rank runs out of memory. Set a number."
         )
 
     def fits(count: int) -> bool:
@@ -77,7 +77,7 @@ def find_micro_batch_size(
 
 
 def fits_in_memory(module: nn.Module, device: torch.device, forward_backward: Callable[[], object]) -> bool:
-    """True if two micro-batches in a row fit, the second with the gradients of the first in memory.
+    """Return true if two consecutive micro-batches fit, the second with the gradients of the first in memory.
 
     During the trial, memory is reserved for an optimizer like Adam: two numbers per parameter.
     """
@@ -129,8 +129,8 @@ def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) 
     """Add advice for the user to `error`."""
     error.add_note(
         f"hpctrain: this rank processed {num_samples} samples at once (micro_batch_size={setting!r}). "
-        "A smaller micro_batch_size needs less memory and gives the same gradient; "
-        "micro_batch_size='auto' finds the largest that fits."
+        "A smaller micro_batch_size needs less memory and yields the same gradient; "
+        "micro_batch_size='auto' finds the largest size that fits."
     )
 
 

@@ -37,8 +37,8 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
     """Return the optimizers and schedulers of `module`.
 
     Raises:
-        UserError: the result has another form, a parameter belongs to two optimizers, or a scheduler is not
-            stepped after each step.
+        UserError: the result is invalid, a parameter belongs to two optimizers, or a scheduler does not
+            advance after each step.
     """
     origin = f"{type(module).__name__}.configure_optimizers()"
     answer = module.configure_optimizers()
@@ -49,14 +49,14 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
         are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
         if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in schedulers):
             raise UserError(
-                f"{origin} returned a ReduceLROnPlateau, which needs a metric; schedulers here step after "
-                "every optimizer step, without one. Call its step() yourself in a callback's "
-                "on_validation_end, and save it in that callback's state_dict() and load_state_dict()."
+                f"{origin} returned a ReduceLROnPlateau, which requires a metric. Schedulers advance after "
+                "every optimizer step, without a metric. Call its step() in the on_validation_end of a "
+                "callback, and save it in state_dict() and load_state_dict() of the callback."
             )
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise UserError(
-                f"{origin} returned an LBFGS, which recomputes the loss several times per step; this is not "
-                "supported. Use another optimizer."
+                f"{origin} returned an LBFGS, which is not supported because it recomputes the loss several "
+                "times per step. Use another optimizer."
             )
         if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
             _check_disjoint(optimizers, module, origin)
@@ -71,15 +71,15 @@ def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
     """Check that the optimizers update parameters of `module`.
 
     Raises:
-        UserError: they have other parameters only.
+        UserError: the optimizers have only other parameters.
     """
     own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
     if own and given and not own & given:
         raise UserError(
-            f"{type(module).__name__}.configure_optimizers() returned optimizers with none of the module's "
-            f"{len(own)} trainable parameters, so nothing would be trained. Create them from "
-            "self.parameters() inside the method: layers replaced later have other parameters."
+            f"{type(module).__name__}.configure_optimizers() returned optimizers without any of the "
+            f"{len(own)} trainable parameters of the module, so nothing would be trained. Create the "
+            "optimizers from self.parameters() in this method: layers replaced later have new parameters."
         )
 
 
@@ -90,9 +90,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def only_trainable(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let only the parameters `own` of `module` take gradients within the block.
+    """Enable gradients only for the parameters `own` of `module` within the block.
 
-    For example, the critic of a GAN then passes a gradient to the generator, but keeps none itself.
+    For example, the critic of a GAN then passes a gradient to the generator without storing gradients.
     """
     kept = {id(parameter) for parameter in own}
     others = [p for p in module.parameters() if p.requires_grad and id(p) not in kept]
@@ -106,7 +106,7 @@ def only_trainable(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[N
 
 
 def _parts(answer: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return the unchecked optimizers and schedulers in `answer`; None if it has another form."""
+    """Return the unchecked optimizers and schedulers in `answer`; None if it is invalid."""
     match answer:
         case {"optimizer": optimizer, **rest} if set(rest) <= {"lr_scheduler"}:
             return [optimizer], _as_list(rest.get("lr_scheduler"))
@@ -126,7 +126,7 @@ def _as_list(scheduler: Any) -> list[Any]:
 
 
 def _unwrapped(scheduler: Any, origin: str) -> Any:
-    """Return the scheduler, taken out of Lightning's dict if necessary."""
+    """Return the scheduler, extracted from Lightning's dict if necessary."""
     if not isinstance(scheduler, Mapping) or "scheduler" not in scheduler:
         return scheduler
     for key, only in _SCHEDULER_KEYS.items():
@@ -146,19 +146,19 @@ def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Modul
             if seen.setdefault(id(parameter), i) != i:
                 raise UserError(
                     f"{origin} assigns {names.get(id(parameter), 'a parameter')} to optimizer "
-                    f"{seen[id(parameter)]} and to optimizer {i}; both would update it. Assign it to one of "
-                    "them."
+                    f"{seen[id(parameter)]} and to optimizer {i}; both would update it. Assign it to a "
+                    "single optimizer."
                 )
 
 
 def ignored_hyperparameters(
     optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any] | None
 ) -> list[str]:
-    """Return sentences on hyper-parameters that differ from the checkpoint, whose values apply.
+    """Return messages on hyper-parameters that differ from those in the checkpoint, which apply.
 
     Args:
-        optimizers: as the script made them; call this before their states are loaded.
-        states: their states in the checkpoint; None if it has none.
+        optimizers: as created by the script, before their states are loaded.
+        states: their states in the checkpoint; None without states.
     """
     found: dict[str, None] = {}
     for number, (optimizer, state) in enumerate(zip(optimizers, states or (), strict=False)):
@@ -167,15 +167,15 @@ def ignored_hyperparameters(
             for name, saved, asked in _differences(new, old):
                 which = f" of optimizer {number}" if len(optimizers) > 1 else ""
                 found[
-                    f"{name}{which} stays {saved!r}, the value in the checkpoint, although the script now "
-                    f"sets {asked!r}. To change it in a resumed run, set it after the checkpoint is loaded, "
-                    "in a callback's on_fit_start."
+                    f"{name}{which} remains {saved!r}, the value in the checkpoint, although the script now "
+                    f"sets {asked!r}. To change it in a resumed run, set it in the on_fit_start of a "
+                    "callback, after the checkpoint is loaded."
                 ] = None
     return list(found)
 
 
 def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Check that a state belongs to this class of optimizer; another version of torch may lack a field.
+    """Check that a state belongs to this class of optimizer; other versions of torch may lack fields.
 
     Raises:
         ValueError: it belongs to another class.
@@ -184,12 +184,13 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):
         raise ValueError(
-            f"its optimizer has {', '.join(sorted(more))}, the script's has {', '.join(sorted(less))}."
+            f"the optimizer in the checkpoint has {', '.join(sorted(more))}, the optimizer of the script "
+            f"has {', '.join(sorted(less))}."
         )
 
 
 def _differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    # A scheduler changes the rate at every step, and keeps the configured one as `initial_lr`.
+    # A scheduler changes the rate at every step, and stores the configured rate as `initial_lr`.
     scheduled = "initial_lr" in new and "initial_lr" in old
     for name in new:
         if name == "params" or name not in old or (scheduled and name == "lr"):

@@ -16,7 +16,7 @@ _STEPS = ("training_step", "validation_step")
 
 @contextlib.contextmanager
 def compile_steps(module: Module, options: bool | Mapping[str, Any]) -> Iterator[None]:
-    """Compile the steps of `module` at their first call within the block.
+    """Compile the steps of `module` on their first call within the block.
 
     Args:
         module: the module to train.

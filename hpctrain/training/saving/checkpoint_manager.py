@@ -1,4 +1,4 @@
-"""Checkpoint saves of one training: start, wait, abandon, and record the outcome."""
+"""Checkpoint saves of a training: start, wait, abort, and record the outcome."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 
 #: Time after which a save is considered stuck.
 MAX_SAVE_S = 3600.0
-#: Training waits for a save in flight for the longer of this time and this multiple of the previous write
-#: time. After that, a due state is not saved.
+#: Minimum wait for a save in flight, and multiple of the previous write time. Training waits for the longer
+#: of both; then, a due state is skipped.
 _MAX_WAIT_S, _LATEST_FACTOR = 60.0, 3.0
 #: The limit if the previous save failed.
 _WAIT_IN_TROUBLE_S = 5.0
@@ -41,21 +41,21 @@ class _InFlight:
 
 
 class CheckpointManager:
-    """Writer of states into a run's checkpoints; reports and records the outcome of each save.
+    """Writer of a run's checkpoints; reports and records the outcome of each save.
 
-    One save is in flight at a time, to need memory for only one. All ranks must call `prepare`, `async_save`,
+    Only one save is in flight at a time, to limit memory. All ranks must call `prepare`, `async_save`,
     `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
 
     Attributes:
         folder: the folder of checkpoints in the run folder.
-        write_s: seconds until the latest checkpoint was in the run folder; None before the first.
+        write_s: seconds until the latest checkpoint was in the run folder; None before the first save.
         found_disk_full: True if the latest save did not fit on the disk.
     """
 
     def __init__(
         self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
     ) -> None:
-        """Save to `store`, whose checkpoints end up in `folder`."""
+        """Save to `store`, which stores the checkpoints in `folder`."""
         self._store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
         self._log, self._progress = parts.log, parts.progress
@@ -68,26 +68,25 @@ class CheckpointManager:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of this rank's share of the latest state."""
+        """Size of this rank's share of the latest state in bytes."""
         return self._store.state_bytes
 
     @property
     def in_flight_s(self) -> float | None:
-        """Seconds since the save in flight began; None without one."""
+        """Seconds since the save in flight began; None without a save in flight."""
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
-        """Check that the state can be saved, so that an error shows before the first save.
+        """Check that the state can be saved, to detect errors before the first save.
 
         Raises:
-            CheckpointError: it contains something other than tensors and plain values; the message has the
-                path.
+            CheckpointError: it contains unsupported values; the message contains the path.
         """
         split_tree(self._state.tree(), "state")
 
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, in the background."""
-        with suppress(CheckpointError):  # `async_save` raises it again and reports it
+        with suppress(CheckpointError):  # `async_save` raises and reports the error again
             self._store.prepare(self._state.tree(), rng.capture_rng_state())
 
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
@@ -95,7 +94,7 @@ class CheckpointManager:
         return self._store.load_newest(self._state.template())
 
     def can_begin(self) -> bool:
-        """True if another save can begin; waits for the one in flight, within a limit. Call on rank 0 only.
+        """Wait for the save in flight, within a limit; return true if another save can begin. Rank 0 only.
 
         The limit keeps the training running if a disk hangs.
         """
@@ -117,12 +116,12 @@ class CheckpointManager:
             )
             self._log.write_event("failure", cause=f"{cause}.")
             self._progress.print_message(
-                f"hpctrain: {cause}, nor are later ones until it is done. Training continues."
+                f"hpctrain: {cause}. No further state is saved until then. Training continues."
             )
         return False
 
     def async_save(self) -> None:
-        """Copy the current state; it is written in the background.
+        """Copy the current state, and write it in the background.
 
         Raises:
             UserError: the metric that selects the best checkpoints is missing.
@@ -139,7 +138,7 @@ class CheckpointManager:
         self._schedule.on_save_started(stall_s)
 
     def save_result(self) -> None:
-        """Save the state of the last step, and wait for it.
+        """Save the state of the last step, and wait until it is written.
 
         Raises:
             CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
@@ -181,12 +180,12 @@ class CheckpointManager:
         return self._store.wait(max(0.0, timeout_s))
 
     def abandon(self) -> None:
-        """Abandon the save in flight, unless its commit has begun. Does not wait."""
+        """Abort the save in flight, unless its commit has begun. Does not wait."""
         if not self._closed:
             self._store.abandon()
 
     def collect_finished(self) -> list[CommittedSave]:
-        """Record and report the saves that ended since the last call; return the successful ones."""
+        """Record and report the saves that ended since the last call; return the successful saves."""
         good = []
         for end in self._store.collect_outcomes():
             if isinstance(end, CheckpointError):
@@ -197,7 +196,7 @@ class CheckpointManager:
         return good
 
     def close(self, timeout_s: float | None = None) -> list[CommittedSave]:
-        """End the background work; return the saves that completed until then."""
+        """End the background work; return the completed saves."""
         if self._closed:
             return []
         self._closed = True
@@ -207,7 +206,7 @@ class CheckpointManager:
         return self.collect_finished()
 
     def is_shared(self, saved: CommittedSave) -> bool:
-        """True if it is in the run folder, not only in this node's local tier."""
+        """True if the checkpoint is in the run folder, not only in the local tier."""
         return saved.path.parent == self.folder
 
     def _report_missing_folder(self) -> None:
@@ -217,7 +216,10 @@ class CheckpointManager:
         try:
             os.stat(self.folder)
         except FileNotFoundError:
-            cause = f"{self.folder} has vanished, along with its checkpoints. It will be created again."
+            cause = (
+                f"{self.folder} has vanished, together with its checkpoints. The folder will be created "
+                "again."
+            )
             self._log.write_event("failure", cause=cause)
             self._progress.print_message(f"hpctrain: {cause}")
         except OSError:
@@ -251,7 +253,7 @@ class CheckpointManager:
         )
 
     def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
-        # A failed copy to the run folder may belong to an earlier save than the one in flight.
+        # A failed copy to the run folder may belong to a save before the save in flight.
         if self._in_flight is None or not isinstance(error, TierCopyFailed):
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
@@ -268,6 +270,6 @@ class CheckpointManager:
             raise UserError(
                 f"monitor is {settings.monitor!r} (for keep_best={settings.keep_best}), but step "
                 f"{state.step} has only {', '.join(map(repr, sorted(state.latest)))}. Set monitor to one of "
-                "these, or return it from validation_step."
+                "these metrics, or return it from validation_step."
             )
         return state.latest.get(settings.monitor)

@@ -11,18 +11,18 @@ from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, check
 
 #: Assumed cost of a save before the first measurement, in seconds.
 _FIRST_SAVE_S = 2.0
-#: Delay of the next save after a failed one; doubles with each further failure, up to the maximum.
+#: Delay of the next save after a failed save; doubles with each further failure, up to the maximum.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 600.0
 
 
 class CheckpointSchedule:
-    """Schedule of saves: every given number of steps, or at the optimal interval (`auto`).
+    """Schedule of saves: at a fixed number of steps, or at the optimal interval (`auto`).
 
-    Time-based decisions use rank 0's clock. The other ranks receive its request with the loss of a step, so
-    that all save after the same step.
+    Time-based decisions use rank 0's clock. The other ranks receive the request with the loss of a step, so
+    all ranks save after the same step.
 
     Attributes:
-        write_s: write time of the latest save in seconds; None before the first.
+        write_s: write time of the latest save in seconds; None before the first save.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class CheckpointSchedule:
 
         Args:
             every: steps between two saves, `auto`, or None.
-            num_nodes: nodes of this run, each of which may interrupt it.
-            node_mtbf_s: the site's mean time between interruptions of a node.
+            num_nodes: number of nodes of the run, which may each cause interruptions.
+            node_mtbf_s: mean time between interruptions per node at the site.
             history: interruptions of the run so far.
             clock: monotonic clock in seconds.
         """
@@ -68,7 +68,7 @@ class CheckpointSchedule:
         return isinstance(self._every, int) and step % self._every == 0
 
     def is_due_by_time(self) -> bool:
-        """True if this rank requests a checkpoint soon, by its clock."""
+        """Return true if this rank's clock requires a checkpoint soon."""
         if self._in_flight:
             return False
         if self._failures:

@@ -1,4 +1,4 @@
-"""Wait for disk space for the last state, whose steps would otherwise be trained again."""
+"""Wait for disk space to save the last state; without the save, its steps are trained again."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LIMIT_S = 24 * 3600.0
 _POLL_INTERVAL_S = 2.0
 #: Assumed size of a checkpoint without its tensors.
 _TABLES_BYTES = 64 * 1024
-#: Free disk space does not show a quota, so a save is tried after this time in any case.
+#: Free disk space does not include quotas, so a save is always tried after this time.
 _TRY_INTERVAL_S = 60.0
 
 
 class DiskSpaceWait:
-    """Wait for a new try after a save found the disk full. All ranks must call each method."""
+    """Wait before the next try after a save failed on a full disk. All ranks must call each method."""
 
     def __init__(self, parts: Components, folder: Path, state_bytes: int) -> None:
-        """Prepare to wait for space in `folder`, for the ranks' shares of the state of `state_bytes` each."""
+        """Prepare to wait for space in `folder`, for the ranks' shares of `state_bytes` each."""
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._folder, self._step = folder, parts.state.step
         self._needed = sum(parts.context.all_gather(state_bytes))
@@ -34,14 +34,16 @@ class DiskSpaceWait:
         self._is_reported = False
 
     def wait(self, left_s: Callable[[], float]) -> bool:
-        """Wait until a save is worth a try; return False if the time is over.
+        """Wait until a save may succeed; return False if the time limit is reached.
 
         Args:
-            left_s: returns the seconds until a save must begin, by this rank's limits; called repeatedly.
+            left_s: returns the seconds until a save must begin on this rank; called repeatedly.
         """
         if not self._is_reported:
             self._is_reported = True
-            cause = f"{self._describe_space()}. Training waits until space is freed there, then saves."
+            cause = (
+                f"{self._describe_space()}. Training waits until space is freed in this folder, then saves."
+            )
             self._log.write_event("failure", cause=cause, **{"class": "disk-full"})
             self._progress.print_message(f"hpctrain: {cause}")
         tried = time.monotonic()
@@ -58,11 +60,11 @@ class DiskSpaceWait:
                 return True
 
     def timeout_error(self) -> DiskFull:
-        """Return the error for a wait without success."""
+        """Return the error for an unsuccessful wait."""
         waited = time.monotonic() - self._started_at
         return DiskFull(
             f"{self._describe_space()}; no space was freed in {waited:.0f} s. Earlier checkpoints are "
-            "intact. Free space there, then resume the run"
+            "intact. Free space on this disk, then resume the run"
         )
 
     def _describe_space(self) -> str:
@@ -74,7 +76,7 @@ class DiskSpaceWait:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of `folder`, which may not exist."""
+    """Return the free bytes on the disk of `folder`; the folder may not exist."""
     for place in (folder, *folder.parents):
         try:
             return shutil.disk_usage(place).free

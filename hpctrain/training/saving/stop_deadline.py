@@ -1,4 +1,4 @@
-"""Time left after a stop signal, and the plan for the last save within it."""
+"""Remaining time after a stop signal, and the plan for the last save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag
 
 
 class StopDeadline:
-    """Deadline that a stop signal sets for the ranks."""
+    """Deadline of the ranks after a stop signal."""
 
     def __init__(self, environ: Mapping[str, str], stop: StopFlag) -> None:
         """Read the seconds per signal, such as `SIGTERM=30,SIGUSR2=120,requeue=300`.
@@ -29,7 +29,7 @@ class StopDeadline:
         """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal.
 
         Args:
-            for_requeue: True if the user requested the stop, so that the signal's own limit does not apply.
+            for_requeue: true if the user requested the stop, so that the limit of the signal does not apply.
         """
         if self._stop.signal_name is None:
             return math.inf
@@ -38,21 +38,21 @@ class StopDeadline:
 
 
 class FinalSavePlan(Enum):
-    """Plan for the state when the run is stopped."""
+    """Plan for the last save of a stopped run."""
 
     AFTER_PENDING_SAVE = "finish the save in flight, then save"
-    REPLACE_PENDING_SAVE = "abandon the save in flight, and save"
-    PENDING_SAVE_ONLY = "finish the save in flight; another does not fit"
-    NONE = "no save fits"
+    REPLACE_PENDING_SAVE = "abort the save in flight, then save"
+    PENDING_SAVE_ONLY = "finish the save in flight; there is no time for another save"
+    NONE = "no time for a save"
 
 
 def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | None) -> FinalSavePlan:
-    """Return the plan that fits into the time left; without one, the newest checkpoint remains.
+    """Return the plan that fits into the remaining time; otherwise, the newest checkpoint is kept.
 
     Args:
         left_s: seconds until the ranks are killed.
-        write_s: measured duration of a save; None if unknown, in which case a save is tried.
-        in_flight_s: seconds since an earlier step's save began; None without one.
+        write_s: measured duration of a save; None if unknown; in that case, a save is tried.
+        in_flight_s: seconds since the save of an earlier step began; None without such a save.
     """
     if write_s is None:
         return FinalSavePlan.AFTER_PENDING_SAVE

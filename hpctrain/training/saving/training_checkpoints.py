@@ -1,4 +1,4 @@
-"""Saving during a training, resuming from a checkpoint, and leaving after a stop signal."""
+"""Saving during a training, resuming from a checkpoint, and exiting after a stop signal."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hpctrain.training.saving.stop_deadline import (
 
 
 class TrainingCheckpoints:
-    """Checkpoints of one training. Without a run folder, it saves and loads nothing.
+    """Checkpoints of a training. Without a run folder, nothing is saved or loaded.
 
-    Use as a context manager. On exit it finishes the save in flight, or abandons it after an error, because
-    the other ranks may be gone.
+    Use as a context manager. The save in flight is completed on exit. After an error it is aborted, because
+    the other ranks may have exited.
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str]) -> None:
@@ -78,9 +78,9 @@ class TrainingCheckpoints:
         self._log.flush()
 
     def save_requested(self) -> bool:
-        """Record completed saves; True if this rank requests a checkpoint soon.
+        """Record completed saves; return true if this rank requests a checkpoint soon.
 
-        Only rank 0 requests one, by its clock. All ranks must call this.
+        Only rank 0 requests checkpoints, based on its clock. All ranks must call this.
         """
         if self._manager is None:
             return False
@@ -91,7 +91,7 @@ class TrainingCheckpoints:
         return self._context.ranks.is_main and self._schedule.is_due_by_time()
 
     def due(self) -> bool:
-        """True if a checkpoint is due after this step: by its number, for its score, or as the last one."""
+        """Return true if a checkpoint is due after this step: by number, for its score, or at the end."""
         state = self._state
         scored = self._settings.keep_best > 0 and state.validated_step == state.step > 0
         return state.finished or scored or self._schedule.is_due_by_step(state.step)
@@ -102,7 +102,7 @@ class TrainingCheckpoints:
         A failed save is reported and training continues, except after the last step.
 
         Raises:
-            CheckpointError: the last step's state could not be saved: without it the run has no result.
+            CheckpointError: the state of the last step could not be saved, so the run has no result.
             UserError: the metric that selects the best checkpoints is missing.
         """
         if self._manager is None:
@@ -116,7 +116,7 @@ class TrainingCheckpoints:
                 self._manager.collect_finished()
 
     def _save_result(self, manager: CheckpointManager) -> None:
-        """Save the last step's state; wait for space if the disk is full."""
+        """Save the state of the last step; wait for space if the disk is full."""
         disk_wait: DiskSpaceWait | None = None
         while True:
             try:
@@ -127,7 +127,7 @@ class TrainingCheckpoints:
                     raise disk_wait.timeout_error() from None
 
     def _left_to_begin_s(self) -> float:
-        """Return the seconds within which a save must begin to end before this rank is killed."""
+        """Return the seconds until a save must begin in order to complete before this rank is killed."""
         for_requeue = self._log.is_asked_to_requeue()
         write_s = None if self._manager is None else self._manager.write_s
         return self._deadline.left_s(for_requeue=for_requeue) - longest_save_s(write_s or 0.0)
@@ -137,8 +137,8 @@ class TrainingCheckpoints:
 
         Raises:
             UserError: the checkpoint belongs to another model, data set or batch size.
-            CheckpointError: the state of this training contains something that a checkpoint cannot keep.
-            UserError: there were checkpoints, but none is complete.
+            CheckpointError: the state of this training contains unsupported values.
+            UserError: there are checkpoints, but no complete one.
         """
         if self._manager is None:
             return
@@ -151,7 +151,7 @@ class TrainingCheckpoints:
             self._refuse_restart_from_zero(self._manager.folder, broken)
             return
         self._state.load(loaded)
-        if loaded.rank_state:  # imported checkpoints have none
+        if loaded.rank_state:  # imported checkpoints have no random state
             rng.restore_rng_state(loaded.rank_state)
         else:
             rank = self._context.ranks.rank
@@ -166,7 +166,7 @@ class TrainingCheckpoints:
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def _refuse_restart_from_zero(self, folder: Path, broken: list[str]) -> None:
-        """Raise if all checkpoints are broken, instead of training again from step 0.
+        """Raise an error if all checkpoints are damaged, instead of training again from step 0.
 
         All ranks must call this.
         """
@@ -183,7 +183,7 @@ class TrainingCheckpoints:
             )
 
     def add_score(self) -> None:
-        """Add the score of the resumed state if it was validated only now. All ranks must call this.
+        """Add the score of the resumed state if it was validated after the resume. All ranks must call this.
 
         Raises:
             UserError: the metric that selects the best checkpoints is missing.
@@ -197,7 +197,7 @@ class TrainingCheckpoints:
         Raises:
             SystemExit: with code 75, always.
         """
-        # Slurm decides which ranks receive a signal; this rank may not be one of them.
+        # Slurm decides which ranks receive a signal; this rank may not receive it.
         gathered = self._context.all_gather(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
         if self._manager is None:
@@ -227,8 +227,9 @@ class TrainingCheckpoints:
             manager.async_save()
         elif write_s is not None:
             self._progress.print_message(
-                f"hpctrain: {signal_name} leaves {max(0.0, left_s):.0f} s, but saving takes {write_s:.0f} s: "
-                f"the state after step {self._state.step} is not saved. Earlier checkpoints are intact."
+                f"hpctrain: the process will be killed {max(0.0, left_s):.0f} s after {signal_name}, but "
+                f"saving takes {write_s:.0f} s: the state after step {self._state.step} is not saved. "
+                "Earlier checkpoints are intact."
             )
         finished = manager.wait(ends_at - time.monotonic())
         saved, disk_wait = manager.collect_finished(), None
@@ -241,11 +242,11 @@ class TrainingCheckpoints:
             saved += manager.collect_finished()
         if not finished:
             self._progress.print_message(
-                f"hpctrain: the time after {signal_name} ran out before the save finished; the save was "
-                "abandoned. Earlier checkpoints are intact."
+                f"hpctrain: the save was aborted because it did not finish in the time after {signal_name}. "
+                "Earlier checkpoints are intact."
             )
             manager.abandon()
-        # Copy the local tier to the run folder now, because the next attempt may use other nodes.
+        # Copy the local tier to the run folder now: the next attempt may use other nodes.
         saved += [*manager.collect_finished(), *manager.close(max(0.0, ends_at - time.monotonic()))]
         return any(one.step == self._state.step and manager.is_shared(one) for one in saved)
 
@@ -258,7 +259,7 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise UserError(
-            f"{NODE_MTBF_VARIABLE} is {text!r}; it must be the mean number of seconds between failures "
-            "of a node."
+            f"{NODE_MTBF_VARIABLE} is {text!r}; it must be the mean time between failures of a node, in "
+            "seconds."
         )
     return seconds

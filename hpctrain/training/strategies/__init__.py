@@ -1,4 +1,4 @@
-"""Strategies: the division of work between the ranks. Strategy modules never import each other."""
+"""Strategies: the division of work among the ranks. Strategy modules never import each other."""
 
 from __future__ import annotations
 

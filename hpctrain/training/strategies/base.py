@@ -19,30 +19,30 @@ from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainab
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
 
-#: Methods that can combine gradients; a strategy for several ranks must override at least one.
+#: Methods that can combine gradients; a strategy for several ranks must override at least one method.
 _SHARING = frozenset({"place", "training_step", "backward", "before_update", "optimized", "__init__"})
 _TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 class Strategy:
-    """Base class of the strategies; by default one rank trains alone.
+    """Base class of the strategies; by default, a single rank trains.
 
-    A strategy moves the module to this rank's device. Before an update it provides the gradient of every
-    parameter: the mean over the ranks that share the data.
+    A strategy moves the module to this rank's device. Before an update, the strategy provides the gradient of
+    every parameter: the mean over the ranks that share the data.
 
     Attributes:
         module: module to train; its parameters may be replaced by shards.
         context: the ranks.
         in_lockstep: True if every forward pass has collectives, even without a backward pass.
-        supports_toggling: True if a step may be for some parameters only.
+        supports_toggling: True if a step may update only some parameters.
         has_algorithms: True if replicas may use another algorithm than an all-reduce.
         has_buckets: True if gradients are sent in buckets of configurable size.
         algorithm: communication algorithm of the replicas.
-        spawns: True if the process that calls `fit` starts the ranks when no launcher has.
-        optimizer_idx: index of the step's optimizer as a 1-tuple; empty if optimizers do not take turns.
+        spawns: True if the process that calls `fit` starts the ranks in the absence of a launcher.
+        optimizer_idx: index of the step's optimizer as a 1-tuple; empty if optimizers do not alternate.
         single_process: True if one process computes on all devices.
         splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
-        remarks: remarks for the user at the start, as sentences without a full stop.
+        remarks: remarks for the user at the start, as sentences without a period.
     """
 
     in_lockstep: ClassVar[bool] = False
@@ -66,7 +66,8 @@ class Strategy:
             raise UserError(
                 f"strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
                 f"{', '.join(sorted(_SHARING))}, so each of the {context.ranks.world_size} ranks would "
-                "train alone. Override one that synchronizes gradients, or subclass a built-in strategy."
+                "train alone. Override a method that synchronizes gradients, or subclass a built-in "
+                "strategy."
             )
         self.module, self.context, self.settings = module, context, settings
         self.algorithm: Algorithm | None = None
@@ -79,12 +80,12 @@ class Strategy:
         """Check that the settings are compatible with this strategy, before anything starts.
 
         Raises:
-            UserError: they are not; the message states the reason.
+            UserError: the settings are not compatible; the message contains the reason.
         """
 
     @classmethod
     def data_rank(cls, ranks: Ranks) -> DataRank:
-        """Return this rank's part in the division of samples, and the number of parts."""
+        """Return this rank's part of the samples, and the number of parts."""
         return DataRank(ranks.rank, ranks.world_size)
 
     def place(self) -> None:
@@ -92,7 +93,7 @@ class Strategy:
         self.module.to(self.context.device)
 
     def gradient_parts(self) -> list[int]:
-        """Return the bytes of each bucket in which gradients are sent; empty if not known."""
+        """Return the sizes of the gradient buckets in bytes; empty if unknown."""
         return []
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
@@ -110,29 +111,29 @@ class Strategy:
         return self.module.training_step_end(output), num_samples
 
     def trial_step(self, batch: Any) -> Any:
-        """Run the module's training step on this rank alone, to test if it fits into memory."""
+        """Run the module's training step on this rank only, to test if it fits into memory."""
         return self.module.training_step_end(self.module.training_step(batch, 0, *self.optimizer_idx))
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Prepare for steps of one optimizer each. All ranks must call this.
+        """Prepare for steps with one optimizer each. All ranks must call this.
 
         Args:
             parameters: parameters of each optimizer, before `wrap_optimizers` may replace them.
 
         Raises:
-            UserError: the strategy cannot leave some parameters out of a step.
+            UserError: the strategy cannot exclude parameters from a step.
         """
         if self.context.is_distributed and not self.supports_toggling:
             raise UserError(
-                f"training_step takes optimizer_idx, but with strategy {self.settings.strategy!r} optimizers "
-                "cannot take turns: all parameters are updated together. "
-                "Use 'ddp' or 'zero1', or return one loss for all optimizers."
+                f"training_step takes optimizer_idx, but strategy {self.settings.strategy!r} updates all "
+                "parameters together, so optimizers cannot alternate. Use 'ddp' or 'zero1', or return one "
+                "loss for all optimizers."
             )
         self._optimizer_parameters = parameters
 
     @contextmanager
     def toggled_optimizer(self, idx: int) -> Iterator[None]:
-        """Run steps for one optimizer inside this block: only its parameters take a gradient."""
+        """Run steps for one optimizer in this block: only its parameters receive a gradient."""
         self.optimizer_idx = (idx,)
         try:
             with only_trainable(self.module, self._optimizer_parameters[idx]):
@@ -145,7 +146,7 @@ class Strategy:
         torch.autograd.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context for all forward and backward passes but the last before an update."""
+        """Return a context for all forward and backward passes except the last pass before an update."""
         return nullcontext()
 
     def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, int]:
@@ -163,11 +164,11 @@ class Strategy:
         return getattr(self.module, method)(batch, batch_idx), num_samples
 
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
-        """Return the optimizers and schedules for training, made from the module's own."""
+        """Return the optimizers and schedules for training, based on those of the module."""
         return optimization
 
     def before_update(self) -> None:
-        """Complete the gradients before they are read; called at least once per update."""
+        """Complete the gradients before use; called at least once per update."""
 
     def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients together, equal on all ranks. All ranks must call this.
@@ -187,7 +188,7 @@ class Strategy:
         if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not _TORCHS_ZERO_GRAD:
             optimizer.zero_grad(set_to_none=True)
             return
-        # Torch's own `zero_grad` without its profiler records, which take some microseconds.
+        # Torch's `zero_grad` without its profiler records, which take some microseconds.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -196,9 +197,9 @@ class Strategy:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
 
     def finish(self) -> str | None:
-        """Restore the whole module at the end of the training. All ranks must call this.
+        """Restore the complete module at the end of the training. All ranks must call this.
 
         Returns:
-            A sentence for the user if that is impossible, else None.
+            A message for the user if this is impossible, otherwise None.
         """
         return None

@@ -8,14 +8,14 @@ import torch
 
 from hpctrain.torch_compat import pytree
 
-#: Default number of micro-batches per stage: more of them leave stages idle for less time.
+#: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
 _MICRO_BATCHES_A_STAGE = 4
 
 
 def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: int) -> list[int]:
-    """Return the number of samples of each micro-batch of a pipeline, larger ones first.
+    """Return the number of samples of each micro-batch of a pipeline, in descending order.
 
-    Stages allocate memory for one size at a time. Equal sizes keep them busier than two sizes, unless the
+    Stages allocate memory for one size at a time. Equal sizes are more efficient than two sizes, unless the
     number of micro-batches doubles or halves.
 
     Args:
@@ -35,7 +35,7 @@ def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: i
 
 
 def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
-    """Return samples `low` to `high` of a batch; leaves that are not per sample stay whole.
+    """Return samples `low` to `high` of a batch; leaves without a sample dimension are unchanged.
 
     Args:
         batch: tensors whose first dimension is `num_samples`, and lists or tuples of as many plain values,

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class DataParallelBase(Strategy):
     """One replica of the module per rank, in torch's DistributedDataParallel.
 
-    After the first backward pass of a process DDP regroups its gradient buckets, which changes the order of
-    additions between more than two ranks. A resumed process would then differ in the last bit from one that
-    never stopped. So every process regroups before its first real step, with a separate graph that touches
-    each parameter once and uses neither data, buffers nor random state.
+    After the first backward pass of a process, DDP regroups its gradient buckets. With more than two ranks,
+    this changes the order of additions. The results of a resumed process would then differ in the last bit.
+    Therefore, every process regroups before its first real step. This uses a separate graph that includes
+    each parameter once, but no data, buffers or random state.
     """
 
     has_buckets = True
@@ -46,7 +46,7 @@ class DataParallelBase(Strategy):
             self._forward = self._averaging()
 
     def gradient_parts(self) -> list[int]:
-        """Return the sizes of DDP's buckets, filled from the last parameter to the first up to the limit."""
+        """Return the sizes of DDP's buckets, which are filled in reverse order of the parameters."""
         if not self.context.is_distributed:
             return []
         limit = (self.settings.bucket_cap_mb or 25) * 2**20
@@ -59,7 +59,7 @@ class DataParallelBase(Strategy):
         return [*parts, part] if part else parts
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        """Return the output and number of samples to compute the loss over.
+        """Return the output and the number of samples for the loss.
 
         Called between `training_step` and `training_step_end`.
         """
@@ -83,14 +83,14 @@ class DataParallelBase(Strategy):
         return module.training_step_end(output), counted
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context whose passes add to this rank's gradients without synchronisation."""
+        """Return a context in which passes add to this rank's gradients without synchronization."""
         if isinstance(self._forward, DistributedDataParallel):
             return self._forward.no_sync()
         return nullcontext()
 
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if self.context.is_distributed:
-            # The replicas are equal only from here on.
+            # The replicas are equal only from this point.
             self.algorithm.begin(self.module, self.context)
             for forward in (*self._forwards, self._forward):
                 if isinstance(forward, DistributedDataParallel):
@@ -105,7 +105,7 @@ class DataParallelBase(Strategy):
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, such as running means. All ranks must call this.
 
-        Forward passes do so too, before each rank updates the buffers from its own samples.
+        Forward passes also do this, before each rank updates the buffers from its own samples.
         """
         if self.context.is_distributed:
             self.algorithm.synchronize()
@@ -125,7 +125,7 @@ class DataParallelBase(Strategy):
             yield
 
     def _averaging(self) -> nn.Module:
-        """Wrap the step so that gradients of currently trainable parameters are averaged over the ranks."""
+        """Wrap the step to average gradients of currently trainable parameters over the ranks."""
         step = _Step(self.module, self._run_module)
         if not any(p.requires_grad for p in self.module.parameters()):
             return step
@@ -158,7 +158,7 @@ class DDPSpawn(DDP):
 
 
 class _Step(nn.Module):
-    """Forward pass for DDP to wrap, which runs a training step."""
+    """Module for DDP to wrap, whose forward pass runs a training step."""
 
     def __init__(self, module: Module, take: Callable[..., tuple[Any, float]]) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _Step(nn.Module):
 
 
 def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return a zero that depends on every parameter; its backward pass reaches the last parameter first."""
+    """Return a zero that depends on every parameter; its backward pass starts with the last parameter."""
     total = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
         total = total + (parameter * 0).sum().to(total.device, total.dtype)
@@ -187,7 +187,7 @@ def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _explain(error: RuntimeError, module: nn.Module) -> None:
-    """Name the parameters that the previous step did not use, if torch's error is about them.
+    """Name the parameters that the previous step did not use, if these caused torch's error.
 
     Raises:
         UserError: there are unused parameters, and find_unused_parameters is not set.
@@ -199,6 +199,6 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
     raise UserError(
         f"{type(module).__name__}.training_step did not use {', '.join(names)}, so the ranks would wait for "
-        "their gradients forever. Remove them from the module, or freeze them (requires_grad_(False)). If "
-        "different steps use different parameters, set find_unused_parameters=True."
+        "their gradients forever. Remove or freeze these parameters (requires_grad_(False)). If different "
+        "steps use different parameters, set find_unused_parameters=True."
     ) from error

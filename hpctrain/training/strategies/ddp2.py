@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class DDP2(DataParallelBase):
-    """Strategy in which `training_step_end` gets the outputs of all ranks of a node as one batch.
+    """Strategy in which `training_step_end` receives the outputs of all ranks of a node as one batch.
 
-    Each of the node's k ranks computes the same loss over it. The backward pass of the gather sums k times
-    the gradient for every encoder; for parameters after the gather each rank has the gradient once. With the
-    loss weighted by 1/k of the node's samples, the mean over all ranks is, for both, the mean over the nodes'
-    batches.
+    Each of the node's k ranks computes the same loss over this batch. The backward pass of the gather adds k
+    times the gradient for every encoder. For parameters after the gather, each rank has the gradient once.
+    The loss is weighted by 1/k of the node's samples. In both cases, the mean over all ranks is then the mean
+    over the nodes' batches.
     """
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -29,7 +29,7 @@ class DDP2(DataParallelBase):
         super().__init__(module, context, settings)
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        # Without `training_step_end` the loss is computed per rank, so there is nothing to gather.
+        # Without `training_step_end`, the loss is computed per rank, so nothing is gathered.
         if self._node is None or not self._gathers:
             return output, num_samples
         return self._node.gather(output, num_samples)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class DP(Strategy):
-    """Strategy that in each step splits the batch, copies the module to all devices, and gathers outputs.
+    """Strategy that splits the batch, copies the module to all devices and gathers outputs in each step.
 
-    `training_step_end` gets the outputs of the whole batch: tensors joined along their first dimension, and
-    scalars as a vector with one element per device. A module without it returns means over a device's
-    samples; their mean, weighted by samples, is used.
+    `training_step_end` receives the outputs of the complete batch: tensors joined along their first
+    dimension, and scalars as a vector with one element per device. A module without this method returns means
+    over a device's samples, which are averaged with the number of samples as weights.
 
     Buffers, such as running means, are updated from the samples of the first device only.
     """
@@ -65,7 +65,7 @@ class DP(Strategy):
 
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
-    """Split the batch into parts on their devices, with their number of samples, at least 1 each."""
+    """Split the batch into parts on the devices, with the number of samples of each part, at least 1."""
     count = min(len(devices), num_samples)
     parts = []
     for number, device in zip(range(count), devices, strict=False):
@@ -76,10 +76,10 @@ def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> l
 
 
 def _copy(module: Module, device: torch.device) -> Any:
-    """Return the module with its parameters copied to `device`; gradients go back to the originals."""
+    """Return the module with its parameters copied to `device`; gradients are added to the originals."""
     copies: dict[nn.Module, Any] = {}
     for part in module.modules():
-        # torch's own protocol, which some layers extend.
+        # Protocol of torch, which some layers extend.
         copies[part] = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     for part, copy in copies.items():
         for name, child in part._modules.items():
@@ -93,7 +93,7 @@ def _copy(module: Module, device: torch.device) -> Any:
 
 
 def _joined(outputs: list[Any], device: torch.device) -> Any:
-    """Join the outputs of all devices: tensors and numbers on `device`; of other values keep the first."""
+    """Join the outputs of all devices: tensors and numbers on `device`; the first of other values."""
     structure = pytree.tree_structure(outputs[0])
     joined = []
     for leaves in zip(*(pytree.tree_flatten(output)[0] for output in outputs), strict=True):
@@ -106,5 +106,5 @@ def _joined(outputs: list[Any], device: torch.device) -> Any:
 
 
 def _mean(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean over samples of a scalar that each device computed."""
+    """Return the mean over samples of a scalar computed on each device."""
     return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each

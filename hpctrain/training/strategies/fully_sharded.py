@@ -35,30 +35,29 @@ if TYPE_CHECKING:
 
 
 class FullyShardedBase(Strategy):
-    """Strategy in which each rank keeps rows of every parameter, with their gradients and optimizer state.
+    """Strategy in which each rank stores rows of every parameter, with their gradients and optimizer state.
 
-    A block of the module is gathered from all ranks when it computes.
+    A block of the module is gathered from all ranks for its computation.
     """
 
     in_lockstep = True
     supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]
-    """True if a block is resharded after its forward pass; None for all but parameters outside of blocks."""
+    """True if a block is resharded after its forward pass; None excludes parameters outside of blocks."""
     averages_every_micro_batch: ClassVar[bool] = True
-    """True if gradients are averaged and sharded in every micro-batch instead of only in the last one. Whole
-    gradients until then would take the memory that sharding saves."""
+    """True if gradients are averaged and sharded in every micro-batch, not only in the last."""
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
         if settings.micro_batch_size == "auto":
             raise UserError(
                 f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
-                "each other in every forward pass, so the search could deadlock when a rank runs out of "
-                "memory. Set a number."
+                "each other in every forward pass. The search could deadlock if a rank runs out of memory. "
+                "Set a number."
             )
 
     def place(self) -> None:
-        """Shard the module block by block, so that no device needs memory for the whole module."""
+        """Shard the module block by block, so that no device requires memory for the complete module."""
         self._root: Callable[..., Any] = _Root(self.module)
         self._scalars = {parameter for parameter in self.module.parameters() if parameter.ndim == 0}
         self._is_pending = False
@@ -107,7 +106,7 @@ class FullyShardedBase(Strategy):
                 super().evaluation_step, method, batch, batch_idx, num_samples
             )
         for part in self._shard_modules():
-            part.reshard()  # No backward pass follows that would do so.
+            part.reshard()  # There is no backward pass to do this.
         return output
 
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
@@ -118,7 +117,7 @@ class FullyShardedBase(Strategy):
         return optimization
 
     def before_update(self) -> None:
-        """Average the gradients of parameters that cannot be sharded; all others are averaged already."""
+        """Average the gradients of parameters that cannot be sharded; all others are already averaged."""
         if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
@@ -148,7 +147,7 @@ class FullyShardedBase(Strategy):
             return None
         if self.context.all_reduce_min(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
-                "the whole module does not fit into the memory of one device, so it stays sharded after "
+                "the complete module does not fit into the memory of a device, so it remains sharded after "
                 "training. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
             )
         unshard_module(self.module)
@@ -165,7 +164,7 @@ class FullyShardedBase(Strategy):
 
 
 class ZeRO2(FullyShardedBase):
-    """ZeRO stage 2: a block gathered for the forward pass stays whole until the backward pass."""
+    """ZeRO stage 2: a block gathered for the forward pass remains gathered until the backward pass."""
 
     reshard_after_forward = False
 
@@ -177,7 +176,7 @@ class ZeRO3(FullyShardedBase):
 
 
 class _Root(nn.Module):
-    """Root module for `fully_shard`, which runs any computation with the module."""
+    """Root module for `fully_shard`, to run any computation with the module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -189,7 +188,7 @@ class _Root(nn.Module):
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Add an explanation to torch's error when a parameter is used outside of its block."""
+    """Add an explanation to torch's error about a parameter used outside of its block."""
     try:
         yield
     except RuntimeError as error:
@@ -208,8 +207,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def find_wrap_modules(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: the elements of Sequential, ModuleList and ModuleDict.
 
-    Of nested containers only the innermost count. A block that shares a parameter with the rest of the model
-    is left out, and gathered with the rest.
+    For nested containers, only the innermost count. A block that shares a parameter with the rest of the
+    model is excluded, and gathered with the rest.
     """
     everywhere = _occurrences(module)
     units: dict[nn.Module, None] = {}
@@ -229,13 +228,13 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _occurrences(module: nn.Module) -> Counter[nn.Parameter]:
-    """Count the occurrences of each parameter, without 0-dimensional ones, which cannot be sharded."""
+    """Count the occurrences of each parameter, except 0-dimensional parameters, which cannot be sharded."""
     named = module.named_parameters(remove_duplicate=False)
     return Counter(parameter for _, parameter in named if parameter.ndim)
 
 
 def fits_unsharded(module: nn.Module, device: torch.device) -> bool:
-    """True if this rank's device has memory for all sharded parameters as a whole."""
+    """Return true if this rank's device has enough memory for all complete parameters."""
     if device.type != "cuda":
         return True
     missing = sum(p.numel() * p.element_size() for p in module.parameters() if isinstance(p, DTensor))
@@ -244,9 +243,9 @@ def fits_unsharded(module: nn.Module, device: torch.device) -> bool:
 
 
 def unshard_module(module: nn.Module) -> None:
-    """Gather all parameters and remove every trace of sharding. All ranks must call this.
+    """Gather all parameters and remove all sharding. All ranks must call this.
 
-    Other hooks, attributes and submodules stay; the parameters are new objects.
+    Other hooks, attributes and submodules are kept; the parameters are new objects.
     """
     for part in module.modules():
         fsdp_states.pop(part, None)
@@ -256,7 +255,7 @@ def unshard_module(module: nn.Module) -> None:
         for name in [name for name in vars(part) if name.startswith(FSDP_ATTRIBUTES)]:
             delattr(part, name)
         if isinstance(part, FSDPModule):
-            # torch replaces the class by a new one, derived from FSDPModule and the module's own class.
+            # torch replaces the class with a new class, derived from FSDPModule and the original class.
             part.__class__ = type(part).__mro__[2]
     wholes: dict[torch.Tensor, nn.Parameter] = {}
     for part in module.modules():

@@ -26,12 +26,12 @@ from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
 
-#: Variable of a process that horovodrun has started.
+#: Environment variable of processes started by horovodrun.
 _MARK = "HOROVOD_RANK"
 
 
 class Horovod(Strategy):
-    """Strategy with rendezvous at horovodrun's server or, under any other launcher, at a server on rank 0."""
+    """Strategy with a rendezvous at horovodrun's server or, with other launchers, at a server on rank 0."""
 
     supports_toggling = False
 
@@ -41,7 +41,7 @@ class Horovod(Strategy):
             raise UserError(
                 f"strategy is {settings.strategy!r}, but Horovod is not installed. There are no prebuilt "
                 "packages for current versions of PyTorch: run scripts/install_horovod.sh in hpctrain's "
-                "source to build and install it. Strategy 'ddp' does the same without Horovod."
+                "source to build and install it. Strategy 'ddp' is equivalent and does not require Horovod."
             )
         if settings.precision == "bf16-true":
             raise UserError(
@@ -78,7 +78,7 @@ class Horovod(Strategy):
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         for optimizer in self._optimizers:
-            optimizer.set_backward_passes_per_step(2)  # so that this pass is not the last one
+            optimizer.set_backward_passes_per_step(2)  # this pass is then not the last pass
         yield
 
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
@@ -88,7 +88,8 @@ class Horovod(Strategy):
             own = {parameter for group in original.param_groups for parameter in group["params"]}
             named = [(name, p) for name, p in self.module.named_parameters() if p in own]
             optimizer = self._horovod.DistributedOptimizer(original, named_parameters=named)
-            # Schedules refer to the original, and loading a state creates new groups: share all attributes.
+            # Schedules refer to the original optimizer, and loading a state creates new groups: share all
+            # attributes.
             _restore_torch_interface(optimizer)
             original.__dict__ = optimizer.__dict__
             # `before_update` completes the gradients before the step, because they may have to be clipped.
@@ -129,21 +130,21 @@ def _import_horovod() -> Any:
     """Import Horovod for PyTorch.
 
     Raises:
-        UserError: it was built for another PyTorch, or without PyTorch.
+        UserError: Horovod was built for another version of PyTorch, or without PyTorch.
     """
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
         raise UserError(
-            f"Horovod is installed, but does not load with PyTorch {torch.__version__}: {error}. "
+            f"Horovod is installed, but cannot be loaded with PyTorch {torch.__version__}: {error}. "
             "Run scripts/install_horovod.sh in hpctrain's source to build it for this version."
         ) from error
 
 
 def _restore_torch_interface(optimizer: Any) -> None:
-    """Restore what torch expects of an optimizer and Horovod's lacks.
+    """Restore features of torch's optimizers that Horovod's optimizer lacks.
 
-    LR schedulers wrap `step`, and warn if it was replaced later; `zero_grad` takes an argument.
+    LR schedulers wrap `step`, and warn if it was replaced later; `zero_grad` accepts an argument.
     """
     step, zero_grad = optimizer.step, optimizer.zero_grad
     optimizer.zero_grad = lambda set_to_none=True: zero_grad()  # noqa: ARG005
@@ -163,7 +164,7 @@ def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[s
 
     Args:
         context: the ranks.
-        environ: environment of the process, which Horovod reads when it starts.
+        environ: environment of the process, which Horovod reads during initialization.
     """
     ranks = context.ranks
     places = context.all_gather((ranks.node_rank, ranks.local_rank))
@@ -191,7 +192,7 @@ def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[s
     try:
         yield
     finally:
-        # If they stayed, the next launcher detection would find horovodrun.
+        # Otherwise, the next launcher detection would find horovodrun.
         for name in variables:
             del environ[name]
 

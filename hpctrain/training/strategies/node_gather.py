@@ -16,11 +16,11 @@ from hpctrain.torch_compat import pytree
 
 
 class NodeGather:
-    """Ranks of this rank's node, and their process groups.
+    """Ranks on the node of this rank, and their process groups.
 
     Attributes:
         members: ranks of the node, ascending.
-        group: their process group, with the backends of the whole job.
+        group: their process group, with the same backends as the job.
     """
 
     def __init__(self, context: DistributedContext) -> None:
@@ -37,19 +37,21 @@ class NodeGather:
     def gather(self, output: Any, num_samples: int) -> tuple[Any, float]:
         """Return the outputs of the node's ranks as one batch: tensors are joined along dimension 0.
 
-        Every rank gets the same batch, in the order of ranks; a scalar becomes a vector with one element per
-        rank. The backward pass sums over the ranks the gradients of each sample. So every encoder gets the
-        full gradient of a loss that each rank computes over the whole batch. All ranks of the node must call
-        this in every micro-batch, and run the backward pass too.
+        Every rank receives the same batch, in the order of ranks; a scalar becomes a vector with one element
+        per rank. The backward pass sums the gradients of each sample over the ranks. Every encoder thus
+        receives the full gradient of a loss that each rank computes over the complete batch. All ranks of the
+        node must call this in every micro-batch, and also run the backward pass.
 
         Args:
-            output: a tensor, or nested containers of tensors and of other values, which stay unchanged, with
-                the same structure on every rank. Each tensor's first dimension is a multiple of the samples.
-            num_samples: this rank's samples. With 0 it holds a spare sample, which is left out unless no rank
-                has any.
+            output: a tensor, or nested containers of tensors and other values, with the same structure on
+                every rank. Other values are unchanged. Each tensor's first dimension is a multiple of the
+                samples.
+            num_samples: number of samples of this rank. With 0, `output` contains a spare sample, which is
+                excluded unless no rank has samples.
 
         Returns:
-            The batch of the node, and this rank's part in its samples: their number divided by the ranks'.
+            The batch of the node, and this rank's weight: the number of samples divided by the number of
+            ranks.
 
         Raises:
             UserError: the outputs of the node's ranks do not match; raised on all of them.
@@ -78,7 +80,7 @@ class NodeGather:
         return pytree.tree_unflatten(leaves, structure), part
 
     def _agree(self, num_samples: int, shape: str) -> list[int]:
-        """Return each member's number of samples, after a check that all have the same kind of output."""
+        """Check that all members have the same kind of output, and return each member's number of samples."""
         digest = hashlib.blake2b(shape.encode(), digest_size=7).digest()
         own = torch.tensor([num_samples, int.from_bytes(digest, "little")])
         gathered = [torch.empty_like(own) for _ in self.members]
@@ -105,7 +107,7 @@ def _rows(length: int, num_samples: int) -> str:
 
 
 class _Gather(torch.autograd.Function):
-    """Join of all ranks' tensors; the backward pass sums all ranks' gradients for one rank's samples."""
+    """Join of all ranks' tensors; the backward pass sums the gradients of all ranks for a rank's samples."""
 
     @staticmethod
     def forward(
@@ -118,7 +120,7 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.own, ctx.sizes = group, own, sizes
         wholes = []
         for tensor, size in zip(tensors, sizes, strict=True):
-            # Collectives need equal shapes: each rank's part is padded to the longest.
+            # Collectives need equal shapes: each rank's part is padded to the longest part.
             padded = tensor.new_zeros((max(size), *tensor.shape[1:]))
             padded[: len(tensor)] = tensor
             parts = [torch.empty_like(padded) for _ in size]

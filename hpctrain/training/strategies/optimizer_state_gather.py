@@ -1,4 +1,4 @@
-"""Exchange of optimizer state between ranks that each update their own parameters."""
+"""Exchange of optimizer state between ranks that update different parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 
 
 class OptimizerStateGather:
-    """Gather of all ranks' optimizer state for a checkpoint, and its removal afterwards.
+    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards.
 
     Attributes:
         optimizers: this rank's optimizers, constructed identically on all ranks.
@@ -22,7 +22,7 @@ class OptimizerStateGather:
         """Set up the gather without communication.
 
         Args:
-            owned: for each rank the parameters that only it updates.
+            owned: for each rank, the parameters updated only by this rank.
             context: the ranks.
         """
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -66,7 +66,7 @@ def _keep(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], 
 
 
 def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
-    """Put the state into the order of the parameters, so that it is equal on all ranks."""
+    """Sort the state in the order of the parameters, to make it equal on all ranks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         if parameter in optimizer.state:

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Pipeline(Strategy):
     """Strategy in which every rank has the global batch, and rank r updates the parameters of stage r.
 
-    Every rank holds the weights of all stages. They are updated before a validation, which is divided between
-    the ranks as usual, and before a checkpoint, which fits any number of stages and any other strategy.
+    Every rank has the weights of all stages. These are updated before a validation and before a checkpoint. A
+    validation is divided among the ranks as usual. A checkpoint fits any number of stages and any other
+    strategy.
     """
 
     splits_batches = True
@@ -56,7 +57,7 @@ class Pipeline(Strategy):
         if settings.micro_batch_size == "auto":
             raise UserError(
                 "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other in "
-                "every pass, so the search could deadlock when a rank runs out of memory. Set a number."
+                "every pass. The search could deadlock if a rank runs out of memory. Set a number."
             )
 
     @classmethod
@@ -67,7 +68,7 @@ class Pipeline(Strategy):
         """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this.
 
         Raises:
-            UserError: it cannot be divided into as many stages as there are ranks.
+            UserError: the module cannot be divided into one stage per rank.
         """
         super().__init__(module, context, settings)
         self._is_pending = False
@@ -105,7 +106,7 @@ class Pipeline(Strategy):
         return optimization
 
     def before_update(self) -> None:
-        """Sum the gradients of parameters outside of all stages, or in several."""
+        """Sum the gradients of parameters outside of all stages, or in several stages."""
         if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
@@ -166,7 +167,7 @@ class Pipeline(Strategy):
             if TOKENS_FIELD in scalars:
                 raise UserError(
                     f"training_step returned {TOKENS_FIELD!r}, but strategy 'pipeline' averages the loss "
-                    "over samples, not tokens. Do not return it, or choose another strategy."
+                    "over samples, not tokens. Remove this output, or choose another strategy."
                 )
             weight = part.num_samples / num_samples
             ended.append({name: value.detach() * weight for name, value in scalars.items()})
@@ -187,7 +188,7 @@ class Pipeline(Strategy):
             output_args=output,
         )
         kind = Schedule1F1B if len(parts) >= ranks.world_size else ScheduleGPipe
-        # `loss_of` scales the loss: torch would scale gradients, but only those inside of the stages.
+        # `loss_of` scales the loss: torch would scale only gradients inside of the stages.
         schedule = kind(stage, len(parts), loss_fn=loss_of, scale_grads=False)
         numbers = torch.arange(len(parts), device=device)
         if ranks.rank == 0:
@@ -200,7 +201,7 @@ class Pipeline(Strategy):
     def _find_shapes(self, batch: Any, where: tuple[int, ...]) -> tuple[Any, Any]:
         """Return this rank's stage input and output for micro-batches with the shapes of `batch`.
 
-        For new shapes one micro-batch runs through the stages without gradients; all state is preserved.
+        For new shapes, one micro-batch passes through the stages without gradients; all state is preserved.
         """
         look = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
@@ -218,12 +219,12 @@ class Pipeline(Strategy):
                             inputs = torch.zeros(shape[0], dtype=shape[1], device=self.context.device)
                         output = self._stages.forward(inputs, batch, where)
                     shape = self.context.broadcast((tuple(output.shape), output.dtype), rank)
-            # From these the schedule derives what to receive, and if it sends gradients back.
+            # From these, the schedule derives the tensors to receive, and if gradients are sent back.
             self._shapes[looks] = inputs.requires_grad_(inputs.is_floating_point()), output.requires_grad_()
         return self._shapes[looks]
 
     def _scalars(self, ended: list[dict[str, torch.Tensor]], num_samples: int) -> tuple[Any, float]:
-        """Return means over the micro-batches on the last rank; on the others zeros that do not count."""
+        """Return means over the micro-batches on the last rank; unused zeros on the others."""
         if not self._names:
             names = list(ended[0]) if self._is_last else None
             self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
@@ -243,7 +244,7 @@ class _Part:
 
 
 class _Stage(nn.Module):
-    """Stage of this rank for torch's schedules; the first stage gets the number of a micro-batch as input."""
+    """Stage of this rank for torch's schedules; the first stage receives the number of a micro-batch."""
 
     def __init__(self, stages: PipelineStages, parts: list[_Part], where: tuple[int, ...]) -> None:
         super().__init__()

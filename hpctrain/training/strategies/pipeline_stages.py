@@ -25,19 +25,19 @@ class _StageBoundary(Exception):
 class PipelineStages:
     """Stages of a module's largest `nn.Sequential`, one per rank, of about equal size.
 
-    The part of the training step before the Sequential runs on the first stage. The part after it runs on the
-    last one, which calls the step again and substitutes the stages' output.
+    The part of the training step before the Sequential runs on the first stage. The part after the Sequential
+    runs on the last stage, which calls the step again and substitutes the stages' output.
 
     Attributes:
-        owned: for each rank the parameters that only its stage has.
-        shared: all other parameters; any rank may have a part of their gradients.
+        owned: for each rank, the parameters only in its stage.
+        shared: all other parameters; any rank may have a part of the gradients.
     """
 
     def __init__(self, module: Module, rank: int, num_stages: int) -> None:
         """Divide the module.
 
         Raises:
-            UserError: it has no Sequential with enough blocks.
+            UserError: the module has no Sequential with enough blocks.
         """
         self._module, self._rank, self._last = module, rank, num_stages - 1
         self._prepared = _largest(module, num_stages)
@@ -101,19 +101,19 @@ class PipelineStages:
             return self._module.training_step_end(self._module.training_step(batch, *where))
 
     def check_gradients(self) -> None:
-        """Check that this rank has no gradient of parameters that only another stage has.
+        """Check that this rank has no gradient for parameters of another stage only.
 
         Raises:
-            UserError: it has one.
+            UserError: it has such a gradient.
         """
         others = {p for rank, owned in enumerate(self.owned) if rank != self._rank for p in owned}
         for name, parameter in self._module.named_parameters():
             if parameter in others and parameter.grad is not None:
                 raise UserError(
                     f"{type(self._module).__name__}.training_step uses {name} outside of the Sequential "
-                    "that strategy 'pipeline' splits into stages (a penalty on all weights does this). "
-                    "Only the rank of its stage has it. Use the optimizer's weight_decay instead, or "
-                    "strategy 'zero3'."
+                    "that strategy 'pipeline' splits into stages (for example, in a penalty on all "
+                    "weights). Only the rank of that stage has this parameter. Use the optimizer's "
+                    "weight_decay instead, or strategy 'zero3'."
                 )
 
     @contextmanager
@@ -137,7 +137,7 @@ def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
 
 
 def _stage_ends(sizes: list[int], num_stages: int) -> list[int]:
-    """Return the end of each stage: none is empty, and the sizes are about equal."""
+    """Return the end of each stage, for non-empty stages of about equal size."""
     ends: list[int] = []
     total, sum_so_far = sum(sizes), 0
     for number, size in enumerate(sizes, 1):

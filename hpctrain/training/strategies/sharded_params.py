@@ -1,4 +1,4 @@
-"""Sharded views of parameters for optimizers, as DTensors over a rank's memory."""
+"""Sharded views of parameters for optimizers, as DTensors on the memory of a rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hpctrain.training.module import Module
 
 
 class ShardedParameters:
-    """DTensor shards of parameters that every rank holds: this rank's rows, in the same memory.
+    """DTensor shards of replicated parameters: the rows of this rank, in the same memory.
 
     A parameter without dimensions cannot be sharded: its part is the whole parameter, on every rank.
-    Optimizer state has the size of the part, and is a DTensor as well. Checkpoints treat DTensors as
-    wholes, so they fit any number of ranks and any strategy.
+    Optimizer state has the size of the part, and is a DTensor as well. Checkpoints contain complete DTensors,
+    so they fit any number of ranks and any strategy.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -29,19 +29,19 @@ class ShardedParameters:
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
-        """Replace an optimizer's whole parameters by their parts.
+        """Replace the complete parameters of an optimizer with their parts.
 
         Args:
             optimizer: a new optimizer.
-            before_step: callback that completes gradients and assigns those of the parts.
+            before_step: callback that completes gradients and assigns the gradients of the parts.
 
         Raises:
-            UserError: the optimizer has made steps.
+            UserError: the optimizer has already performed steps.
         """
         if optimizer.state:
             raise UserError(
-                f"configure_optimizers() returned a {type(optimizer).__name__} that has already made steps, "
-                "so its state can no longer be sharded. Create a new optimizer there."
+                f"configure_optimizers() returned a {type(optimizer).__name__} that has already performed "
+                "steps, so its state cannot be sharded. Create a new optimizer in this method."
             )
         for group in optimizer.param_groups:
             group["params"] = [
@@ -63,12 +63,12 @@ class ShardedParameters:
         optimizer.register_step_pre_hook(lambda *_: before_step())
 
     def assign_gradients(self) -> None:
-        """Assign to each part its rows of the whole gradient, in the same memory."""
+        """Assign to each part its rows of the complete gradient, in the same memory."""
         for whole, part in self._parts.items():
             part.grad = None if whole.grad is None else self._cut(whole.grad)
 
     def gather(self, optimizer: torch.optim.Optimizer, bucket_bytes: int = 25 << 20) -> None:
-        """Gather the whole parameters from the parts that the ranks updated. All ranks must call this.
+        """Gather the complete parameters from the parts updated by the ranks. All ranks must call this.
 
         Args:
             optimizer: optimizer of the parameters.
@@ -112,7 +112,7 @@ class ShardedParameters:
         )
 
     def _rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows, in `Shard(0)`'s division: equally many per rank, but for the last ones."""
+        """Return this rank's rows as in `Shard(0)`: the same number per rank, except for the last ranks."""
         if whole.ndim == 0:
             return whole
         each = -(-len(whole) // self._mesh.size())
@@ -121,7 +121,7 @@ class ShardedParameters:
 
 
 def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: float) -> torch.Tensor:
-    """Return the norm of all gradients, whole or sharded over all ranks. All ranks must call this."""
+    """Return the norm of all gradients, complete or sharded. All ranks must call this."""
     cut, whole = [], []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         if not isinstance(gradient, DTensor):
@@ -143,10 +143,10 @@ def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: f
 
 
 def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that optimizers hold the module's current parameters, not those from before sharding.
+    """Check that optimizers contain the current parameters of the module, not those before sharding.
 
     Raises:
-        UserError: an optimizer holds another parameter.
+        UserError: an optimizer contains another parameter.
     """
     own = set(module.parameters())
     for optimizer in optimizers:
@@ -155,8 +155,8 @@ def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Opt
                 raise UserError(
                     f"{type(module).__name__}.configure_optimizers() returned a {type(optimizer).__name__} "
                     f"with a parameter of shape {tuple(parameter.shape)} that the module does not have. "
-                    "Parameters are sharded before this method is called: create the optimizer inside it, "
-                    "from self.parameters()."
+                    "Parameters are sharded before this method is called: create the optimizer in this "
+                    "method, from self.parameters()."
                 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hpctrain.class_registry import Registry
 from hpctrain.training.strategies.base import Strategy
 
-#: Strategy that the job requests; the template ddp2 sets this variable.
+#: Environment variable with the strategy of the job; the template ddp2 sets this variable.
 STRATEGY_VARIABLE = "HPCTRAIN_STRATEGY"
 
 STRATEGIES: Registry[Strategy] = Registry(
@@ -42,12 +42,12 @@ def register_strategy(name: str) -> Callable[[type[Strategy]], type[Strategy]]:
 
 
 def resolve_auto(environ: Mapping[str, str]) -> str:
-    """Return the strategy for "auto": the one that the job requests, or else ddp."""
+    """Return the strategy for "auto": the strategy requested by the job, otherwise ddp."""
     return environ.get(STRATEGY_VARIABLE) or "ddp"
 
 
 def find_strategy(name: str, environ: Mapping[str, str]) -> type[Strategy]:
-    """Return the strategy of that name; for "auto" the one that the job requests, or else ddp.
+    """Return the strategy of that name; for "auto", the strategy requested by the job, otherwise ddp.
 
     Raises:
         UserError: no strategy has this name.

@@ -1,4 +1,4 @@
-"""Checks of a training's settings by its strategy and its algorithm."""
+"""Checks of the settings by the strategy and the algorithm."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     strategy.check(settings)
     if settings.bucket_cap_mb is not None and not strategy.has_buckets:
         raise UserError(
-            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, but strategy is {settings.strategy!r}. It "
-            "applies only to 'ddp', 'ddp_spawn', 'ddp2' and 'zero1'; remove it."
+            f"bucket_cap_mb is {settings.bucket_cap_mb!r}, but strategy is {settings.strategy!r}. "
+            "bucket_cap_mb applies only to 'ddp', 'ddp_spawn', 'ddp2' and 'zero1'. Remove it."
         )
     if settings.static_graph and (not strategy.has_buckets or settings.find_unused_parameters):
         raise UserError(
             f"static_graph is True, but strategy is {settings.strategy!r} and find_unused_parameters is "
-            f"{settings.find_unused_parameters}. It needs strategy 'ddp', 'ddp_spawn', 'ddp2' or 'zero1', "
-            "and find_unused_parameters=False."
+            f"{settings.find_unused_parameters}. static_graph requires strategy 'ddp', 'ddp_spawn', 'ddp2' "
+            "or 'zero1', and find_unused_parameters=False."
         )
     algorithm = find_algorithm(settings.algorithm)
     if type(algorithm) is not AllReduce and not strategy.has_algorithms:
